@@ -1,0 +1,120 @@
+"""The compiled extension (csrc/bind). The only rooms below it are torch-free C++ and CUDA.
+
+Every function checks all of its arguments before it writes anything, and raises ValueError or TypeError in the form
+``op: argument[index] has X; expected Y (what to do)``. On CUDA tensors work is queued on the current stream.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+class AdamHyper:
+    """The scalars of one Adam step, made in double and rounded once to float32 (csrc/adam/adam_scalars.h).
+
+    ``step`` counts from 1. ``grad_scale`` multiplies the gradient; ``seed`` (with ``keys`` of ``AdamStepper.step``)
+    switches on stochastic rounding of bfloat16 parameters that have no master.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float = 1.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        maximize: bool = False,
+        seed: int | None = None,
+    ) -> None: ...
+
+class AdamStepper:
+    """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table between calls."""
+
+    def __init__(self) -> None: ...
+    def step(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        exp_avgs: Sequence[torch.Tensor],
+        exp_avg_sqs: Sequence[torch.Tensor],
+        hypers: Sequence[AdamHyper],
+        hyper_index: Sequence[int],
+        masters: Sequence[torch.Tensor | None] | None = None,
+        max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
+        keys: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
+        """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
+
+        All tensors: contiguous, on one device, equal numel at equal index. params, grads: float32 | bfloat16 | float16,
+        each independent. masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs: float32. Where masters[i] is given it is what
+        the formula reads and writes, and params[i] is only written (rounded from it). max_exp_avg_sqs[i] given means
+        amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] = (parameter index, index in the whole parameter
+        of element 0): the random key of stochastic rounding.
+        """
+    @property
+    def table_builds(self) -> int:
+        """How often the CUDA chunk table was built and uploaded (0 on CPU)."""
+
+def sq_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares as a float64 tensor (2,) = (high, low) in double-double, on the tensors' device.
+
+    Each aligned 256-element block of each tensor is summed in one fixed order; a non-finite element makes high non-finite.
+    """
+
+def sq_norm_add(parts: torch.Tensor) -> torch.Tensor:
+    """Add rows of a float64 CPU tensor (n, 2) in order, in double-double; returns (2,)."""
+
+def norm_from_sq(total: torch.Tensor) -> float:
+    """float32(sqrt(high + low)) of a float64 CPU tensor (2,), returned as a Python float."""
+
+def ordered_sum(pieces: torch.Tensor, world_size: int, scale: float, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    """out = [out +] scale * (pieces[0] + pieces[1] + ...), summed in rank order in float32; returns sq_norm of out.
+
+    pieces: contiguous (world_size * n,), float32 | bfloat16 | float16; out: contiguous (n,) of float32 | bfloat16.
+    The product with scale is taken in double and rounded once to float32; out is read and written once.
+    """
+
+def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
+    """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights
+
+    (bfloat16: to nearest, ties away from zero; float16: to nearest, ties to even)."""
+
+def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
+
+class HostTier:
+    """The cpu tier: exact-size host buffers that are reached only through counted copies (csrc/copy).
+
+    ``device`` is where the other side of every copy lives. For a CUDA device buffers are pinned if ``pin_memory`` and
+    copies are queued on the current stream; ``synchronize`` waits for them. For the CPU copies run on threads and are
+    complete when the call returns.
+    """
+
+    def __init__(self, device: torch.device, pin_memory: bool = False) -> None: ...
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A zero-filled buffer (numel,) of the tier."""
+    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
+    def synchronize(self) -> None: ...
+    @property
+    def bytes_to_tier(self) -> int: ...
+    @property
+    def bytes_from_tier(self) -> int: ...
+    @property
+    def bytes_allocated(self) -> int: ...
+
+def cpu_isa() -> str:
+    """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""
+
+def set_cpu_isa(name: str) -> None:
+    """Force an instruction set for the rest of the process; ValueError if this CPU lacks it. For tests."""
+
+def cpu_isas() -> list[str]:
+    """The instruction sets that this build has and this CPU can run."""
+
+def build_info() -> dict[str, str]:
+    """Keys: version, torch (the version built against), cuda ("13.0" or ""), cuda_arch_list, compiler."""
