@@ -1,0 +1,117 @@
+"""Collectives between ranks, and how ranks agree. The one place that knows torch's names for them.
+
+All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is summed in transit:
+arithmetic on gradients happens in csrc/reduce, in rank order. A world of one needs no process group and moves nothing.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Comm:
+    """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone)."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
+
+        Raises ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized process group, and for a
+        group that this rank is not part of.
+        """
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.group = group if group is not None else dist.group.WORLD
+            self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise ValueError("shard: process_group does not contain this rank; expected a group that this rank belongs to")
+        elif group is not None:
+            raise ValueError("shard: process_group was given but torch.distributed is not initialized")
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
+                "call torch.distributed.init_process_group() first (each rank would train alone)"
+            )
+        self.uses_nccl = self.group is not None and "nccl" in dist.get_backend(self.group)
+        self._tag = 0
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | None:
+        """Start sending the r-th equal piece of `sent` to rank r; `received` gets a piece from each rank, in rank order."""
+        work: dist.Work | None = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, whole: torch.Tensor) -> list[dist.Work]:
+        """Start filling `whole` (world_size equal pieces, this rank's own already in place) with every rank's piece.
+
+        With gloo the pieces go pairwise: measured three times faster there than its all_gather.
+        """
+        if self.world_size == 1 or whole.numel() == 0:
+            return []
+        pieces = as_bytes(whole).chunk(self.world_size)
+        own = pieces[self.rank]
+        if self.uses_nccl:
+            return [_all_gather(as_bytes(whole), own, group=self.group, async_op=True)]
+        self._tag = (self._tag + 1) % (1 << 16)
+        works = []
+        for step in range(1, self.world_size):
+            source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
+            works.append(dist.irecv(pieces[source], self._global(source), group=self.group, tag=self._tag))
+            works.append(dist.isend(own, self._global(target), group=self.group, tag=self._tag))
+        return works
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device."""
+        if self.world_size == 1:
+            return row.unsqueeze(0)
+        whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
+        dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
+        return whole
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` with rank 0's."""
+        if self.world_size > 1 and tensor.numel() > 0:
+            dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
+
+    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+        """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
+        if self.world_size == 1:
+            return [json.loads(json.dumps(value))]
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        lengths = self.gather_rows(torch.tensor([text.numel()], device=device)).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        padded[: text.numel()] = text
+        rows = self.gather_rows(padded).cpu()
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as flat bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Wait for collectives: until done on the CPU, in stream order on CUDA."""
+    for work in works:
+        work.wait()
+
+
+def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
+    """Describe the first place where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""
+    reference = signatures[0]
+    for rank, signature in enumerate(signatures[1:], start=1):
+        for index in range(max(len(reference), len(signature))):
+            a = reference[index] if index < len(reference) else "nothing"
+            b = signature[index] if index < len(signature) else "nothing"
+            if a != b:
+                return f"entry {index} is {b} on rank {rank} but {a} on rank 0"
+    return None

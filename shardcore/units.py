@@ -1,0 +1,119 @@
+"""Which modules form units: what is reduced, and later gathered, together.
+
+A unit is a module of the model; the root (the model itself) holds whatever no other unit holds. Each parameter belongs to
+one unit: the innermost one that contains every module which uses it, so a weight tied across units belongs to their parent.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import nn
+
+UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it has buffers: its module, that module's name in the model ("" for the root), and its parameters."""
+
+    name: str
+    module: nn.Module
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def plan_units(model: nn.Module, policy: UnitPolicy = "auto") -> list[UnitSpec]:
+    """Split `model` into units by `policy`; returns them in module order, the root first, empty ones left out.
+
+    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer); a module
+    class or several; a list of modules of the model; or an integer n (the innermost modules with at least n parameters
+    of their own or of smaller modules below them). Raises ValueError or TypeError for anything else.
+    """
+    chosen = set(_choose(model, policy))
+    chosen.discard(model)
+    units = {model: UnitSpec("", model)}
+    units.update({module: UnitSpec(name, module) for name, module in model.named_modules() if module in chosen})
+    for param_name, param, chain in _owner_chains(model, chosen):
+        units[chain[-1]].params.append((param_name, param))
+    return [unit for unit in units.values() if unit.params]
+
+
+def _owner_chains(model: nn.Module, chosen: set[nn.Module]) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """Yield each distinct parameter with the units that contain all of its uses, outermost first."""
+    first_name: dict[nn.Parameter, str] = {}
+    common: dict[nn.Parameter, list[nn.Module]] = {}
+
+    def visit(module: nn.Module, prefix: str, chain: list[nn.Module]) -> None:
+        if module in chosen:
+            chain = [*chain, module]
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            first_name.setdefault(param, prefix + name)
+            known = common.get(param, chain)
+            common[param] = [a for a, b in zip(known, chain, strict=False) if a is b]
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{prefix}{name}.", chain)
+
+    visit(model, "", [model])
+    for param, name in first_name.items():
+        yield name, param, common[param]
+
+
+def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(f'shard: units is "{policy}"; expected "auto", module classes, a list of modules, or a number')
+        return list(_repeated_blocks(model))
+    if isinstance(policy, bool):
+        raise TypeError(f"shard: units is {policy}; expected a number of parameters, not a bool")
+    if isinstance(policy, int):
+        if policy < 1:
+            raise ValueError(f"shard: units is {policy}; expected at least 1 parameter a unit")
+        return _by_size(model, policy)
+    items = [policy] if isinstance(policy, type) else list(policy)
+    classes = tuple(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
+    modules = [item for item in items if isinstance(item, nn.Module)]
+    if len(classes) + len(modules) != len(items):
+        strange = next(i for i in items if not (isinstance(i, nn.Module) or (isinstance(i, type) and issubclass(i, nn.Module))))
+        raise TypeError(f"shard: units has {strange!r}; expected module classes or modules of the model")
+    inside = set(model.modules())
+    for module in modules:
+        if module not in inside:
+            raise ValueError(f"shard: units has a {type(module).__name__} that is not a module of the model")
+    found = [module for module in model.modules() if classes and isinstance(module, classes)]
+    if classes and not found:
+        names = ", ".join(c.__name__ for c in classes)
+        raise ValueError(f"shard: units names {names}; the model has no such module")
+    return found + modules
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    if isinstance(module, _CONTAINERS):
+        kinds = [type(child) for child in children]
+        blocks = [child for child in children if kinds.count(type(child)) > 1]
+        yield from blocks
+        children = [child for child in children if child not in blocks]
+    for child in children:
+        yield from _repeated_blocks(child)
+
+
+def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
+    chosen: list[nn.Module] = []
+    seen: set[nn.Parameter] = set()
+
+    def visit(module: nn.Module) -> int:
+        own = {p for p in module._parameters.values() if p is not None} - seen
+        seen.update(own)
+        rest = sum(p.numel() for p in own) + sum(visit(child) for child in module.children())
+        if rest >= min_numel:
+            chosen.append(module)
+            return 0
+        return rest
+
+    visit(model)
+    return chosen
