@@ -1,0 +1,90 @@
+"""Builds shardcore._C with torch.utils.cpp_extension. What is built and why is decided in tools/build_config.py."""
+
+import importlib.util
+import json
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # a PEP 517 build does not put the project's folder on the path
+
+from setuptools import setup  # noqa: E402
+
+from tools import build_config  # noqa: E402
+from tools.build_config import BuildError, Decision  # noqa: E402
+
+NO_TORCH_NEEDED = {"sdist", "clean", "--version", "--name", "--help", "-h"}
+
+
+def prepare() -> Decision:
+    """Check torch and tools, set what torch's build reads from the environment, and decide. Raises BuildError."""
+    spec = importlib.util.find_spec("torch")
+    build_config.check_torch_location(spec.origin if spec else None, sys.path)
+    build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
+    import torch
+
+    nvcc = None
+    if torch.version.cuda and os.environ.get("SHARDCORE_CUDA") != "0":
+        nvcc = build_config.find_nvcc(dict(os.environ))
+    decision = build_config.decide(
+        os.environ.get("SHARDCORE_CUDA"), nvcc, torch.__version__, torch.version.cuda, os.environ.get("TORCH_CUDA_ARCH_LIST")
+    )
+    if decision.cuda and nvcc:
+        os.environ["CUDA_HOME"] = nvcc.cuda_home  # torch would guess it from PATH, where nvcc may be a script
+        os.environ["TORCH_CUDA_ARCH_LIST"] = decision.arch_list  # unset, torch would ask the GPUs of this machine
+    if importlib.util.find_spec("ninja"):  # a virtual environment that is not activated is not on PATH
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    return decision
+
+
+def extension_arguments(decision: Decision) -> dict[str, object]:
+    """ext_modules and cmdclass for setup(). Imports torch's build helpers, which read CUDA_HOME when imported."""
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+
+    class Build(BuildExtension):
+        """BuildExtension that prints the one line and records it beside the library (shardcore/_C.build.json)."""
+
+        def run(self) -> None:
+            super().run()
+            record = {
+                "torch": decision.torch,
+                "cuda": decision.cuda,
+                "python": sysconfig.get_python_version(),
+                "line": decision.line,
+            }
+            library = Path(self.get_ext_fullpath("shardcore._C"))
+            library.with_name("_C.build.json").write_text(json.dumps(record, indent=1) + "\n")
+            print(decision.line, file=sys.stderr, flush=True)
+
+    flags = build_config.read_flags()
+    macros = [f'-DSHARDCORE_VERSION="{version()}"', f'-DSHARDCORE_CUDA_ARCH_LIST="{decision.arch_list}"']
+    extension = (CUDAExtension if decision.cuda else CppExtension)(
+        name="shardcore._C",
+        sources=build_config.find_sources(bool(decision.cuda)),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("SHARDCORE_WITH_CUDA", "1")] if decision.cuda else [],
+        extra_compile_args={"cxx": flags["cxx"] + macros, "nvcc": flags["nvcc"]},
+        depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.h"))],
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": Build}}
+
+
+def version() -> str:
+    """The version of shardcore/version.py, without importing the package (it needs the extension)."""
+    names: dict[str, str] = {}
+    exec((ROOT / "shardcore/version.py").read_text(), names)
+    return names["__version__"]
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    try:
+        arguments = {} if NO_TORCH_NEEDED.intersection(sys.argv[1:]) else extension_arguments(prepare())
+    except BuildError as error:
+        sys.exit(f"\n{error}\n")
+    setup(**arguments)

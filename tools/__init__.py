@@ -1,0 +1,1 @@
+"""Scripts of the build and of CI. Not installed with the package."""

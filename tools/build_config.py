@@ -1,0 +1,192 @@
+"""Decides what the build makes (CPU only, or CPU and CUDA) and says why. Pure: imports neither torch nor setuptools.
+
+The rule: CUDA sources are built when nvcc is found and torch is a CUDA build; SHARDCORE_CUDA=0|1 forces. Whether this
+machine has a GPU is never asked, so a build on a login node or in a container equals a build on the GPU machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"  # 8.x and 9.0 as machine code; PTX lets newer GPUs compile at load
+CXX_STANDARD = "-std=c++20"  # torch 2.13 headers need it, torch 2.11 headers accept it
+MIN_TORCH = (2, 11)
+NO_ISOLATION = "pip install --no-build-isolation ."
+
+
+class BuildError(Exception):
+    """A build that cannot go on; the text names what was found and the fix."""
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    """A CUDA compiler: its release ("13.0") and the toolkit folder that has bin/nvcc and include/cuda_runtime.h."""
+
+    release: str
+    cuda_home: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is built. ``cuda`` is the toolkit's release, or "" for a CPU build; ``reason`` is the part after "because"."""
+
+    torch: str
+    cuda: str
+    arch_list: str
+    reason: str
+
+    @property
+    def line(self) -> str:
+        """The one line that every build prints and records."""
+        what = f"CPU and CUDA {self.cuda} ({self.arch_list})" if self.cuda else "CPU only"
+        return f"shardcore: built for {what}, torch {self.torch}, because {self.reason}"
+
+
+def decide(
+    forced: str | None,
+    nvcc: Nvcc | None,
+    torch_version: str,
+    torch_cuda: str | None,
+    arch_list: str | None = None,
+) -> Decision:
+    """Choose CPU or CUDA from SHARDCORE_CUDA (``forced``), the nvcc found and torch's own CUDA version.
+
+    Raises BuildError for another value of SHARDCORE_CUDA, for 1 without nvcc or with a torch that has no CUDA, for a
+    toolkit whose major version is not torch's, and for a torch older than 2.11.
+    """
+    release = re.match(r"(\d+)\.(\d+)", torch_version)
+    if release and (int(release[1]), int(release[2])) < MIN_TORCH:
+        raise BuildError(f"build: torch is {torch_version}; expected 2.11 or newer (pip install 'torch>=2.11')")
+    if forced not in (None, "", "0", "1"):
+        raise BuildError(
+            f"build: SHARDCORE_CUDA is {forced!r}; expected 0 (CPU only), 1 (CUDA required) or unset (CUDA if nvcc and a "
+            "CUDA build of torch are there)"
+        )
+    if forced == "0":
+        return Decision(torch_version, "", "", "SHARDCORE_CUDA=0")
+    if torch_cuda is None:
+        if forced == "1":
+            raise BuildError(
+                f"build: SHARDCORE_CUDA is 1, but torch {torch_version} is built without CUDA; expected a CUDA build of "
+                "torch (install one, see pytorch.org, or unset SHARDCORE_CUDA)"
+            )
+        return Decision(torch_version, "", "", f"torch {torch_version} is built without CUDA")
+    if nvcc is None:
+        if forced == "1":
+            raise BuildError(
+                f"build: SHARDCORE_CUDA is 1, but nvcc was not found; expected the CUDA {torch_cuda} toolkit (install it and "
+                "put its bin folder on PATH or set CUDA_HOME, or unset SHARDCORE_CUDA)"
+            )
+        return Decision(torch_version, "", "", "nvcc was not found on PATH, in CUDA_HOME or in /usr/local/cuda")
+    if nvcc.release.split(".")[0] != torch_cuda.split(".")[0]:
+        raise BuildError(
+            f"build: nvcc is CUDA {nvcc.release} ({nvcc.cuda_home}), but torch {torch_version} is built for CUDA {torch_cuda}; "
+            f"expected the same major version (set CUDA_HOME to a CUDA {torch_cuda.split('.')[0]} toolkit, or set "
+            "SHARDCORE_CUDA=0 for a CPU build)"
+        )
+    why = f"nvcc {nvcc.release} was found and torch {torch_version} is built for CUDA {torch_cuda}"
+    if forced == "1":
+        why = f"SHARDCORE_CUDA=1, {why}"
+    return Decision(torch_version, nvcc.release, arch_list or DEFAULT_CUDA_ARCH_LIST, why)
+
+
+def find_nvcc(env: dict[str, str]) -> Nvcc | None:
+    """The nvcc of CUDA_HOME or CUDA_PATH, else of PATH, else of /usr/local/cuda. None without one that runs."""
+    named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    path = f"{named}/bin/nvcc" if named else shutil.which("nvcc", path=env.get("PATH")) or "/usr/local/cuda/bin/nvcc"
+    if not os.access(path, os.X_OK):
+        if named:
+            raise BuildError(
+                f"build: CUDA_HOME is {named}, which has no bin/nvcc; expected a CUDA toolkit (correct or unset it)"
+            )
+        return None
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", version)
+    return Nvcc(release[1], named or _toolkit_of(path)) if release else None
+
+
+def _toolkit_of(nvcc: str) -> str:
+    """The toolkit folder of an nvcc. A dry run tells it even when nvcc is a script that calls the real one."""
+    dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True, check=False)
+    top = re.search(r"^#\$ TOP=(.+)$", dry.stderr, re.MULTILINE)
+    folders = [Path(top[1].strip())] if top else []
+    folders += [Path(nvcc).resolve().parent.parent, Path("/usr/local/cuda")]
+    for folder in folders:
+        if (folder / "include/cuda_runtime.h").exists() or list(folder.glob("targets/*/include/cuda_runtime.h")):
+            return str(folder.resolve())
+    raise BuildError(
+        f"build: {nvcc} was found, but not the toolkit it belongs to (no include/cuda_runtime.h near it); expected a whole CUDA "
+        "toolkit (set CUDA_HOME to it, or set SHARDCORE_CUDA=0 for a CPU build)"
+    )
+
+
+def check_torch_location(torch_file: str | None, environment: list[str]) -> None:
+    """Refuse to build where torch is missing, or is a copy that pip put into a throw-away build environment.
+
+    An extension works only with the torch it was compiled against. pip's isolated environment is not where the package
+    will run, so its torch (or the lack of one) says nothing. ``environment`` is sys.path.
+    """
+    isolated = any("build-env-" in entry or "builds-v0" in entry for entry in environment)
+    if torch_file is None and isolated:
+        raise BuildError(
+            "build: this is an isolated build environment, which has no torch; expected the torch that will run shardcore, since "
+            f"an extension works only with the torch it was built against (add --no-build-isolation: {NO_ISOLATION})"
+        )
+    if torch_file is None:
+        raise BuildError(
+            f"build: torch is not installed here; expected torch 2.11 or newer (pip install torch, then {NO_ISOLATION})"
+        )
+    if "pip-build-env-" in torch_file:
+        raise BuildError(
+            f"build: torch comes from an isolated build environment ({torch_file}); expected the torch that will run shardcore "
+            f"(add --no-build-isolation: {NO_ISOLATION})"
+        )
+
+
+def check_tools(env: dict[str, str], include_dir: str) -> None:
+    """Refuse to start without a C++ compiler or Python's headers, naming the packages to install."""
+    cxx = env.get("CXX") or "c++"
+    if not shutil.which(cxx.split()[0], path=env.get("PATH")):
+        raise BuildError(
+            f"build: no C++ compiler ({cxx} is not on PATH); expected GCC 11 or newer or a recent clang (Debian, Ubuntu: "
+            "apt-get install g++; Fedora: dnf install gcc-c++; or set CXX)"
+        )
+    if not Path(include_dir, "Python.h").exists():
+        raise BuildError(
+            f"build: Python.h is not in {include_dir}; expected Python's C headers (Debian, Ubuntu: apt-get install python3-dev; "
+            "Fedora: dnf install python3-devel)"
+        )
+
+
+def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
+    """The compiler flags of csrc/flags.txt, by compiler. nvcc also gets the host's arithmetic flags for its host half."""
+    lines = [line.split(":", 1) for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    flags = {name.strip(): value.split() for name, value in lines}
+    host = [flag for flag in flags["cxx"] if flag.startswith("-f")]
+    flags["cxx"] = [CXX_STANDARD, *flags["cxx"], "-g0"]
+    flags["nvcc"] = [CXX_STANDARD, *flags["nvcc"], "-Xcompiler", ",".join(host)]
+    return flags
+
+
+def find_sources(with_cuda: bool, csrc: Path = ROOT / "csrc") -> list[str]:
+    """All csrc/**/*.cpp, and *.cu with CUDA, as sorted paths relative to the repository root.
+
+    Raises BuildError when two sources of one folder differ in their suffix only: both would become the same object file.
+    """
+    found = sorted(p for suffix in ([".cpp", ".cu"] if with_cuda else [".cpp"]) for p in csrc.rglob(f"*{suffix}"))
+    objects: dict[Path, Path] = {}
+    for path in found:
+        other = objects.setdefault(path.with_suffix(""), path)
+        if other != path:
+            raise BuildError(
+                f"build: {other.name} and {path.name} have one object file; expected other names (say {path.stem}_cuda.cu)"
+            )
+    if not found:
+        raise BuildError(f"build: no sources in {csrc}; expected a full checkout or an sdist that has csrc/")
+    return [str(path.relative_to(csrc.parent)) for path in found]
