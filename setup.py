@@ -21,7 +21,7 @@ NO_TORCH_NEEDED = {"sdist", "clean", "--version", "--name", "--help", "-h"}
 def prepare() -> Decision:
     """Check torch and tools, set what torch's build reads from the environment, and decide. Raises BuildError."""
     spec = importlib.util.find_spec("torch")
-    build_config.check_torch_location(spec.origin if spec else None, sys.path)
+    build_config.check_torch_location(spec.origin if spec else None, [sys.prefix, *sys.path])
     build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
     import torch
 

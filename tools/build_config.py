@@ -18,6 +18,11 @@ DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"  # 8.x and 9.0 as machine code; PTX lets 
 CXX_STANDARD = "-std=c++20"  # torch 2.13 headers need it, torch 2.11 headers accept it
 MIN_TORCH = (2, 11)
 NO_ISOLATION = "pip install --no-build-isolation ."
+ISOLATED = (
+    "build: this is an isolated build environment; expected the environment whose torch will run shardcore, because an "
+    "extension works only with the torch it was built against (add --no-build-isolation: "
+    f"{NO_ISOLATION}; python -m build: --no-isolation)"
+)
 
 
 class BuildError(Exception):
@@ -121,32 +126,35 @@ def _toolkit_of(nvcc: str) -> str:
         if (folder / "include/cuda_runtime.h").exists() or list(folder.glob("targets/*/include/cuda_runtime.h")):
             return str(folder.resolve())
     raise BuildError(
-        f"build: {nvcc} was found, but not the toolkit it belongs to (no include/cuda_runtime.h near it); expected a whole CUDA "
-        "toolkit (set CUDA_HOME to it, or set SHARDCORE_CUDA=0 for a CPU build)"
+        f"build: {nvcc} was found, but not its toolkit (no include/cuda_runtime.h near it); expected a whole CUDA toolkit "
+        "(set CUDA_HOME to it, or set SHARDCORE_CUDA=0 for a CPU build)"
     )
 
 
-def check_torch_location(torch_file: str | None, environment: list[str]) -> None:
+def is_isolated(paths: list[str]) -> bool:
+    """Whether sys.prefix and sys.path (``paths``) are those of a throw-away build environment of pip, build or uv."""
+    return any("build-env-" in path or "builds-v0" in path for path in paths)
+
+
+def no_setuptools(paths: list[str]) -> str:
+    """The text for a build environment without setuptools."""
+    if is_isolated(paths):
+        return ISOLATED
+    return f"build: setuptools is not installed here; expected 64 or newer (pip install setuptools ninja, then {NO_ISOLATION})"
+
+
+def check_torch_location(torch_file: str | None, paths: list[str]) -> None:
     """Refuse to build where torch is missing, or is a copy that pip put into a throw-away build environment.
 
-    An extension works only with the torch it was compiled against. pip's isolated environment is not where the package
-    will run, so its torch (or the lack of one) says nothing. ``environment`` is sys.path.
+    An extension works only with the torch it was compiled against. An isolated environment is not where the package will
+    run, so its torch (or the lack of one) says nothing. ``paths``: sys.prefix and sys.path.
     """
-    isolated = any("build-env-" in entry or "builds-v0" in entry for entry in environment)
-    if torch_file is None and isolated:
-        raise BuildError(
-            "build: this is an isolated build environment, which has no torch; expected the torch that will run shardcore, since "
-            f"an extension works only with the torch it was built against (add --no-build-isolation: {NO_ISOLATION})"
-        )
+    if torch_file is None and is_isolated(paths):
+        raise BuildError(ISOLATED)
     if torch_file is None:
-        raise BuildError(
-            f"build: torch is not installed here; expected torch 2.11 or newer (pip install torch, then {NO_ISOLATION})"
-        )
-    if "pip-build-env-" in torch_file:
-        raise BuildError(
-            f"build: torch comes from an isolated build environment ({torch_file}); expected the torch that will run shardcore "
-            f"(add --no-build-isolation: {NO_ISOLATION})"
-        )
+        raise BuildError(f"build: torch is not installed here; expected 2.11 or newer (pip install torch, then {NO_ISOLATION})")
+    if is_isolated([torch_file]):
+        raise BuildError(f"{ISOLATED} [torch here: {torch_file}]")
 
 
 def check_tools(env: dict[str, str], include_dir: str) -> None:
@@ -159,8 +167,8 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
         )
     if not Path(include_dir, "Python.h").exists():
         raise BuildError(
-            f"build: Python.h is not in {include_dir}; expected Python's C headers (Debian, Ubuntu: apt-get install python3-dev; "
-            "Fedora: dnf install python3-devel)"
+            f"build: Python.h is not in {include_dir}; expected Python's C headers (Debian, Ubuntu: apt-get install "
+            "python3-dev; Fedora: dnf install python3-devel)"
         )
 
 
