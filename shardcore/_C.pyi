@@ -71,7 +71,9 @@ def sq_norm_add(parts: torch.Tensor) -> torch.Tensor:
 def norm_from_sq(total: torch.Tensor) -> float:
     """float32(sqrt(high + low)) of a float64 CPU tensor (2,), returned as a Python float."""
 
-def ordered_sum(pieces: torch.Tensor, world_size: int, scale: float, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+def ordered_sum(
+    pieces: torch.Tensor, world_size: int, scale: float, out: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
     """out = [out +] scale * (pieces[0] + pieces[1] + ...), summed in rank order in float32; returns sq_norm of out.
 
     pieces: contiguous (world_size * n,), float32 | bfloat16 | float16; out: contiguous (n,) of float32 | bfloat16.

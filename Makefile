@@ -1,0 +1,42 @@
+# make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
+# make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow")
+# make lint    ruff, mypy, import order, C++ format, the include check
+# make setup   only prepare: pick or make the Python environment, build the extension in place
+# make clean   remove what was built (distclean: .venv too)
+#
+# Needs python3 with venv and headers, g++ and make. Where python3 already has torch 2.11 or newer, that one is used and nothing
+# is downloaded; elsewhere .venv is made once. Settings: PYTHON=python3.12, TORCH=torch==2.11.0, SHARDCORE_CUDA=0|1.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?= -m "not slow"
+PICKED = "$$(cat build/python)"
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+.PHONY: help setup demo test lint clean distclean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; expected Python 3.11 or newer" \
+		"(Debian, Ubuntu: apt-get install python3 python3-venv python3-dev; or make PYTHON=...)" >&2; exit 1; }
+	@$(PYTHON) tools/setup_env.py --torch '$(TORCH)'
+
+demo: setup
+	@$(PICKED) -m examples.train_gpt --demo
+
+test: setup
+	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
+		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
+	@$(PICKED) -m pytest tests $(ARGS)
+
+lint: setup
+	@PYTHON=$(PICKED) bash tools/lint.sh
+
+clean:
+	rm -rf build dist *.egg-info demo shardcore/_C.*.so shardcore/_C.build.json
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,110 @@
+"""Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python -m tools.check_includes
+
+- Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
+- No source file has more than 400 lines.
+- No import inside a function in shardcore/ (it would hide a circle from import-linter).
+- No flag that lets a compiler change results or tie a build to one machine.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 400
+
+# Which other rooms a room may include (DESIGN: core knows nothing; bind knows all).
+ROOMS: dict[str, set[str]] = {
+    "core": set(),
+    "adam": {"core"},
+    "norm": {"core"},
+    "reduce": {"core", "norm"},
+    "copy": {"core"},
+    "io": {"core"},
+    "bind": {"core", "adam", "norm", "reduce", "copy", "io"},
+}
+BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
+NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP
+BAD_FLAGS = ("-march=native", "-mtune=native", "-ffast-math", "-Ofast", "-funsafe-math-optimizations", "--use_fast_math")
+CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+SOURCE_FOLDERS = ("csrc", "shardcore", "tests", "benchmarks", "examples", "tools")
+FLAG_FILES = ("setup.py", "CMakeLists.txt", "CMakePresets.json", "csrc/flags.txt", "tools/build_config.py")
+
+
+def check_room(path: Path, text: str) -> Iterator[str]:
+    """Problems in the includes of one file; ``path`` is relative to the repository (csrc/<room>/...)."""
+    room = path.parts[1]
+    if room not in ROOMS:
+        yield f"{path}: csrc/{room} is not a room; expected one of {', '.join(ROOMS)} (or add it to {Path(__file__).name})"
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        match = re.match(r'\s*#\s*include\s*([<"])([^>"]+)[>"]', line)
+        if not match:
+            continue
+        header = match[2]
+        if NOWHERE.match(header):
+            yield f"{path}:{number}: includes {header}; expected no OpenMP (take an executor, csrc/core/executor.h)"
+        elif BIND_ONLY.match(header):
+            if room != "bind":
+                yield f"{path}:{number}: includes {header}; expected torch and Python in csrc/bind only"
+        elif match[1] == '"':
+            other = header.split("/")[0] if "/" in header else ""
+            if other not in ROOMS:
+                yield f'{path}:{number}: includes "{header}"; expected a path from csrc/, such as "{room}/{Path(header).name}"'
+            elif other != room and other not in ROOMS[room]:
+                yield f"{path}:{number}: csrc/{room} includes {header}; expected only {', '.join(sorted({room, *ROOMS[room]}))}"
+
+
+def check_length(path: Path, text: str) -> Iterator[str]:
+    lines = len(text.splitlines())
+    if lines > MAX_LINES:
+        yield f"{path}: has {lines} lines; expected at most {MAX_LINES} (split it by subject)"
+
+
+def check_function_imports(path: Path, text: str) -> Iterator[str]:
+    """Imports inside functions of one Python file."""
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    yield f"{path}:{node.lineno}: imports inside {function.name}(); expected imports at the top of the file"
+
+
+def check_flags(path: Path, text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), 1):
+        code = line.split("#")[0]
+        for flag in BAD_FLAGS:
+            if flag in code:
+                yield f"{path}:{number}: has {flag}; expected flags that keep results the same on every machine"
+
+
+def problems(root: Path = ROOT) -> Iterable[str]:
+    """All problems of a checkout, sorted by file."""
+    for folder in SOURCE_FOLDERS:
+        for file in sorted((root / folder).rglob("*")):
+            path = file.relative_to(root)
+            if file.suffix not in CPP_SUFFIXES | {".py", ".pyi", ".sh"} or "__pycache__" in path.parts:
+                continue
+            text = file.read_text()
+            yield from check_length(path, text)
+            if folder == "csrc":
+                yield from check_room(path, text)
+            if folder == "shardcore" and file.suffix == ".py":
+                yield from check_function_imports(path, text)
+    for name in FLAG_FILES:
+        if (root / name).exists():
+            yield from check_flags(Path(name), (root / name).read_text())
+
+
+def main() -> int:
+    found = list(problems())
+    print("\n".join(found) if found else "check_includes: ok")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Makes the checkout ready to run: picks the Python, fills .venv if there is none with torch, builds the extension in place.
+
+Called by the Makefile with the machine's python3; needs only the standard library. If that Python already has a fitting torch
+it is the one used, nothing is downloaded and nothing is installed into it: the extension is built into shardcore/ and found
+through PYTHONPATH. Otherwise .venv gets torch and the ``dev`` packages of pyproject.toml. What is up to date is left alone.
+Writes build/python: the path of the Python to use.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file
+    sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
+import tomllib  # new in 3.11
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+VENV = ROOT / ".venv"
+MIN_TORCH = (2, 11)
+BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
+OPTIONAL = {
+    "hypothesis": "property tests",
+    "matplotlib": "plots",
+    "rich": "progress bars",
+    "numpy": "tests and plots that use it",
+}
+
+
+class SetupError(Exception):
+    """The set-up cannot go on; the text says why and what to do."""
+
+
+def say(text: str) -> None:
+    print(f"setup: {text}", flush=True)
+
+
+def fits(torch_version: str | None) -> bool:
+    """Whether this torch can run shardcore (2.11 or newer)."""
+    release = re.match(r"(\d+)\.(\d+)", torch_version or "")
+    return release is not None and (int(release[1]), int(release[2])) >= MIN_TORCH
+
+
+def own_torch() -> str | None:
+    """The version of the torch installed for the running Python, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def use_machine_python(torch_version: str) -> str:
+    """The running Python, after checking that it can build; says what optional packages it lacks."""
+    if importlib.util.find_spec("setuptools") is None:
+        raise SetupError(
+            f"{sys.executable} has torch {torch_version} but not setuptools, which the build needs (install setuptools)"
+        )
+    missing = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
+    say(f"using {sys.executable}, which has torch {torch_version}; nothing is downloaded")
+    for name in missing:
+        say(f"  without {name} ({OPTIONAL[name]}): what needs it is skipped")
+    return sys.executable
+
+
+def use_venv(torch_requirement: str) -> str:
+    """The Python of .venv, created and filled if it is not there or was filled from other requirements."""
+    wanted = [torch_requirement, *dev_requirements()]
+    stamp = VENV / "requirements.json"
+    python = VENV / "bin/python"
+    if python.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted:
+        return str(python)
+    if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        raise SetupError(
+            f"{sys.executable} cannot make virtual environments; expected the venv and ensurepip modules (Debian, Ubuntu: "
+            f"apt-get install python3-venv or {version}-venv)"
+        )
+    say(f"making .venv with {torch_requirement} (a download of some hundred MB, more where torch brings CUDA)")
+    run([sys.executable, "-m", "venv", str(VENV)], "python3 -m venv failed")
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    run([*pip, *wanted], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
+    stamp.write_text(json.dumps(wanted))
+    return str(python)
+
+
+def dev_requirements() -> list[str]:
+    """The ``dev`` extra of pyproject.toml."""
+    return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"])
+
+
+def run(command: list[str], failure: str, quiet: bool = False) -> None:
+    """Run a command in the repository root. Quiet: its output goes to build/setup.log and is shown only if it fails."""
+    log = BUILD / "setup.log"
+    with log.open("w") as out:
+        kwargs = {"stdout": out, "stderr": subprocess.STDOUT} if quiet else {}
+        code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False, **kwargs).returncode
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        raise SetupError(f"{tail}\n\nsetup: {failure} (exit status {code}; all output: {log})" if quiet else failure)
+
+
+def fingerprint(python: str) -> str:
+    """A hash of everything that the built library depends on: sources, flags, environment, interpreter and its torch."""
+    digest = hashlib.sha256()
+    inputs = [ROOT / "setup.py", ROOT / "tools/build_config.py", ROOT / "shardcore/version.py"]
+    inputs += sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    for path in inputs:
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in BUILD_ENV:
+        digest.update(f"{name}={os.environ.get(name)}\0".encode())
+    code = "import sys, importlib.metadata as m; print(sys.version, m.version('torch'))"
+    digest.update(python.encode() + subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+    return digest.hexdigest()
+
+
+def build(python: str) -> None:
+    """Build shardcore._C in place, unless the library there is from the same inputs."""
+    state_path, record_path = BUILD / "setup.json", ROOT / "shardcore/_C.build.json"
+    record = json.loads(record_path.read_text()) if record_path.exists() else None
+    state = {"fingerprint": fingerprint(python), "record": record}
+    libraries = any((ROOT / "shardcore").glob("_C.*.so"))
+    if libraries and record and state_path.exists() and json.loads(state_path.read_text()) == state:
+        return
+    say("building the C++ extension (about a minute; output in build/setup.log)")
+    start = time.monotonic()
+    run([python, "setup.py", "build_ext", "--inplace"], "the build failed", quiet=True)
+    run([python, "-c", "import shardcore._native"], "the extension was built but does not load", quiet=True)
+    state["record"] = json.loads(record_path.read_text())
+    state_path.write_text(json.dumps(state))
+    say(f"{state['record']['line'].removeprefix('shardcore: ')} ({time.monotonic() - start:.0f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", default="torch==2.13.0", help="what pip installs into .venv (default: %(default)s)")
+    options = parser.parse_args()
+    BUILD.mkdir(exist_ok=True)
+    with (BUILD / "setup.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits and finds it done
+        torch_version = own_torch()
+        if torch_version and fits(torch_version):
+            python = use_machine_python(torch_version)
+        else:
+            if torch_version:
+                say(f"{sys.executable} has torch {torch_version}, older than 2.11: using .venv")
+            python = use_venv(options.torch)
+        os.environ["PYTHONPATH"] = str(ROOT)
+        build(python)
+        (BUILD / "python").write_text(python + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SetupError as error:
+        sys.exit(str(error) if "\n" in str(error) else f"setup: {error}")
