@@ -1,0 +1,36 @@
+"""The optimizers, their state, the exchange with torch.optim, and clipping.
+
+FusedAdam, CPUAdam and clip_grad_norm_ are public; the rest is what the engine shares with them, so that options, scalars
+and clipping have one meaning.
+"""
+
+from shardcore.optim.adam import AdamOptimizer, CPUAdam, Engine, FusedAdam, Gradients
+from shardcore.optim.exchange import export_groups, export_state, import_groups, import_state, import_states
+from shardcore.optim.norm import check_max_norm, clip_coefficient, clip_grad_norm_, global_norm
+from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_options, check_param, hyper_of
+from shardcore.optim.state import ParamState, StepCount, new_state
+
+__all__ = [
+    "MASTERED_DTYPES",
+    "PARAM_DTYPES",
+    "AdamOptimizer",
+    "CPUAdam",
+    "Engine",
+    "FusedAdam",
+    "Gradients",
+    "ParamState",
+    "StepCount",
+    "check_max_norm",
+    "check_options",
+    "check_param",
+    "clip_coefficient",
+    "clip_grad_norm_",
+    "export_groups",
+    "export_state",
+    "global_norm",
+    "hyper_of",
+    "import_groups",
+    "import_state",
+    "import_states",
+    "new_state",
+]

@@ -1,0 +1,349 @@
+"""FusedAdam and CPUAdam: torch.optim's manners around one call of the kernel for the whole list of tensors.
+
+Invariants: a step checks everything before it writes anything. After shardcore.shard the object stays the same and its
+``_engine`` does the work; what is public here then only delegates.
+"""
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, overload
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardcore._native import _C
+from shardcore.optim.batch import Update, check_device, collect
+from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
+from shardcore.optim.norm import check_max_norm, clip_coefficient, global_norm
+from shardcore.optim.options import check_options, check_param, number
+from shardcore.optim.state import ParamState
+
+logger = logging.getLogger("shardcore")
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class Engine(Protocol):
+    """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
+
+    The optimizer has checked the arguments; ``grad_scale`` is one number (a GradScaler's included) and multiplies.
+    ``found_inf`` is not passed on: an engine looks for non-finite gradients itself, on every rank.
+    """
+
+    def step(
+        self, closure: Callable[[], Any] | None, grads: Gradients | None, grad_scale: float, max_norm: float | None
+    ) -> Any: ...
+    def zero_grad(self, set_to_none: bool) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class AdamOptimizer(torch.optim.Optimizer):
+    """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
+
+    # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
+    # for the time of one step. They must not exist as class attributes: GradScaler multiplies with what it finds.
+    _step_supports_amp_scaling = True
+
+    _device_type: str | None = None  # the only kind of device allowed, or None
+    _engine: Engine | None = None
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        bias_correction: bool = True,
+        capturable: bool = False,
+        master: str | None = None,
+        state_dtype: str = "fp32",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adam_w_mode": adam_w_mode,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "bias_correction": bias_correction,
+            "capturable": capturable,
+            "master": master,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
+        if isinstance(params, torch.Tensor):
+            raise TypeError(f"{self._op}: params has type {type(params).__name__}; expected a list of tensors or of dicts")
+        given: list[Any] = list(params)
+        if not given or all(isinstance(g, dict) and "params" in g and not _as_list(g) for g in given):
+            raise ValueError(f"{self._op}: params has no parameter; expected at least one")
+        self.skipped_steps = 0
+        self._steppers: dict[torch.device, _C.AdamStepper] = {}
+        super().__init__(given, defaults)
+        self.state = defaultdict(ParamState)
+
+    @property
+    def _op(self) -> str:
+        return type(self).__name__
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: {"params": ..., options that differ from the constructor's}. Refused once the optimizer is sharded."""
+        if self._engine is not None:
+            raise ValueError(
+                f"{self._op}: add_param_group came after shard; expected all groups before it (shards are laid out once)"
+            )
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
+        params = _as_list(param_group)
+        self._check_new_params([p[1] if isinstance(p, tuple) else p for p in params])
+        group_index = len(self.param_groups)
+        self._check_group({**self.defaults, **param_group}, params, f"param_groups[{group_index}].")
+        super().add_param_group(param_group)
+
+    def _check_new_params(self, params: list[Any]) -> None:
+        """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
+        known = {p for group in self.param_groups for p in group["params"]}
+        start = len(known)
+        for i, p in enumerate(params, start):
+            name = f"params[{i}]"
+            if not isinstance(p, torch.Tensor):
+                raise TypeError(f"{self._op}: {name} has type {type(p).__name__}; expected a tensor")
+            if is_traceable_wrapper_subclass(p):
+                raise TypeError(
+                    f"{self._op}: {name} has type {type(p).__name__}; expected a plain tensor (for a DTensor: p.to_local())"
+                )
+            if self._device_type is not None:
+                check_device(self._op, name, p, self._device_type)
+            check_param(self._op, name, p)
+            if p in known:
+                raise ValueError(f"{self._op}: {name} is given twice; expected each parameter once")
+            known.add(p)
+
+    def _check_group(self, group: dict[str, Any], params: list[Any], where: str) -> None:
+        """check_options, and what it cannot know: that capturable needs CUDA parameters."""
+        if group["capturable"] is True and any((p[1] if isinstance(p, tuple) else p).device.type == "cpu" for p in params):
+            raise ValueError(
+                f"{self._op}: {where}capturable has True for CPU parameters; expected False (only CUDA graphs capture)"
+            )
+        check_options(self._op, group, where)
+
+    @overload
+    def step(
+        self,
+        closure: None = None,
+        *,
+        grads: Gradients | None = None,
+        grad_scale: float | torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> None: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], float],
+        *,
+        grads: Gradients | None = None,
+        grad_scale: float | torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> float: ...
+
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grads: Gradients | None = None,
+        grad_scale: float | torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> float | None:
+        """Update every parameter that has a gradient, in one pass over memory.
+
+        closure: evaluates the model again and returns the loss, which step returns.
+        grads: gradients in place of p.grad, one for each parameter in the order of the groups, None for no gradient;
+            float32 | bfloat16 | float16, each independent of its parameter's dtype.
+        grad_scale: multiplies every gradient, in the same pass.
+        max_norm: clips the global norm of the scaled gradients, without rewriting them. A norm that is not finite skips
+            the step: nothing is written, no count moves, ``skipped_steps`` grows by one, and it is logged.
+
+        Without max_norm (and without GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or
+        TypeError before anything is written. CUDA work is queued on the current stream; max_norm waits for it.
+        """
+        scale = self._grad_scale(grad_scale)
+        limit = None if max_norm is None else check_max_norm(self._op, max_norm)
+        if grads is not None:
+            self._check_grads_list(grads)
+        if self._engine is not None:
+            result: float | None = self._engine.step(closure, grads, scale, limit)
+            return result
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update(grads, scale, limit)
+        return loss
+
+    def _update(self, grads: Gradients | None, scale: float, max_norm: float | None) -> None:
+        for i, group in enumerate(self.param_groups):
+            self._check_group(group, group["params"], f"param_groups[{i}].")
+        active, idle = collect(self._op, self.param_groups, grads, self._device_type)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            self._skip("GradScaler found a gradient that is not finite")
+            return
+        if max_norm is not None:
+            norm = global_norm([a.grad for a in active]) * abs(scale)
+            if not math.isfinite(norm):
+                self._skip(f"the gradients' norm is {norm}")
+                return
+            scale *= clip_coefficient(norm, max_norm)
+        update = Update(self._op, self.param_groups, self.state, active, scale)
+        update.run(self._steppers)
+        update.commit(self.state, idle)
+
+    def _skip(self, why: str) -> None:
+        self.skipped_steps += 1
+        logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self.skipped_steps)
+
+    def _grad_scale(self, grad_scale: object) -> float:
+        """Return what multiplies the gradients, in double: grad_scale, over GradScaler's scale if there is one."""
+        scale = 1.0 if grad_scale is None else number(self._op, "grad_scale", grad_scale)
+        loss_scale = getattr(self, "grad_scale", None)
+        divisor = 1.0 if loss_scale is None else number(self._op, "optimizer.grad_scale", loss_scale)
+        if not math.isfinite(scale) or not (math.isfinite(divisor) and divisor != 0.0):
+            raise ValueError(f"{self._op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers")
+        return scale / divisor
+
+    def _check_grads_list(self, grads: object) -> None:
+        if not isinstance(grads, list | tuple):
+            raise TypeError(
+                f"{self._op}: grads has type {type(grads).__name__}; expected a list with one entry for each parameter"
+            )
+        expected = sum(len(group["params"]) for group in self.param_groups)
+        if len(grads) != expected:
+            raise ValueError(
+                f"{self._op}: grads has {len(grads)} entries; expected {expected}, one for each parameter (None: no gradient)"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, or set them to zero, as torch.optim does."""
+        if self._engine is not None:
+            self._engine.zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state in the form of torch.optim.Adam and AdamW, which can load it.
+
+        The step tensors are new; the other tensors are the live ones, as in torch.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._own_state_dict() if self._engine is None else self._engine.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        states = ((i, self.state[p]) for i, p in enumerate(params) if p in self.state)
+        return {
+            "state": {i: export_state(state) for i, state in states if state},
+            "param_groups": export_groups(self.param_groups),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.
+
+        Tensors are copied to the parameters' devices as float32, whatever the parameters' dtype; what that loses is said
+        in a UserWarning. Raises ValueError or TypeError for other shapes, numbers, keys.
+        """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        if self._engine is None:
+            self._load_own(state_dict)
+        else:
+            self._engine.load_state_dict(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(
+                    f"{self._op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns"
+                )
+        options = import_groups(self._op, self.param_groups, state_dict["param_groups"])
+        states = import_states(self._op, self.param_groups, state_dict)
+        for group, new_options in zip(self.param_groups, options, strict=True):
+            group.update(new_options)
+        self.state = defaultdict(ParamState, states)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None:
+            raise TypeError(
+                f"{self._op}: a sharded optimizer cannot be copied or pickled; expected state_dict() (its state is on all ranks)"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "skipped_steps": self.skipped_steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._steppers = {}
+        super().__setstate__(state)
+
+
+def _as_list(group: dict[str, Any]) -> list[Any]:
+    """Make a group's params a list (an iterator can be read only once), and return it."""
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    elif isinstance(params, set):
+        raise TypeError("param_group: params has type set; expected a list (a set has no order)")
+    elif not isinstance(params, list):
+        params = list(params)
+    group["params"] = params
+    checked: list[Any] = params
+    return checked
+
+
+class FusedAdam(AdamOptimizer):
+    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device picks the kernel.
+
+    Updated weights have the same bits on every device and instruction set.
+
+    params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in torch.optim; float32 |
+        bfloat16 | float16, contiguous. Gradients may have another dtype of these (``p.grad_dtype``, or ``step(grads=)``).
+    lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0 by default).
+    adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient (Adam).
+    bias_correction: False leaves out the division by 1 - beta**step.
+    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, taken at their first step, and updates that;
+        the weights are rounded from it. Weights changed by others after that are overwritten.
+    stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
+        parameter, element): the same bits everywhere.
+    capturable, state_dtype: other values than the defaults are not built yet and refused.
+
+    Raises ValueError or TypeError for what cannot work; NotImplementedError for what is not built yet.
+    Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);
+    Reddi et al. 2018, algorithm 2 (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
+    """
+
+
+class CPUAdam(AdamOptimizer):
+    """FusedAdam for CPU parameters only: for optimizer states that live in host memory. Refuses CUDA parameters."""
+
+    _device_type = "cpu"

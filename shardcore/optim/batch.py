@@ -1,0 +1,212 @@
+"""From gradients to one kernel call a device, and the bookkeeping after it.
+
+Invariants: ``collect`` checks every gradient before a step does anything; ``Update`` gathers new states and counts on the
+side, and ``commit`` puts them in place only after every kernel call has been accepted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
+from shardcore.optim.state import ParamState, StepCount, new_state
+
+Group = Mapping[str, Any]
+
+
+class Active(NamedTuple):
+    """A parameter that has a gradient in this step. ``param_index`` counts over all groups."""
+
+    param_index: int
+    group_index: int
+    param: torch.Tensor
+    grad: torch.Tensor
+
+
+def collect(
+    op: str, groups: Sequence[Group], grads: Sequence[torch.Tensor | None] | None, device_type: str | None
+) -> tuple[list[Active], list[torch.Tensor]]:
+    """Return the parameters with a gradient (from grads, or from p.grad), and those without.
+
+    device_type: the only one allowed, or None. A gradient that is not contiguous is copied. Raises ValueError or TypeError.
+    """
+    active: list[Active] = []
+    idle: list[torch.Tensor] = []
+    index = 0
+    for group_index, group in enumerate(groups):
+        for param in group["params"]:
+            grad = param.grad if grads is None else grads[index]
+            if grad is None:
+                idle.append(param)
+            else:
+                # One chain of cheap tests: what is wrong is found out only when something is.
+                if (
+                    not isinstance(grad, torch.Tensor)
+                    or grad.dtype not in PARAM_DTYPES
+                    or grad.layout is not torch.strided
+                    or grad.shape != param.shape
+                    or grad.device != param.device
+                ):
+                    raise _bad_grad(op, index, param, grad)
+                if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
+                    check_param(op, f"params[{index}]", param)
+                if device_type is not None and param.device.type != device_type:
+                    check_device(op, f"params[{index}]", param, device_type)
+                if not grad.is_contiguous():
+                    grad = grad.contiguous()
+                active.append(Active(index, group_index, param, grad))
+            index += 1
+    return active, idle
+
+
+def check_device(op: str, name: str, param: torch.Tensor, device_type: str) -> None:
+    """Raise ValueError unless param is on this kind of device."""
+    if param.device.type != device_type:
+        hint = "use shardcore.FusedAdam, which takes CUDA parameters" if device_type == "cpu" else "move it first"
+        raise ValueError(f"{op}: {name} has device {param.device}; expected {device_type} ({hint})")
+
+
+def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
+    """Say what is wrong with a gradient that did not pass."""
+    name = f"grads[{index}]"
+    if not isinstance(grad, torch.Tensor):
+        return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
+    if grad.layout is not torch.strided:
+        return ValueError(f"{op}: {name} has layout {grad.layout}; expected a dense gradient (grad.to_dense(), or SparseAdam)")
+    if grad.dtype not in PARAM_DTYPES:
+        return TypeError(f"{op}: {name} has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
+    if grad.shape != param.shape:
+        return ValueError(f"{op}: {name} has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's")
+    return ValueError(f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's")
+
+
+@dataclass(slots=True)
+class _Call:
+    """The lists of one kernel call: the tensors of one device."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    exp_avgs: list[torch.Tensor] = field(default_factory=list)
+    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
+    hyper_index: list[int] = field(default_factory=list)
+    masters: list[torch.Tensor | None] = field(default_factory=list)
+    max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Update:
+    """One step over the active parameters: built, run, committed, in this order."""
+
+    def __init__(
+        self, op: str, groups: Sequence[Group], states: Mapping[torch.Tensor, Any], active: list[Active], scale: float
+    ) -> None:
+        """Gather the lists. Missing states are made but not put in place; ``states`` is only read."""
+        self._calls: dict[torch.device, _Call] = {}
+        self._hypers: list[_C.AdamHyper] = []
+        self._new_states: dict[torch.Tensor, ParamState] = {}
+        self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
+        self._states: list[ParamState] = []
+        self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
+        hyper_of_step: dict[tuple[int, int], int] = {}
+        zero = StepCount()
+        mastered = [group["master"] is not None for group in groups]
+        amsgrad = [group["amsgrad"] for group in groups]
+        last: tuple[StepCount | None, int] = None, -1
+        hyper = -1
+        call, call_device = _Call(), None
+        for index, group_index, param, grad in active:
+            if param.device != call_device:
+                call_device = param.device
+                call = self._calls.setdefault(call_device, _Call())
+            state = states.get(param)
+            if type(state) is not ParamState or len(state) < 3:
+                state = self._adopt(op, index, param, state, zero)
+            count = state.count
+            if count is not last[0] or group_index != last[1]:
+                shared = self._counts.setdefault(count.value, count)
+                if shared is not count:
+                    state.count = count = shared
+                last = count, group_index
+                key = group_index, count.value
+                if key not in hyper_of_step:
+                    hyper_of_step[key] = len(self._hypers)
+                    self._hypers.append(hyper_of(groups[group_index], count.value + 1, scale))
+                hyper = hyper_of_step[key]
+            call.params.append(param)
+            call.grads.append(grad)
+            call.exp_avgs.append(state.moment("exp_avg"))
+            call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
+            call.hyper_index.append(hyper)
+            call.keys.append((index, 0))
+            max_exp_avg_sq = master = None
+            if amsgrad[group_index]:
+                max_exp_avg_sq = state.extra("max_exp_avg_sq")
+                if max_exp_avg_sq is None:
+                    max_exp_avg_sq = self._add(state, "max_exp_avg_sq", new_state(param))
+            if mastered[group_index] and param.dtype in MASTERED_DTYPES:
+                master = state.extra("master")
+                if master is None:
+                    master = self._add(state, "master", new_state(param, param))
+            call.masters.append(master)
+            call.max_exp_avg_sqs.append(max_exp_avg_sq)
+            self._states.append(state)
+        self._with_masters = any(mastered)
+        self._with_max = any(amsgrad)
+        self._with_keys = any(group["stochastic_rounding"] for group in groups)
+
+    def _adopt(self, op: str, index: int, param: torch.Tensor, state: Any, zero: StepCount) -> ParamState:
+        """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
+        if state:
+            missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+            if missing:
+                raise ValueError(f"{op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq")
+            adopted = ParamState(state)
+        else:
+            adopted = ParamState()
+            adopted.count = zero
+            adopted["exp_avg"] = new_state(param)
+            adopted["exp_avg_sq"] = new_state(param)
+        self._new_states[param] = adopted
+        return adopted
+
+    def _add(self, state: ParamState, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._new_tensors.append((state, key, tensor))
+        return tensor
+
+    def run(self, steppers: dict[torch.device, "_C.AdamStepper"]) -> None:
+        """Call the kernel once a device, with the stepper kept for that device."""
+        for device, call in self._calls.items():
+            stepper = steppers.get(device)
+            if stepper is None:
+                stepper = steppers[device] = _C.AdamStepper()
+            stepper.step(
+                call.params,
+                call.grads,
+                call.exp_avgs,
+                call.exp_avg_sqs,
+                self._hypers,
+                call.hyper_index,
+                masters=call.masters if self._with_masters else None,
+                max_exp_avg_sqs=call.max_exp_avg_sqs if self._with_max else None,
+                keys=call.keys if self._with_keys else None,
+            )
+            # The kernel writes behind autograd's back; a graph that saved a weight must learn that it has changed.
+            torch.autograd.graph.increment_version(call.params)
+
+    def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
+        """Put new states in place and count the step. Parameters in idle keep their count."""
+        states.update(self._new_states)
+        for state, key, tensor in self._new_tensors:
+            state[key] = tensor
+        idle_states = [states[param] for param in idle if states.get(param)]
+        held = {id(state.count) for state in idle_states if type(state) is ParamState}
+        split = {id(count): StepCount(count.value) for count in self._counts.values() if id(count) in held}
+        if split:
+            for state in self._states:
+                if id(state.count) in split:
+                    state.count = split[id(state.count)]
+        for count in self._counts.values():
+            split.get(id(count), count).value += 1

@@ -1,0 +1,156 @@
+"""State dicts that torch.optim.Adam and AdamW read, and theirs read back.
+
+Invariants: a loaded value never passes through the parameter's dtype (torch's own loading would turn the float32 moments
+of a bfloat16 weight into bfloat16); everything is checked and built before the optimizer changes.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
+from shardcore.optim.state import TENSOR_KEYS, ParamState, StepCount, check_tensor, new_state, share_counts, step_count
+
+# Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
+_TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
+# Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
+_OWN = ("master", "state_dtype", "capturable")
+# Keys that torch.optim and its learning-rate schedulers write into groups.
+_TORCH_NAMES = (
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+)
+
+
+def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return param_groups as torch.optim.Adam and AdamW write them: parameters as running indices, torch's keys added."""
+    exported = []
+    start = 0
+    for group in groups:
+        end = start + len(group["params"])
+        options = {key: value for key, value in group.items() if key != "params"}
+        exported.append(
+            _TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": list(range(start, end))}
+        )
+        start = end
+    return exported
+
+
+def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -> list[dict[str, Any]]:
+    """Return, for each group, the options that loading ``saved`` (torch's or ours) gives it; nothing is changed.
+
+    decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
+    how to store and run (master, state_dtype, capturable) stay this optimizer's. Raises ValueError or TypeError for another
+    number of groups or parameters, for a key that neither knows, and for a value that no step can use.
+    """
+    if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+        raise TypeError(
+            f'{op}: state_dict["param_groups"] is no list of dicts with "params"; expected what state_dict() returns'
+        )
+    if len(saved) != len(groups):
+        raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
+    imported = []
+    for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
+        where = f"param_groups[{i}]"
+        if len(given["params"]) != len(group["params"]):
+            raise ValueError(
+                f"{op}: {where} has {len(given['params'])} parameters; expected {len(group['params'])}, as this optimizer"
+            )
+        options = {}
+        for key, value in given.items():
+            if key == "params" or key in _TORCH_ONLY or key in _OWN:
+                continue
+            if key != "decoupled_weight_decay" and key not in group and key not in _TORCH_NAMES:
+                raise ValueError(
+                    f"{op}: {where} has the unknown key {key!r}; expected keys of Adam, of a scheduler, or of this optimizer's "
+                    "group (remove it, or give it to the group first)"
+                )
+            options[key] = tuple(value) if key == "betas" and isinstance(value, list) else copy.deepcopy(value)
+        if "decoupled_weight_decay" in options:
+            options["adam_w_mode"] = options.pop("decoupled_weight_decay")
+        check_options(op, {**group, **options}, f"{where}.")
+        imported.append(options)
+    return imported
+
+
+def export_state(state: ParamState) -> dict[str, Any]:
+    """Return a state for a state dict: a plain dict with a step tensor of its own; the other tensors are the live ones."""
+    return state.copy()
+
+
+def import_state(op: str, name: str, saved: object, param: torch.Tensor, keeps_master: bool) -> tuple[ParamState, list[str]]:
+    """Return a new state for param made from ``saved`` (torch's or ours), and what was lost on the way, in words.
+
+    param gives shape and device. Moments arrive in any floating dtype and become float32. A master is taken only in
+    float32: in another dtype it went through torch.optim's loading and no step of torch's kept it up, so it is left out
+    and made again from the weights. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
+    lost: list[str] = []
+    state = ParamState()
+    if not saved:
+        return state, lost
+    for key in saved:
+        if key != "step" and key not in TENSOR_KEYS:
+            raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}")
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in saved:
+            raise ValueError(f"{op}: {name} has no {key!r}; expected step, exp_avg and exp_avg_sq (the state of an Adam)")
+    state.count = StepCount(step_count(op, f"{name}.step", saved["step"]))
+    for key in TENSOR_KEYS:
+        if key not in saved:
+            continue
+        value = check_tensor(op, f"{name}.{key}", saved[key], param.shape)
+        if key == "master" and not keeps_master:
+            lost.append(f"{name}.master is left out: this optimizer keeps none for it (the weights go on as they are)")
+        elif key == "master" and value.dtype is not torch.float32:
+            lost.append(
+                f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts again from the weights"
+            )
+        else:
+            if value.dtype is torch.float64:
+                lost.append(f"{name}.{key} is rounded from float64 to float32")
+            dict.__setitem__(state, key, new_state(param, value))
+    return state, lost
+
+
+def import_states(
+    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[torch.Tensor, ParamState]:
+    """Return the states that loading state_dict gives to the parameters of groups; nothing is changed.
+
+    state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    """
+    saved = state_dict["state"]
+    if not isinstance(saved, Mapping):
+        raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
+    targets: dict[Any, tuple[torch.Tensor, bool]] = {}
+    for group, given in zip(groups, state_dict["param_groups"], strict=True):
+        for key, param in zip(given["params"], group["params"], strict=True):
+            targets[key] = param, group["master"] is not None and param.dtype in MASTERED_DTYPES
+    if len(targets) != sum(len(group["params"]) for group in groups):
+        raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
+    states: dict[torch.Tensor, ParamState] = {}
+    lost: list[str] = []
+    for key, value in saved.items():
+        if key not in targets:
+            raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+        param, keeps_master = targets[key]
+        state, lost_here = import_state(op, f"state[{key!r}]", value, param, keeps_master)
+        lost += lost_here
+        if state:
+            states[param] = state
+    share_counts(states.values())
+    if lost:
+        more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
+        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=3)
+    return states

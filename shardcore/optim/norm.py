@@ -1,0 +1,66 @@
+"""The global norm of gradients and what clipping makes of it.
+
+Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double-double, so neither the order nor the
+grouping of the tensors changes the norm; the coefficient stays in double until AdamHyper rounds it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.options import number
+
+
+def global_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. Waits for their devices.
+
+    tensors: float32 | bfloat16 | float16, any shapes, on any devices. A non-finite element makes it non-finite.
+    """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for t in tensors:
+        by_device.setdefault(t.device, []).append(t.detach().contiguous())
+    if not by_device:
+        return 0.0
+    totals = [_C.sq_norm(group).cpu() for group in by_device.values()]
+    return _C.norm_from_sq(totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals)))
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """Return min(1, max_norm / (norm + 1e-6)) in double; NaN for a NaN norm (min() would hide it)."""
+    coefficient = max_norm / (norm + 1e-6)
+    return 1.0 if coefficient > 1.0 else coefficient
+
+
+def check_max_norm(op: str, max_norm: object) -> float:
+    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without clipping."""
+    x = number(op, "max_norm", max_norm)
+    if not x >= 0.0:
+        raise ValueError(f"{op}: max_norm has {x}; expected a number of at least 0")
+    return x
+
+
+def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
+
+    For a module, a parameter or parameters: every ``.grad`` there is multiplied by min(1, max_norm / (norm + 1e-6)), as
+    torch.nn.utils.clip_grad_norm_ does with norm_type 2 (a non-finite norm included). Returns a float32 tensor of shape
+    () on the first gradient's device. For a module that shardcore.shard has changed the engine clips what it holds, on
+    every rank. In an optimizer's own loop ``step(max_norm=...)`` does the same without rewriting the gradients.
+    """
+    limit = check_max_norm("clip_grad_norm_", max_norm)
+    if isinstance(model_or_params, torch.nn.Module):
+        engine = getattr(model_or_params, "_shardcore_engine", None)
+        if engine is not None:
+            norm_of_shards: torch.Tensor = engine.clip_grad_norm_(limit)
+            return norm_of_shards
+        model_or_params = model_or_params.parameters()
+    elif isinstance(model_or_params, torch.Tensor):
+        model_or_params = [model_or_params]
+    grads = [p.grad for p in model_or_params if p.grad is not None]
+    norm = global_norm(grads)
+    coefficient = clip_coefficient(norm, limit)
+    with torch.no_grad():
+        if grads and coefficient != 1.0:
+            torch._foreach_mul_(grads, coefficient)
+    return torch.tensor(norm, dtype=torch.float32, device=grads[0].device if grads else None)

@@ -1,0 +1,178 @@
+"""The state of one parameter: torch's keys, with a step count that many parameters share.
+
+Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
+fresh float32 tensor, as torch.optim keeps it. Parameters with equal counts share one StepCount, so that a step over
+100,000 tensors moves one integer. exp_avg, exp_avg_sq, max_exp_avg_sq, master: float32, contiguous, the parameter's
+shape and device.
+"""
+
+import math
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.options import dtype_name, number
+
+TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+
+# From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
+_HUGE_BYTES = 4 << 20
+
+
+class StepCount:
+    """How many steps the parameters that share this object have made."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def tensor(self) -> torch.Tensor:
+        """Return the count as torch.optim keeps it: a new float32 tensor of shape () on the CPU."""
+        return torch.tensor(float(self.value), dtype=torch.float32)
+
+
+def step_count(op: str, name: str, value: object) -> int:
+    """Return a step count given as a number or as a tensor of one element; ValueError if it is not a whole number >= 0."""
+    x = number(op, name, value)
+    if not (math.isfinite(x) and x >= 0 and x == int(x)):
+        raise ValueError(f"{op}: {name} has {x}; expected a whole number of at least 0")
+    return int(x)
+
+
+class ParamState(dict[str, Any]):
+    """A parameter's state. Reading "step" gives a new tensor; writing it takes a number or a tensor of one element.
+
+    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts; ``deepcopy`` and ``pickle`` keep the kind, and keep
+    counts shared within one call.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.update(*args, **kwargs)
+
+    @property
+    def count(self) -> StepCount:
+        """The count itself, shared with other parameters. Raises KeyError when the state is empty."""
+        count: StepCount = super().__getitem__("step")
+        return count
+
+    @count.setter
+    def count(self, count: StepCount) -> None:
+        super().__setitem__("step", count)
+
+    def moment(self, key: str) -> torch.Tensor:
+        """Return the tensor at "exp_avg" or "exp_avg_sq": the short way that a step takes."""
+        tensor: torch.Tensor = super().__getitem__(key)
+        return tensor
+
+    def extra(self, key: str) -> torch.Tensor | None:
+        """Return the tensor at "master" or "max_exp_avg_sq", or None if there is none yet."""
+        tensor: torch.Tensor | None = super().get(key)
+        return tensor
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        return value.tensor() if type(value) is StepCount else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "step" and type(value) is not StepCount:
+            value = StepCount(step_count("state", "step", value))
+        super().__setitem__(key, value)
+
+    # dict(state) and {**state} read through keys() and [] only when __iter__ is not dict's own.
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return self.copy().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return self.copy().values()
+
+    def copy(self) -> dict[str, Any]:
+        return {key: self[key] for key in self}
+
+    __copy__ = copy
+
+    def pop(self, key: str, *default: Any) -> Any:
+        value = super().pop(key, *default)
+        return value.tensor() if type(value) is StepCount else value
+
+    def popitem(self) -> tuple[str, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {**other, **self}
+
+    def __ior__(self, other: Any) -> "ParamState":  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.copy())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (), None, None, iter([(key, super(ParamState, self).__getitem__(key)) for key in self])
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+
+def _rebuild() -> ParamState:
+    return ParamState()
+
+
+def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a new float32 tensor of param's shape on param's device: zeros, or a copy of source."""
+    numel = param.numel()
+    if param.device.type == "cpu" and numel * 4 >= _HUGE_BYTES:
+        state = _C.empty_huge(numel, torch.float32).view(param.shape)
+    else:
+        state = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+    if source is not None:
+        state.copy_(source.detach())
+    return state
+
+
+def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.Tensor:
+    """Return value as a tensor that may become a float32 state of this shape, or raise TypeError or ValueError."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a tensor")
+    if not value.is_floating_point():
+        raise TypeError(f"{op}: {name} has dtype {dtype_name(value.dtype)}; expected a floating dtype")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
+    if value.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, the parameter's")
+    return value
+
+
+def share_counts(states: Iterable[ParamState]) -> None:
+    """Make states with equal counts share one StepCount."""
+    shared: dict[int, StepCount] = {}
+    for state in states:
+        state.count = shared.setdefault(state.count.value, state.count)
