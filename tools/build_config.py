@@ -177,7 +177,7 @@ def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
     lines = [line.split(":", 1) for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     flags = {name.strip(): value.split() for name, value in lines}
     host = [flag for flag in flags["cxx"] if flag.startswith("-f")]
-    flags["cxx"] = [CXX_STANDARD, *flags["cxx"], "-g0"]
+    flags["cxx"] = [CXX_STANDARD, *flags["cxx"], *flags.pop("extension", []), "-g0"]
     flags["nvcc"] = [CXX_STANDARD, *flags["nvcc"], "-Xcompiler", ",".join(host)]
     return flags
 
