@@ -1,0 +1,28 @@
+// Adam over a list of tensors on the CPU: one call, split over threads by elements.
+#pragma once
+
+#include <cstdint>
+
+#include "adam/adam_scalars.h"
+#include "adam/adam_segment.h"
+
+namespace shardcore {
+
+class Executor;
+
+// Updates segments[0:num_segments] in place. scalars[segments[i].hyper_index] are the scalars of segment i.
+// Bits do not depend on the number of threads or on the instruction set.
+void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor);
+
+// Elements [first, last) of one segment, per instruction set (adam_cpu_loop.h).
+namespace isa_avx512 {
+void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
+}
+namespace isa_avx2 {
+void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
+}
+namespace isa_base {
+void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
+}
+
+}  // namespace shardcore

@@ -1,0 +1,225 @@
+// AdamHyper and AdamStepper.
+#include <cmath>
+#include <optional>
+
+#include "adam/adam_cpu.h"
+#include "adam/make_scalars.h"
+#include "bind/checks.h"
+#include "bind/cuda_table.h"
+
+#ifdef SHARDCORE_WITH_CUDA
+#include "adam/adam_cuda.h"
+#endif
+
+namespace shardcore::bind {
+namespace {
+
+constexpr const char* kOp = "AdamStepper.step";
+
+struct PyAdamHyper {
+  AdamScalars scalars;
+};
+
+PyAdamHyper make_hyper(double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
+                       bool adam_w_mode, bool bias_correction, bool maximize, const std::optional<py::int_>& seed) {
+  const auto check = [](const char* name, double value, bool valid, const char* expected) {
+    if (!valid) value_error({"AdamHyper", name}, value, "; expected ", expected);
+  };
+  check("lr", lr, lr >= 0.0 && std::isfinite(lr), "a finite number, 0 or more");
+  check("beta1", beta1, beta1 >= 0.0 && beta1 < 1.0, "a number in [0, 1)");
+  check("beta2", beta2, beta2 >= 0.0 && beta2 < 1.0, "a number in [0, 1)");
+  check("eps", eps, eps >= 0.0 && std::isfinite(eps), "a finite number, 0 or more");
+  check("weight_decay", weight_decay, weight_decay >= 0.0 && std::isfinite(weight_decay), "a finite number, 0 or more");
+  if (step < 1) value_error({"AdamHyper", "step"}, step, "; expected 1 or more (the first step is 1)");
+  AdamHyper hyper;
+  hyper.lr = lr;
+  hyper.beta1 = beta1;
+  hyper.beta2 = beta2;
+  hyper.eps = eps;
+  hyper.weight_decay = weight_decay;
+  hyper.grad_scale = grad_scale;
+  hyper.step = step;
+  hyper.adam_w_mode = adam_w_mode;
+  hyper.bias_correction = bias_correction;
+  hyper.maximize = maximize;
+  hyper.stochastic_rounding = seed.has_value();
+  if (seed) hyper.seed = PyLong_AsUnsignedLongLongMask(seed->ptr());
+  return {make_adam_scalars(hyper)};
+}
+
+struct Key {
+  uint64_t param_index;
+  int64_t first_element;
+};
+
+std::vector<Key> keys_of(const py::handle& sequence, size_t count) {
+  const auto items = py::reinterpret_borrow<py::sequence>(sequence);
+  check_count(kOp, "keys", items.size(), "params", count);
+  std::vector<Key> keys;
+  keys.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    try {
+      const auto [index, first] = items[i].cast<std::pair<int64_t, int64_t>>();
+      if (index >= 0 && first >= 0) {
+        keys.push_back({static_cast<uint64_t>(index), first});
+        continue;
+      }
+    } catch (const py::cast_error&) {
+    }
+    value_error({kOp, "keys", static_cast<int64_t>(i)}, py::repr(items[i]).cast<std::string>(),
+                "; expected (parameter index, index of element 0 in the whole parameter), both 0 or more");
+  }
+  return keys;
+}
+
+std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, size_t num_hypers) {
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "hyper_index: expected a list of int"));
+  if (!items) throw py::error_already_set();
+  check_count(kOp, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
+  std::vector<int32_t> indices(count);
+  for (size_t i = 0; i < count; ++i) {
+    const long long index = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
+    if (index == -1 && PyErr_Occurred()) throw py::error_already_set();
+    if (index < 0 || index >= static_cast<long long>(num_hypers)) {
+      value_error({kOp, "hyper_index", static_cast<int64_t>(i)}, index, "; expected an index of hypers (0 to ", num_hypers,
+                  " - 1)");
+    }
+    indices[i] = static_cast<int32_t>(index);
+  }
+  return indices;
+}
+
+// The lists of one call. Holds references, so tensors stay while the GIL is released.
+struct AdamLists {
+  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs;
+};
+
+// Checks index i of all lists and returns it as plain data.
+AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
+  const auto index = static_cast<int64_t>(i);
+  AdamSegment t{};
+  const at::Tensor& param = lists.params[i];
+  const Where param_at{kOp, "params", index};
+  check_layout(param_at, param, device);
+  t.numel = param.numel();
+  t.param_dtype = float_dtype(param_at, param);
+  const auto data = [&](const char* name, const at::Tensor& tensor) {
+    const Where where{kOp, name, index};
+    check_layout(where, tensor, device);
+    check_numel(where, tensor, t.numel, "params");
+    return where;
+  };
+  const auto state = [&](const char* name, const std::vector<at::Tensor>& list) -> float* {
+    if (list.empty() || !list[i].defined()) return nullptr;
+    check_f32(data(name, list[i]), list[i]);
+    return static_cast<float*>(list[i].data_ptr());
+  };
+  t.grad_dtype = float_dtype(data("grads", lists.grads[i]), lists.grads[i]);
+  t.param = param.data_ptr();
+  t.grad = lists.grads[i].const_data_ptr();
+  t.exp_avg = state("exp_avgs", lists.exp_avgs);
+  t.exp_avg_sq = state("exp_avg_sqs", lists.exp_avg_sqs);
+  t.master = state("masters", lists.masters);
+  t.max_exp_avg_sq = state("max_exp_avg_sqs", lists.max_exp_avg_sqs);
+  if (t.master == t.param) t.master = nullptr;  // a float32 parameter given as its own master
+  const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
+  t.aligned16 = ((address(t.param) | address(t.grad) | address(t.exp_avg) | address(t.exp_avg_sq) | address(t.master) |
+                  address(t.max_exp_avg_sq)) &
+                 15u) == 0;
+  return t;
+}
+
+class AdamStepper {
+ public:
+  void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
+            const std::vector<const PyAdamHyper*>& hypers, const py::handle& hyper_index, const py::object& masters,
+            const py::object& max_exp_avg_sqs, const py::object& keys) {
+    AdamLists lists;
+    lists.params = tensors_of(kOp, "params", params);
+    const size_t count = lists.params.size();
+    const auto read = [&](const char* name, const py::handle& sequence, bool optional) {
+      std::vector<at::Tensor> tensors;
+      if (optional && sequence.is_none()) return tensors;
+      tensors = tensors_of(kOp, name, sequence, optional);
+      check_count(kOp, name, tensors.size(), "params", count);
+      return tensors;
+    };
+    lists.grads = read("grads", grads, false);
+    lists.exp_avgs = read("exp_avgs", exp_avgs, false);
+    lists.exp_avg_sqs = read("exp_avg_sqs", exp_avg_sqs, false);
+    lists.masters = read("masters", masters, true);
+    lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
+    const std::vector<int32_t> indices = hyper_indices_of(hyper_index, count, hypers.size());
+    const std::vector<Key> key_list = keys.is_none() ? std::vector<Key>() : keys_of(keys, count);
+    std::vector<AdamScalars> scalars;
+    for (const PyAdamHyper* hyper : hypers) scalars.push_back(hyper->scalars);
+    if (count == 0) return;
+
+    const at::Device device = lists.params[0].device();
+    check_device_supported({kOp, "params", 0}, device);
+    std::vector<AdamSegment> segments(count);
+    for (size_t i = 0; i < count; ++i) {
+      AdamSegment& t = segments[i] = segment_of(lists, i, device);
+      t.hyper_index = indices[i];
+      if (!key_list.empty()) {
+        t.param_index = key_list[i].param_index;
+        t.first_element = key_list[i].first_element;
+      } else if (scalars[static_cast<size_t>(t.hyper_index)].stochastic_rounding && t.param_dtype == DType::bf16 && !t.master) {
+        value_error({kOp, "keys"}, "None; expected a key for each of params (hypers[", t.hyper_index,
+                    "] has a seed, and params[", i, "] is bfloat16 without a master)");
+      }
+    }
+    for (const auto* list : {&lists.params, &lists.exp_avgs, &lists.exp_avg_sqs, &lists.masters, &lists.max_exp_avg_sqs}) {
+      for (const at::Tensor& tensor : *list) mark_written(tensor);
+    }
+    const py::gil_scoped_release no_gil;
+    if (device.is_cpu()) adam_cpu(segments.data(), static_cast<int64_t>(count), scalars.data(), torch_executor());
+#ifdef SHARDCORE_WITH_CUDA
+    if (device.is_cuda()) step_cuda(std::move(segments), scalars, device);
+#endif
+  }
+
+  int64_t table_builds() const { return table_builds_; }
+
+ private:
+#ifdef SHARDCORE_WITH_CUDA
+  void step_cuda(std::vector<AdamSegment> segments, const std::vector<AdamScalars>& scalars, at::Device device) {
+    const c10::cuda::CUDAGuard guard(device);
+    const cudaStream_t stream = current_stream(device);
+    if (segments != segments_ || device != table_device_ || stream != table_stream_) {
+      table_ = DeviceTable<AdamSegment>(segments, kAdamChunk, device);
+      segments_ = std::move(segments);
+      table_device_ = device;
+      table_stream_ = stream;
+      ++table_builds_;
+    }
+    if (table_.num_chunks == 0) return;
+    const at::Tensor scalars_bytes = upload(scalars.data(), scalars.size() * sizeof(AdamScalars), device);
+    adam_cuda(table_.segments(), table_.chunks(), table_.num_chunks,
+              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), stream);
+  }
+
+  std::vector<AdamSegment> segments_;  // what table_ was made from
+  DeviceTable<AdamSegment> table_;
+  std::optional<at::Device> table_device_;
+  cudaStream_t table_stream_ = nullptr;
+#endif
+  int64_t table_builds_ = 0;
+};
+
+}  // namespace
+
+void bind_adam(py::module_& module) {
+  py::class_<PyAdamHyper>(module, "AdamHyper")
+      .def(py::init(&make_hyper), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+           py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0, py::arg("adam_w_mode") = true,
+           py::arg("bias_correction") = true, py::arg("maximize") = false, py::arg("seed") = py::none());
+  py::class_<AdamStepper>(module, "AdamStepper")
+      .def(py::init<>())
+      .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
+           py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
+           py::arg("keys") = py::none())
+      .def_property_readonly("table_builds", &AdamStepper::table_builds);
+}
+
+}  // namespace shardcore::bind

@@ -1,0 +1,171 @@
+// sq_norm, sq_norm_add, norm_from_sq, ordered_sum, cast.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+
+#include "bind/checks.h"
+#include "bind/cuda_table.h"
+#include "core/cast.h"
+#include "norm/norm_cpu.h"
+#include "reduce/reduce_cpu.h"
+
+#ifdef SHARDCORE_WITH_CUDA
+#include "core/cast_cuda.h"
+#include "norm/norm_cuda.h"
+#include "reduce/reduce_cuda.h"
+#endif
+
+namespace shardcore::bind {
+namespace {
+
+at::Tensor to_tensor(DoubleDouble sum) {
+  const at::Tensor out = at::empty({2}, at::TensorOptions().dtype(at::kDouble));
+  auto* const data = static_cast<double*>(out.data_ptr());
+  data[0] = sum.high;
+  data[1] = sum.low;
+  return out;
+}
+
+at::Tensor sq_norm(const py::handle& tensors) {
+  constexpr const char* op = "sq_norm";
+  const std::vector<at::Tensor> list = tensors_of(op, "tensors", tensors);
+  if (list.empty()) return to_tensor({});
+  const at::Device device = list[0].device();
+  check_device_supported({op, "tensors", 0}, device);
+  std::vector<NormSegment> segments;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Where where{op, "tensors", static_cast<int64_t>(i)};
+    check_layout(where, list[i], device);
+    segments.push_back({list[i].const_data_ptr(), list[i].numel(), float_dtype(where, list[i])});
+  }
+  const py::gil_scoped_release no_gil;
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const DeviceTable<NormSegment> table(segments, kNormChunk, device);
+    const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
+    const at::Tensor out = at::zeros({2}, options);
+    if (table.num_chunks == 0) return out;
+    const at::Tensor partial = at::empty({table.num_chunks, 2}, options);
+    sq_norm_cuda(table.segments(), table.chunks(), table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
+                 static_cast<DoubleDouble*>(out.data_ptr()), current_stream(device));
+    return out;
+  }
+#endif
+  return to_tensor(sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor()));
+}
+
+// A float64 CPU tensor whose last dimension is (high, low).
+const double* checked_sums(const char* op, const char* name, const at::Tensor& tensor, int64_t dims) {
+  const Where where{op, name};
+  if (tensor.scalar_type() != at::kDouble) type_error(where, "dtype ", tensor.scalar_type(), "; expected Double");
+  if (tensor.dim() != dims || tensor.size(dims - 1) != 2) {
+    value_error(where, "shape ", tensor.sizes(), "; expected ", dims == 1 ? "[2]" : "[n, 2]", " (high, low)");
+  }
+  check_layout(where, tensor, at::Device(at::kCPU));
+  return static_cast<const double*>(tensor.const_data_ptr());
+}
+
+at::Tensor sq_norm_add(const py::handle& parts_object) {
+  const at::Tensor parts = tensor_of("sq_norm_add", "parts", parts_object);
+  const double* const data = checked_sums("sq_norm_add", "parts", parts, 2);
+  DoubleDouble total;
+  for (int64_t i = 0; i < parts.size(0); ++i) total = dd_add(total, DoubleDouble{data[2 * i], data[2 * i + 1]});
+  return to_tensor(total);
+}
+
+double norm_from_sq(const py::handle& total_object) {
+  const at::Tensor total = tensor_of("norm_from_sq", "total", total_object);
+  const double* const data = checked_sums("norm_from_sq", "total", total, 1);
+  return static_cast<double>(static_cast<float>(std::sqrt(data[0] + data[1])));
+}
+
+at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, double scale, const py::handle& out_object,
+                       bool accumulate) {
+  constexpr const char* name = "ordered_sum";
+  const at::Tensor pieces = tensor_of(name, "pieces", pieces_object);
+  const at::Tensor out = tensor_of(name, "out", out_object);
+  const at::Device device = pieces.device();
+  check_device_supported({name, "pieces"}, device);
+  if (world_size < 1) value_error({name, "world_size"}, world_size, "; expected 1 or more");
+  check_layout({name, "pieces"}, pieces, device);
+  check_layout({name, "out"}, out, device);
+  OrderedSum op{};
+  op.piece_dtype = float_dtype({name, "pieces"}, pieces);
+  op.out_dtype = float_dtype({name, "out"}, out);
+  if (op.out_dtype == DType::f16) type_error({name, "out"}, "dtype Half; expected Float or BFloat16");
+  op.numel = out.numel();
+  if (op.numel != 0 ? pieces.numel() / op.numel != world_size || pieces.numel() % op.numel != 0 : pieces.numel() != 0) {
+    value_error({name, "pieces"}, pieces.numel(), " elements; expected ", world_size, " * ", op.numel,
+                " (world_size pieces, each as out)");
+  }
+  const auto* const p = static_cast<const char*>(pieces.const_data_ptr());
+  const auto* const o = static_cast<const char*>(out.const_data_ptr());
+  if (op.numel != 0 && p < o + out.nbytes() && o < p + pieces.nbytes()) {
+    value_error({name, "out"}, "memory that pieces has too; expected a tensor of its own");
+  }
+  op.pieces = pieces.const_data_ptr();
+  op.world_size = world_size;
+  op.scale = scale;
+  op.out = out.data_ptr();
+  op.accumulate = accumulate;
+  mark_written(out);
+  const py::gil_scoped_release no_gil;
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
+    const at::Tensor sum = at::zeros({2}, options);
+    if (op.numel == 0) return sum;
+    const at::Tensor partial = at::empty({ordered_sum_partials(op.numel), 2}, options);
+    ordered_sum_cuda(op, static_cast<DoubleDouble*>(partial.data_ptr()), static_cast<DoubleDouble*>(sum.data_ptr()),
+                     current_stream(device));
+    return sum;
+  }
+#endif
+  return to_tensor(ordered_sum_cpu(op, torch_executor()));
+}
+
+void cast(const py::handle& dsts, const py::handle& srcs) {
+  constexpr const char* op = "cast";
+  const std::vector<at::Tensor> dst_list = tensors_of(op, "dsts", dsts);
+  const std::vector<at::Tensor> src_list = tensors_of(op, "srcs", srcs);
+  check_count(op, "srcs", src_list.size(), "dsts", dst_list.size());
+  if (dst_list.empty()) return;
+  const at::Device device = dst_list[0].device();
+  check_device_supported({op, "dsts", 0}, device);
+  std::vector<CastSegment> segments;
+  for (size_t i = 0; i < dst_list.size(); ++i) {
+    const Where dst_at{op, "dsts", static_cast<int64_t>(i)};
+    const Where src_at{op, "srcs", static_cast<int64_t>(i)};
+    check_layout(dst_at, dst_list[i], device);
+    check_layout(src_at, src_list[i], device);
+    check_numel(src_at, src_list[i], dst_list[i].numel(), "dsts");
+    segments.push_back({dst_list[i].data_ptr(), src_list[i].const_data_ptr(), dst_list[i].numel(),
+                        float_dtype(dst_at, dst_list[i]), float_dtype(src_at, src_list[i])});
+  }
+  for (const at::Tensor& dst : dst_list) mark_written(dst);
+  const py::gil_scoped_release no_gil;
+  if (device.is_cpu()) cast_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor());
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const DeviceTable<CastSegment> table(segments, kCastChunk, device);
+    if (table.num_chunks != 0) cast_cuda(table.segments(), table.chunks(), table.num_chunks, current_stream(device));
+  }
+#endif
+}
+
+}  // namespace
+
+void bind_ops(py::module_& module) {
+  module.def("sq_norm", &sq_norm, py::arg("tensors"));
+  module.def("sq_norm_add", &sq_norm_add, py::arg("parts"));
+  module.def("norm_from_sq", &norm_from_sq, py::arg("total"));
+  module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
+             py::arg("accumulate") = false);
+  module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
+}
+
+}  // namespace shardcore::bind

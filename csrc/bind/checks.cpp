@@ -1,0 +1,111 @@
+#include "bind/checks.h"
+
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#ifndef INTRA_OP_PARALLEL
+#error "ATen/Parallel.h would run serially: compile with -fopenmp (csrc/flags.txt)"
+#endif
+
+namespace shardcore::bind {
+
+std::ostream& operator<<(std::ostream& out, const Where& where) {
+  out << where.op << ": " << where.name;
+  if (where.index >= 0) out << "[" << where.index << "]";
+  return out;
+}
+
+std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
+  if (!PySequence_Check(sequence.ptr()) || THPVariable_Check(sequence.ptr())) {
+    type_error({op, name}, "type ", Py_TYPE(sequence.ptr())->tp_name, "; expected a list of tensors");
+  }
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a list of tensors"));
+  if (!items) throw py::error_already_set();
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    if (none_allowed && item == Py_None) {
+      tensors.emplace_back();
+    } else if (THPVariable_Check(item)) {
+      tensors.push_back(THPVariable_Unpack(item));
+    } else {
+      type_error({op, name, i}, "type ", Py_TYPE(item)->tp_name, "; expected a tensor", none_allowed ? " or None" : "");
+    }
+  }
+  return tensors;
+}
+
+const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object) {
+  if (!THPVariable_Check(object.ptr())) type_error({op, name}, "type ", Py_TYPE(object.ptr())->tp_name, "; expected a tensor");
+  return THPVariable_Unpack(object.ptr());
+}
+
+void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected) {
+  if (count != expected) value_error({op, name}, count, " items; expected ", expected, " (one for each of ", of, ")");
+}
+
+void check_device_supported(const Where& where, at::Device device) {
+  if (device.is_cpu()) return;
+  if (!device.is_cuda()) value_error(where, "device ", device.str(), "; expected cpu or cuda");
+#ifndef SHARDCORE_WITH_CUDA
+  value_error(where, "device ", device.str(),
+              "; expected cpu (this build has no CUDA: install nvcc and a CUDA build of torch, then build again)");
+#endif
+}
+
+void check_layout(const Where& where, const at::Tensor& tensor, at::Device device) {
+  if (tensor.layout() != at::kStrided)
+    value_error(where, "layout ", tensor.layout(), "; expected a dense tensor (call to_dense())");
+  if (tensor.device() != device) {
+    value_error(where, "device ", tensor.device().str(), "; expected ", device.str(), " (all tensors of a call on one device)");
+  }
+  if (!tensor.is_contiguous()) {
+    value_error(where, "shape ", tensor.sizes(), " with strides ", tensor.strides(),
+                "; expected a contiguous tensor (call contiguous())");
+  }
+}
+
+void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of) {
+  if (tensor.numel() != numel) value_error(where, tensor.numel(), " elements; expected ", numel, " (as ", of, ")");
+}
+
+void check_f32(const Where& where, const at::Tensor& tensor) {
+  if (tensor.scalar_type() != at::kFloat) type_error(where, "dtype ", tensor.scalar_type(), "; expected Float");
+}
+
+DType float_dtype(const Where& where, const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      type_error(where, "dtype ", tensor.scalar_type(), "; expected Float, BFloat16 or Half");
+  }
+}
+
+void mark_written(const at::Tensor& tensor) {
+  if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+namespace {
+
+class TorchExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override {
+    at::parallel_for(begin, end, grain, fn);
+  }
+};
+
+}  // namespace
+
+Executor& torch_executor() {
+  static TorchExecutor executor;
+  return executor;
+}
+
+}  // namespace shardcore::bind

@@ -1,0 +1,67 @@
+// What every binding shares: reading Python sequences of tensors, argument checks, torch's threads as an Executor.
+//
+// Errors read "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/executor.h"
+
+namespace shardcore::bind {
+
+namespace py = pybind11;
+
+// Where a message points to: "op: name[index]", or "op: name" without index.
+struct Where {
+  const char* op;
+  const char* name;
+  int64_t index = -1;
+};
+std::ostream& operator<<(std::ostream& out, const Where& where);
+
+template <typename... Parts>
+[[noreturn]] void value_error(const Where& where, const Parts&... parts) {
+  std::ostringstream message;
+  message << where << " has ";
+  (message << ... << parts);
+  throw py::value_error(message.str());
+}
+
+template <typename... Parts>
+[[noreturn]] void type_error(const Where& where, const Parts&... parts) {
+  std::ostringstream message;
+  message << where << " has ";
+  (message << ... << parts);
+  throw py::type_error(message.str());
+}
+
+// The tensors of a Python sequence; undefined tensors where the item is None and none_allowed.
+std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed = false);
+const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object);
+
+void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
+// Dense, contiguous, on `device`, and cpu or cuda (if this build has it).
+void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
+void check_device_supported(const Where& where, at::Device device);
+void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of);
+void check_f32(const Where& where, const at::Tensor& tensor);
+DType float_dtype(const Where& where, const at::Tensor& tensor);
+
+// Tell autograd that an in-place write happened.
+void mark_written(const at::Tensor& tensor);
+
+// at::parallel_for: torch.set_num_threads holds.
+Executor& torch_executor();
+
+void bind_adam(py::module_& module);
+void bind_ops(py::module_& module);
+void bind_host_tier(py::module_& module);
+
+}  // namespace shardcore::bind

@@ -1,0 +1,49 @@
+// The Python module shardcore._C. Its contract is shardcore/_C.pyi.
+#include <torch/headeronly/version.h>
+
+#include "bind/checks.h"
+#include "core/cpu_isa.h"
+
+#ifdef SHARDCORE_WITH_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+#ifndef SHARDCORE_VERSION
+#define SHARDCORE_VERSION "unknown"
+#endif
+#ifndef SHARDCORE_CUDA_ARCH_LIST
+#define SHARDCORE_CUDA_ARCH_LIST ""
+#endif
+
+namespace {
+
+std::map<std::string, std::string> build_info() {
+  std::string cuda;
+  std::string cuda_arch_list;
+#ifdef SHARDCORE_WITH_CUDA
+  cuda = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+  cuda_arch_list = SHARDCORE_CUDA_ARCH_LIST;
+#endif
+#if defined(__clang__)
+  const std::string compiler = "clang++ " __clang_version__;
+#else
+  const std::string compiler = "g++ " __VERSION__;
+#endif
+  return {{"version", SHARDCORE_VERSION},
+          {"torch", TORCH_VERSION},
+          {"cuda", cuda},
+          {"cuda_arch_list", cuda_arch_list},
+          {"compiler", compiler}};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  shardcore::bind::bind_adam(module);
+  shardcore::bind::bind_ops(module);
+  shardcore::bind::bind_host_tier(module);
+  module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
+  module.def("set_cpu_isa", &shardcore::set_cpu_isa, pybind11::arg("name"));
+  module.def("cpu_isas", &shardcore::cpu_isas);
+  module.def("build_info", &build_info);
+}

@@ -1,0 +1,19 @@
+// Markers for code that is shared by the host and CUDA, and by several instruction sets.
+//
+// Invariant: a function that a per-ISA source (*_cpu_avx512.cpp, ...) may instantiate is marked SHARDCORE_HD or is static.
+// Such functions have internal linkage, so the linker can never hand AVX-512 code to the base path.
+#pragma once
+
+#if defined(__CUDACC__)
+#define SHARDCORE_HD static __host__ __device__ __forceinline__
+#else
+#define SHARDCORE_HD [[maybe_unused]] static inline __attribute__((always_inline))
+#endif
+
+#define SHARDCORE_RESTRICT __restrict__
+
+#if defined(__x86_64__)
+#define SHARDCORE_X86 1
+#else
+#define SHARDCORE_X86 0
+#endif

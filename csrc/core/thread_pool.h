@@ -1,0 +1,39 @@
+// A small pool of std::threads. The calling thread works too, so ThreadPool(n) starts n - 1 threads.
+//
+// Invariants: parallel_for may be called from one thread at a time and not from inside fn. In a forked child, where the
+// threads do not exist, it runs serially.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/executor.h"
+
+namespace shardcore {
+
+class ThreadPool final : public Executor {
+ public:
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool() override;
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override;
+
+ private:
+  struct State;
+  void worker(int index);
+  void run_part(int index);
+
+  const int num_threads_;
+  const pid_t pid_;
+  State* state_;  // leaked in a forked child: its threads cannot be joined there
+};
+
+}  // namespace shardcore

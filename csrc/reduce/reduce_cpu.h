@@ -1,0 +1,39 @@
+// Ordered sum of the pieces that the ranks sent, with the squared norm of the result, on the CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "core/double_double.h"
+#include "core/dtype.h"
+
+namespace shardcore {
+
+class Executor;
+
+struct OrderedSum {
+  const void* pieces;  // (world_size, numel), contiguous
+  DType piece_dtype;
+  int64_t world_size;
+  int64_t numel;
+  double scale;
+  void* out;  // (numel,), f32 or bf16
+  DType out_dtype;
+  bool accumulate;
+};
+
+// out = [out +] float32(scale * (pieces[0] + pieces[1] + ...)): the sum in float32 in rank order, the product in float64,
+// rounded once. Returns the squared norm of what out then holds (same blocks and sums as sq_norm_cpu).
+DoubleDouble ordered_sum_cpu(const OrderedSum& op, Executor& executor);
+
+// Blocks [first_block, last_block), their norm added to total, per instruction set (reduce_cpu_loop.h).
+namespace isa_avx512 {
+void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
+}
+namespace isa_avx2 {
+void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
+}
+namespace isa_base {
+void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
+}
+
+}  // namespace shardcore
