@@ -1,0 +1,151 @@
+"""One training of the GPT with shardcore, as short as a user would write it, and what it measured."""
+
+import ctypes
+import gc
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import shardcore
+from examples.corpus import Corpus
+from examples.gpt import PRESETS, build_gpt, next_byte_loss
+from examples.launch import Rank
+
+TAIL_STEPS = 20  # the loss at the end is the mean over this many steps: one batch alone is noise
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What both trainings of a comparison share. ``batch`` is sequences a rank and micro-step; the rest as in the options."""
+
+    preset: str
+    steps: int
+    batch: int
+    accumulate: int
+    lr: float
+    weight_decay: float
+    clip: float
+    precision: str
+    seed: int
+
+    def tokens_per_step(self, world_size: int) -> int:
+        """Count the tokens that all ranks together train on in one step."""
+        return world_size * self.accumulate * self.batch * PRESETS[self.preset].context
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the optimizer states go: the ZeRO stage, and "cpu" or "none" for the tier."""
+
+    stage: int
+    offload: str
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, " + ("no offload" if self.offload == "none" else f"{self.offload} offload")
+
+
+@dataclass(frozen=True)
+class Training:
+    """The outcome. losses: each step's mean over ranks, nats a byte. bytes_per_rank: by kind, one dict a rank."""
+
+    placement: Placement
+    losses: list[float]
+    step_seconds: list[float]
+    tokens_per_step: int
+    bytes_per_rank: list[dict[str, int]]
+    weights_sha256: list[str]
+
+    @property
+    def last_loss(self) -> float:
+        return statistics.fmean(self.losses[-TAIL_STEPS:])
+
+    @property
+    def median_step_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Linear warm-up over the first tenth of the steps, then a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def state_sha256(state: dict[str, torch.Tensor]) -> str:
+    """Hash names, dtypes, shapes and bytes of a state dict in the order of its names."""
+    digest = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        tensor = value.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        if tensor.numel():
+            digest.update((ctypes.c_char * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr()))
+    return digest.hexdigest()
+
+
+def gather(value: object, world_size: int) -> list:
+    """Return every rank's value, in the order of ranks. Collective."""
+    if world_size == 1:
+        return [value]
+    values: list = [None] * world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def train(
+    rank: Rank, corpus: Corpus, config: TrainConfig, placement: Placement, on_step: Callable[[int, float, float], None]
+) -> Training:
+    """Train from the seed; ``on_step(step, loss, seconds)`` hears of every step on this rank. Collective."""
+    model = build_gpt(config.preset, config.seed)
+    optimizer = shardcore.FusedAdam(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
+    model, optimizer = shardcore.shard(
+        model,
+        optimizer,
+        stage=placement.stage,
+        offload=None if placement.offload == "none" else {"optimizer": placement.offload},
+        precision=config.precision,
+        clip_grad_norm=config.clip if config.clip > 0 else None,
+        accumulate=config.accumulate,
+    )
+    context = PRESETS[config.preset].context
+    losses, step_seconds, bytes_by_kind = [], [], {}
+    for step in range(config.steps):
+        start = time.perf_counter()
+        step_loss = torch.zeros((), device=rank.device)
+        for micro_step in range(config.accumulate):
+            tokens, targets = corpus.batch(
+                seed=config.seed, rank=rank.rank, step=step, micro_step=micro_step, batch=config.batch, context=context
+            )
+            logits = model(tokens.to(rank.device))
+            loss = next_byte_loss(logits, targets.to(rank.device)) / config.accumulate
+            loss.backward()
+            step_loss += loss.detach()
+        if step == config.steps - 1:  # gradients are all there now; after zero_grad they may be gone
+            bytes_by_kind = shardcore.memory_report(model).by_kind
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(step_loss.item())
+        step_seconds.append(time.perf_counter() - start)
+        on_step(step, losses[-1], step_seconds[-1])
+    training = Training(
+        placement=placement,
+        losses=[statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses, rank.world_size), strict=True)],
+        step_seconds=step_seconds,
+        tokens_per_step=config.tokens_per_step(rank.world_size),
+        bytes_per_rank=gather(bytes_by_kind, rank.world_size),
+        weights_sha256=gather(state_sha256(model.state_dict()), rank.world_size),
+    )
+    del model, optimizer, scheduler
+    gc.collect()  # the model and its engine refer to each other; the next training needs the room
+    if rank.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return training
