@@ -1,0 +1,200 @@
+"""What is built and why: every combination of nvcc, torch's CUDA and SHARDCORE_CUDA, and every text of an error."""
+
+import itertools
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tools import build_config
+from tools.build_config import BuildError, Decision, Nvcc, decide
+
+NVCC = {
+    "none": None,
+    "same major": Nvcc("13.0", "/cuda"),
+    "other minor": Nvcc("13.2", "/cuda"),
+    "other major": Nvcc("12.8", "/cuda"),
+}
+TORCH = {"cpu": ("2.13.0+cpu", None), "cuda": ("2.11.0+cu130", "13.0")}
+
+CUDA = "CUDA"
+CPU_FORCED = "because SHARDCORE_CUDA=0"
+CPU_TORCH = "because torch 2.13.0+cpu is built without CUDA"
+CPU_NO_NVCC = "because nvcc was not found"
+ERROR_TORCH = "ERROR SHARDCORE_CUDA is 1, but torch 2.13.0+cpu is built without CUDA"
+ERROR_NVCC = "ERROR SHARDCORE_CUDA is 1, but nvcc was not found"
+ERROR_MAJOR = "ERROR nvcc is CUDA 12.8 (/cuda), but torch 2.11.0+cu130 is built for CUDA 13.0"
+
+# (SHARDCORE_CUDA, nvcc, torch) -> what must come out. Unset and empty are the same.
+EXPECTED = (
+    {("0", nvcc, torch): CPU_FORCED for nvcc in NVCC for torch in TORCH}
+    | {(None, nvcc, "cpu"): CPU_TORCH for nvcc in NVCC}
+    | {("1", nvcc, "cpu"): ERROR_TORCH for nvcc in NVCC}
+    | {
+        (None, "none", "cuda"): CPU_NO_NVCC,
+        ("1", "none", "cuda"): ERROR_NVCC,
+        (None, "same major", "cuda"): CUDA,
+        ("1", "same major", "cuda"): CUDA,
+        (None, "other minor", "cuda"): CUDA,
+        ("1", "other minor", "cuda"): CUDA,
+        (None, "other major", "cuda"): ERROR_MAJOR,
+        ("1", "other major", "cuda"): ERROR_MAJOR,
+    }
+)
+
+
+def outcome(forced: str | None, nvcc: Nvcc | None, torch_version: str, torch_cuda: str | None) -> str:
+    try:
+        return decide(forced, nvcc, torch_version, torch_cuda).line
+    except BuildError as error:
+        return f"ERROR {error}"
+
+
+def matches(text: str, expected: str) -> bool:
+    if expected == CUDA:
+        return "built for CPU and CUDA 13." in text
+    if expected.startswith("ERROR"):
+        return text.startswith("ERROR build: ") and expected.removeprefix("ERROR ") in text and "; expected " in text
+    return text.startswith("shardcore: built for CPU only") and expected in text
+
+
+def test_every_combination_is_listed():
+    assert set(EXPECTED) == set(itertools.product((None, "0", "1"), NVCC, TORCH))
+
+
+@pytest.mark.parametrize("case", EXPECTED, ids=str)
+def test_decision(case):
+    forced, nvcc, torch = case
+    assert matches(outcome(forced, NVCC[nvcc], *TORCH[torch]), EXPECTED[case])
+    if forced is None:
+        assert outcome("", NVCC[nvcc], *TORCH[torch]) == outcome(None, NVCC[nvcc], *TORCH[torch])
+
+
+def test_the_table_rejects_a_rule_that_ignores_shardcore_cuda():
+    wrong = [case for case in EXPECTED if not matches(outcome(None, NVCC[case[1]], *TORCH[case[2]]), EXPECTED[case])]
+    assert len(wrong) >= len(NVCC)
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "True", " 1", "on"])
+def test_other_values_are_refused(value):
+    with pytest.raises(BuildError, match=r"SHARDCORE_CUDA is '.*'; expected 0 .* 1 .* or unset"):
+        decide(value, None, "2.13.0", None)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cpu", "2.9.0a0"])
+def test_old_torch_is_refused(version):
+    with pytest.raises(BuildError, match=r"expected 2\.11 or newer"):
+        decide(None, None, version, None)
+
+
+def test_arch_list_is_honoured_and_has_a_default():
+    assert decide(None, NVCC["same major"], *TORCH["cuda"], "9.0").arch_list == "9.0"
+    for unset in (None, ""):
+        assert decide(None, NVCC["same major"], *TORCH["cuda"], unset).arch_list == build_config.DEFAULT_CUDA_ARCH_LIST
+
+
+def test_line_says_what_and_why():
+    line = Decision("2.11.0+cu130", "13.0", "8.0;9.0", "it is so").line
+    assert line == "shardcore: built for CPU and CUDA 13.0 (8.0;9.0), torch 2.11.0+cu130, because it is so"
+    assert "\n" not in line
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def toolkit(tmp_path):
+    """A toolkit whose nvcc answers --version and --dryrun, and a script elsewhere that calls it."""
+    home = tmp_path / "toolkit"
+    executable(
+        home / "bin/nvcc",
+        "#!/bin/sh\n"
+        'case "$1" in\n'
+        "  --version) echo 'Cuda compilation tools, release 13.0, V13.0.88';;\n"
+        f"  *) echo '#$ TOP={home}/bin/..' >&2;;\n"
+        "esac\n",
+    )
+    (home / "include").mkdir()
+    (home / "include/cuda_runtime.h").touch()
+    executable(tmp_path / "bin/nvcc", f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n')
+    return home
+
+
+def test_nvcc_behind_a_script_is_traced_to_its_toolkit(toolkit):
+    assert build_config.find_nvcc({"PATH": str(toolkit.parent / "bin")}) == Nvcc("13.0", str(toolkit))
+
+
+def test_cuda_home_comes_before_path(toolkit, tmp_path):
+    assert build_config.find_nvcc({"CUDA_HOME": str(toolkit), "PATH": ""}) == Nvcc("13.0", str(toolkit))
+    with pytest.raises(BuildError, match=r"CUDA_HOME is .*no bin/nvcc; expected a CUDA toolkit"):
+        build_config.find_nvcc({"CUDA_HOME": str(tmp_path / "gone"), "PATH": str(toolkit.parent / "bin")})
+
+
+TORCH_AT_HOME = "/home/me/env/lib/python3.11/site-packages/torch/__init__.py"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["/tmp/pip-build-env-x1/overlay", "/tmp/build-env-abc", "/home/me/.cache/uv/builds-v0/.tmpK"],
+    ids=["pip", "build", "uv"],
+)
+def test_isolated_environment_is_refused_with_what_to_add(prefix):
+    paths = [prefix, f"{prefix}/lib/python3.11/site-packages"]
+    with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
+        build_config.check_torch_location(None, paths)
+    with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
+        build_config.check_torch_location(f"{prefix}/lib/python3.11/site-packages/torch/__init__.py", paths)
+    assert "--no-build-isolation" in build_config.no_setuptools(paths)
+
+
+def test_ordinary_environment_passes_and_missing_torch_names_the_fix():
+    paths = ["/home/me/env", "/home/me/env/lib/python3.11/site-packages"]
+    build_config.check_torch_location(TORCH_AT_HOME, paths)
+    with pytest.raises(BuildError, match=r"torch is not installed here; expected 2\.11 or newer \(pip install torch"):
+        build_config.check_torch_location(None, paths)
+    assert "pip install setuptools" in build_config.no_setuptools(paths)
+
+
+def test_missing_compiler_or_headers_name_the_package(tmp_path):
+    compiler = executable(tmp_path / "bin/c++", "#!/bin/sh\n")
+    (tmp_path / "Python.h").touch()
+    env = {"PATH": str(compiler.parent)}
+    build_config.check_tools(env, str(tmp_path))
+    build_config.check_tools({"PATH": "", "CXX": f"{compiler} -m64"}, str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler \(c\+\+ .*apt-get install g\+\+"):
+        build_config.check_tools({"PATH": str(tmp_path)}, str(tmp_path))
+    with pytest.raises(BuildError, match=r"no C\+\+ compiler \(clang\+\+-99 .*apt-get install g\+\+"):
+        build_config.check_tools(env | {"CXX": "clang++-99"}, str(tmp_path))
+    with pytest.raises(BuildError, match=r"Python\.h .*apt-get install python3-dev"):
+        build_config.check_tools(env, str(tmp_path / "bin"))
+
+
+def test_flags_fix_the_arithmetic():
+    flags = build_config.read_flags()
+    assert {"-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++20"} <= set(flags["cxx"])
+    assert {"--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-std=c++20"} <= set(flags["nvcc"])
+    assert "-ffp-contract=off" in flags["nvcc"][-1]  # the host half of a CUDA file
+
+
+def test_sources(tmp_path):
+    csrc = tmp_path / "csrc"
+    for name in ("bind/module.cpp", "adam/adam.cpp", "adam/adam_cuda.cu", "adam/adam.h"):
+        (csrc / name).parent.mkdir(parents=True, exist_ok=True)
+        (csrc / name).touch()
+    assert build_config.find_sources(False, csrc) == ["csrc/adam/adam.cpp", "csrc/bind/module.cpp"]
+    assert build_config.find_sources(True, csrc) == ["csrc/adam/adam.cpp", "csrc/adam/adam_cuda.cu", "csrc/bind/module.cpp"]
+    (csrc / "adam/adam.cu").touch()
+    assert len(build_config.find_sources(False, csrc)) == 2
+    with pytest.raises(BuildError, match=r"adam\.cpp and adam\.cu have one object file; expected other names"):
+        build_config.find_sources(True, csrc)
+    with pytest.raises(BuildError, match=r"no sources in .*; expected a full checkout"):
+        build_config.find_sources(False, tmp_path / "empty")
+
+
+def test_this_checkout_has_sources():
+    assert os.path.join("csrc", "bind", "module.cpp") in build_config.find_sources(with_cuda=True)

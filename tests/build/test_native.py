@@ -1,0 +1,96 @@
+"""The loaded extension agrees with its stub, and an extension that is absent or stale says so and how to build it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardcore._native import _C, build_record
+from tools import check_native
+
+ROOT = Path(__file__).resolve().parents[2]
+HOW = "build it with 'pip install --no-build-isolation .'"
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A package named shardcore with _native.py alone, to which a test adds a broken extension."""
+    folder = tmp_path / "shardcore"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    shutil.copy(ROOT / "shardcore/_native.py", folder)
+    return folder
+
+
+def import_error(package: Path) -> str:
+    """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a stand-in of that version."""
+    code = (
+        "import sys, types\n"
+        "torch = types.ModuleType('torch'); torch.__version__ = '2.13.0+cpu'; sys.modules['torch'] = torch\n"
+        "try:\n"
+        "    import shardcore._native\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "else:\n"
+        "    print('IMPORTED', shardcore._native._C.__name__)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=package.parent, env={}, capture_output=True, text=True, check=True
+    )
+    return result.stdout.strip()
+
+
+def test_not_built(package):
+    assert import_error(package).startswith(f"shardcore: its C++ extension (shardcore._C) is not built; {HOW}")
+
+
+def test_does_not_load(package):
+    suffix = Path(_C.__file__).name.removeprefix("_C")
+    (package / f"_C{suffix}").write_bytes(b"not a library")
+    text = import_error(package)
+    assert text.startswith("shardcore: its C++ extension does not load: ")
+    assert HOW in text
+
+
+def test_does_not_load_because_of_another_torch(package):
+    suffix = Path(_C.__file__).name.removeprefix("_C")
+    (package / f"_C{suffix}").write_bytes(b"not a library")
+    (package / "_C.build.json").write_text(json.dumps({"torch": "2.11.0+cu130"}))
+    text = import_error(package)
+    assert text.startswith("shardcore: its C++ extension is built for torch 2.11.0+cu130, but torch is 2.13.0+cpu; rebuild: ")
+    assert HOW in text
+
+
+def test_built_for_another_python(package):
+    (package / "_C.cpython-38-x86_64-linux-gnu.so").touch()
+    text = import_error(package)
+    assert text.startswith("shardcore: its C++ extension is built for another Python")
+    assert HOW in text
+
+
+@pytest.mark.parametrize(("built_for", "loads"), [("2.13.0", True), ("2.13.1", False), ("2.11.0", False)])
+def test_loads_but_is_built_for_another_torch(package, built_for, loads):
+    (package / "_C.py").write_text(f"def build_info():\n    return {{'torch': {built_for!r}}}\n")
+    text = import_error(package)
+    assert text.startswith(
+        "IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}, but torch is 2.13.0+cpu"
+    )
+
+
+def test_stub_and_extension_agree():
+    names = check_native.promised((ROOT / "shardcore/_C.pyi").read_text())
+    assert len(names) > 10
+    assert check_native.missing(_C, names) == []
+    assert check_native.missing(_C, ["cpu_isa", "gone", "AdamStepper.gone"]) == ["gone", "AdamStepper.gone"]
+
+
+def test_build_info_and_record_agree():
+    info, record = _C.build_info(), build_record()
+    assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler"}
+    assert info["torch"].split("+")[0] == torch.__version__.split("+")[0] == record["torch"].split("+")[0]
+    assert bool(info["cuda"]) == bool(record["cuda"])
+    assert record["line"].startswith("shardcore: built for ")

@@ -1,0 +1,50 @@
+"""pip install without --no-build-isolation stops at once and says what to add. Needs no network and builds nothing."""
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not installed for this Python")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that a build reads, without sources: a build that went on would fail in another way."""
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "tools/build_config.py",
+        "tools/build_backend.py",
+        "shardcore/version.py",
+    ):
+        target = tmp_path / name
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return tmp_path
+
+
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--disable-pip-version-check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_isolated_build_stops_and_says_what_to_add(checkout):
+    result = pip("-w", str(checkout / "out"), str(checkout))
+    assert result.returncode != 0
+    assert "isolated build environment" in result.stdout + result.stderr
+    assert "add --no-build-isolation: pip install --no-build-isolation ." in result.stdout + result.stderr
+    assert not (checkout / "out").exists() or not list((checkout / "out").iterdir())
+
+
+@pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
+def test_not_isolated_build_goes_on(checkout):
+    result = pip("--no-build-isolation", "-w", str(checkout / "out"), str(checkout))
+    assert result.returncode != 0
+    assert "no sources in" in result.stdout + result.stderr
