@@ -173,7 +173,7 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
 
 
 def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
-    """The compiler flags of csrc/flags.txt as the extension uses them: cxx, and nvcc with the host's flags for its host half."""
+    """The compiler flags of csrc/flags.txt for the extension: cxx, and nvcc with the host's flags for its host half."""
     lines = [line.split(":", 1) for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
     flags = {name.strip(): value.split() for name, value in lines}
     host = [flag for flag in flags["cxx"] if flag.startswith("-f")]

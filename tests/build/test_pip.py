@@ -20,6 +20,7 @@ def checkout(tmp_path):
         "setup.py",
         "pyproject.toml",
         "README.md",
+        "csrc/flags.txt",
         "tools/build_config.py",
         "tools/build_backend.py",
         "shardcore/version.py",
