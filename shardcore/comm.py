@@ -39,7 +39,11 @@ class Comm:
                 f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first (each rank would train alone)"
             )
-        self.uses_nccl = self.group is not None and "nccl" in dist.get_backend(self.group)
+        self.uses_nccl = self.group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
+        local_rank = os.environ.get("LOCAL_RANK")
+        self.device = torch.device("cpu")  # where small messages travel
+        if self.uses_nccl:
+            self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
         self._tag = 0
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | None:
@@ -64,7 +68,7 @@ class Comm:
             source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
             works.append(dist.irecv(pieces[source], self._global(source), group=self.group, tag=self._tag))
             works.append(dist.isend(own, self._global(target), group=self.group, tag=self._tag))
-        return works
+        return [work for work in works if work is not None]
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device."""
@@ -79,13 +83,13 @@ class Comm:
         if self.world_size > 1 and tensor.numel() > 0:
             dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
 
-    def gather_json(self, value: Any, device: torch.device) -> list[Any]:
+    def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
         if self.world_size == 1:
             return [json.loads(json.dumps(value))]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-        lengths = self.gather_rows(torch.tensor([text.numel()], device=device)).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+        lengths = self.gather_rows(torch.tensor([text.numel()], device=self.device)).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
         padded[: text.numel()] = text
         rows = self.gather_rows(padded).cpu()
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]

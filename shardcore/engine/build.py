@@ -1,0 +1,162 @@
+"""From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardcore._native import _C
+from shardcore.comm import Comm
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
+from shardcore.engine.store import StateStore
+from shardcore.layout import plan_flat
+from shardcore.optim import PARAM_DTYPES
+from shardcore.units import UnitSpec
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless `model` can be sharded and every parameter of `optimizer` is one of its trainable or frozen parameters."""
+    if getattr(model, "_shardcore_engine", None) is not None:
+        raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError("shard: the model is wrapped in DistributedDataParallel; expected the plain model (pass model.module)")
+    for name, param in model.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
+        if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
+            raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
+        if param.is_meta:
+            raise NotImplementedError(f"shard: {name} is on the meta device (not built yet); expected weights in memory")
+        if param.layout != torch.strided:
+            raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
+        if param.requires_grad and param.dtype not in PARAM_DTYPES:
+            raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
+        if param.grad is not None:
+            raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+    known = set(model.parameters())
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if param not in known:
+                raise ValueError(
+                    f"shard: param_groups[{index}] has parameter {position} of shape {tuple(param.shape)} that is not the "
+                    "model's; expected an optimizer over the model's parameters (made after the last change of the model)"
+                )
+
+
+def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
+    """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps in float32."""
+    if isinstance(keep_fp32, str | type):
+        keep_fp32 = (keep_fp32,)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    kept: set[nn.Parameter] = set()
+    for item in keep_fp32:
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            found = [p for module in model.modules() if isinstance(module, item) for p in module.parameters()]
+        elif isinstance(item, str):
+            found = [param for name, param in by_name.items() if name == item or name.startswith(item + ".")]
+        elif isinstance(item, nn.Parameter):
+            found = [param for param in by_name.values() if param is item]
+        else:
+            raise TypeError(f"shard: keep_fp32 has {item!r}; expected module classes, names or parameters of the model")
+        if not found:
+            raise ValueError(f"shard: keep_fp32 has {item!r}, which matches no parameter of the model")
+        kept.update(found)
+    return kept
+
+
+def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+    """Return the index of the param_group that each parameter is in."""
+    return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+
+
+def signature(
+    model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+) -> list[Any]:
+    """Return what must be equal on all ranks, as JSON values with the most telling first."""
+    groups = group_indices(optimizer)
+    entries: list[Any] = [f"{key}={value}" for key, value in options.items()]
+    for spec in specs:
+        for name, param in spec.params:
+            kind = "trainable" if param.requires_grad else "frozen"
+            entries.append(
+                f"{name} {tuple(param.shape)} {_name(param.dtype)} {kind} unit={spec.name} group={groups.get(param)}"
+            )
+    entries += [f"buffer {name} {tuple(buffer.shape)} {_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
+    entries += [f"param_groups[{i}] of {len(group['params'])} parameters" for i, group in enumerate(optimizer.param_groups)]
+    return entries
+
+
+class Builder:
+    """Makes the buckets of a model and puts its weights into them."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        dtype: torch.dtype,
+        kept: Collection[nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        """Weights become `dtype`, except those in `kept`, which become float32; buffers go to `device`."""
+        self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
+
+    def dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter is to have; frozen integers and the like stay as they are."""
+        if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
+            return param.dtype
+        return torch.float32 if param in self.kept else self.dtype
+
+    def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer) -> list[Bucket]:
+        """Return the empty buckets of the trainable parameters, in unit order."""
+        groups = group_indices(optimizer)
+        order = {param: index for index, param in enumerate(model.parameters())}
+        buckets = []
+        for spec in specs:
+            members: dict[tuple[torch.dtype, int | None], list[Managed]] = {}
+            for name, param in spec.params:
+                if param.requires_grad:
+                    group = groups.get(param)
+                    members.setdefault((self.dtype_of(param), group), []).append(Managed(name, param, order[param], group))
+            for (dtype, group), params in members.items():
+                layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
+                owned = (0, layout.numel) if self.lifetimes.owns_everything else layout.shard_range(self.comm.rank)
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned))
+        return buckets
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
+        """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing."""
+        values = allocate(bucket.layout.numel, torch.float32, self.device)
+        for managed in bucket.params:
+            managed.slice_of(values).copy_(managed.param.data)
+        if broadcast:
+            self.comm.broadcast(values)
+        if bucket.dtype == torch.float32:
+            bucket.weight.copy_(values)
+        else:
+            _C.cast([bucket.weight], [values])
+        for managed in bucket.params:
+            managed.param.data = managed.slice_of(bucket.weight)
+            managed.version = managed.param._version
+        if bucket.group is not None and "master" in store.states(bucket):
+            store.write(bucket, "master", 0, bucket.owned_slice(values))
+
+    @torch.no_grad()
+    def place_rest(self, model: nn.Module, frozen: Sequence[nn.Parameter], broadcast: bool) -> None:
+        """Move, broadcast and cast frozen parameters; move and broadcast buffers."""
+        for tensor in [*frozen, *model.buffers()]:
+            tensor.data = tensor.data.to(self.device).contiguous()
+            if broadcast:
+                self.comm.broadcast(tensor.data)
+        for param in frozen:
+            dtype = self.dtype_of(param)
+            if dtype != param.dtype:
+                cast = torch.empty_like(param.data, dtype=dtype)
+                _C.cast([cast], [param.data])
+                param.data = cast
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,183 @@
+"""The engine behind a sharded model: what `shard` attaches and the optimizer hands its work to.
+
+It composes the reducer (gradients), the updater (step) and a state store (where states live). It has no knowledge of
+stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.comm import Comm, wait_all
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.reducer import ReducePolicy, Reducer
+from shardcore.engine.state_io import OptimizerStateIO
+from shardcore.engine.store import StateStore
+from shardcore.engine.updater import Updater
+from shardcore.optim import clip_coefficient
+
+
+class Engine:
+    """Runs gradients, steps and state dicts of one sharded model. Not copied or pickled with the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        unmanaged: Sequence[tuple[str, nn.Parameter]],
+        store: StateStore,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        policy: ReducePolicy,
+        max_norm: float | None,
+        optimizer: Any,
+        device: torch.device,
+    ) -> None:
+        """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips."""
+        self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
+        self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
+        self.reducer = Reducer(self.buckets, comm, lifetimes, policy, device)
+        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
+        self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
+        self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
+        for param in self.managed:
+            param.__dict__["_shardcore_engine"] = self
+        self.state_io = OptimizerStateIO(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a sharded model is an ordinary model: it has no engine."""
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as None, for the same reason."""
+        return _nothing, ()
+
+    # --- what the optimizer delegates ---------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None, grads: Any, grad_scale: float, max_norm: float | None) -> Any:
+        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards."""
+        if grads is not None:
+            raise ValueError("step: grads was given; expected None after shard() (gradients come from backward)")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for name, param in self.unmanaged:
+            if param.grad is not None:
+                raise ValueError(
+                    f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
+                )
+        self.reducer.reduce_pending()
+        self.reducer.accept_user_grads()
+        limit = self.max_norm if max_norm is None else max_norm
+        if not self.updater.step(grad_scale, limit):
+            self.optimizer.skipped_steps += 1
+        self.reducer.backwards = 0
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
+        self.reducer.zero(set_to_none)
+        for _, param in self.unmanaged:
+            param.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole optimizer state in torch.optim form. Collective."""
+        return self.state_io.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
+        self.state_io.load_state_dict(state_dict)
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add the gradients of backwards inside locally, in float32, without reduction; the next one reduces the sum."""
+        old, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = old
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, params: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """Scale the averaged gradients in place to a global norm of at most `max_norm`; returns the norm before. Collective.
+
+        params: which parameters count and are scaled; all that the optimizer updates if None.
+        """
+        self.reducer.reduce_pending()
+        self.reducer.accept_user_grads()
+        chosen = None if params is None else set(params)
+        views = []
+        for bucket in self.updater.buckets:
+            if bucket.reduced and bucket.grad is not None:
+                views += [
+                    (bucket, managed, view)
+                    for managed, _, view in bucket.owned_views(bucket.grad)
+                    if managed.has_grad and (chosen is None or managed.param in chosen)
+                ]
+        norm = self._norm_of_views(views)
+        coefficient = clip_coefficient(norm, max_norm)
+        if coefficient != 1.0 and views:
+            torch._foreach_mul_([view for _, _, view in views], coefficient)
+            for bucket in {bucket: None for bucket, _, _ in views}:
+                assert bucket.grad is not None
+                bucket.sq_norm = _C.sq_norm([bucket.shard_slice(bucket.grad, self.comm.rank)])
+            self.reducer.show_grads()
+        return torch.tensor(norm, dtype=torch.float32, device=self.device)
+
+    def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
+        if self.lifetimes.owns_everything:
+            own = [view for _, _, view in views]
+            return _C.norm_from_sq(_C.sq_norm(own).cpu()) if own else 0.0
+        own = [view for _, _, view in views]
+        part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
+        return _C.norm_from_sq(_C.sq_norm_add(self.comm.gather_rows(part).cpu()))
+
+    # --- whole values of one parameter --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
+        self.reducer.reduce_pending()
+        self.reducer.accept_user_grads()
+        bucket, managed = self.bucket_of[param], self.managed[param]
+        if not managed.has_grad or bucket.grad is None:
+            return None
+        return managed.slice_of(self.whole(bucket, bucket.grad)).clone()
+
+    @torch.no_grad()
+    def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
+        """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
+        bucket, managed = self.bucket_of[param], self.managed[param]
+        if key == "step":
+            return torch.tensor(float(managed.step))
+        states = self.store.states(bucket) if bucket.group is not None else {}
+        if key not in states:
+            raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of step, {', '.join(states)}")
+        return managed.slice_of(self.whole(bucket, states[key])).clone()
+
+    def whole(self, bucket: Bucket, owned: torch.Tensor) -> torch.Tensor:
+        """Return a whole-bucket tensor from every rank's owned range, on the device of `owned`. Collective from stage 1 on."""
+        if self.lifetimes.owns_everything:
+            return owned
+        gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
+        bucket.owned_slice(gathered).copy_(owned)
+        wait_all(self.comm.all_gather(gathered))
+        return gathered.to(owned.device)
+
+    def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
+        """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
+        if bucket.needs_master:
+            self.updater.accept_weight_edits()
+            return self.whole(bucket, self.store.states(bucket)["master"])
+        return bucket.weight
+
+
+def _nothing() -> None:
+    return None

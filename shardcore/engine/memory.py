@@ -1,0 +1,86 @@
+"""What a sharded model keeps in memory on this rank, by kind, tier and unit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardcore.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """`bytes` of one kind ("weights", "gradients", "master", "states", "communication") on one tier, of one unit."""
+
+    unit: str
+    kind: str
+    tier: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes allocated by shardcore on this rank now, padding included; frozen weights count, activations do not."""
+
+    lines: tuple[MemoryLine, ...]
+
+    def _sum(self, field: str) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for line in self.lines:
+            sums[getattr(line, field)] = sums.get(getattr(line, field), 0) + line.bytes
+        return sums
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind, over all tiers and units; the four main kinds are always there."""
+        return {"weights": 0, "gradients": 0, "master": 0, "states": 0} | self._sum("kind")
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes by tier ("device", "cpu")."""
+        return self._sum("tier")
+
+    def __str__(self) -> str:
+        """Format as a table: a row for each unit, a column for each kind, in MiB."""
+        kinds = list(self.by_kind)
+        units = list(dict.fromkeys(line.unit for line in self.lines))
+        rows = [["unit", *kinds]]
+        for unit in units:
+            of_unit = MemoryReport(tuple(line for line in self.lines if line.unit == unit)).by_kind
+            rows.append([unit, *(_mib(of_unit.get(kind, 0)) for kind in kinds)])
+        rows.append(["total", *(_mib(self.by_kind[kind]) for kind in kinds)])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def memory_report(model: nn.Module) -> MemoryReport:
+    """Return what the sharded `model` keeps in memory on this rank. ValueError if it was not sharded."""
+    engine = getattr(model, "_shardcore_engine", None)
+    if not isinstance(engine, Engine):
+        raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
+    return MemoryReport(tuple(_lines(engine)))
+
+
+def _lines(engine: Engine) -> Iterator[MemoryLine]:
+    pooled = engine.reducer.pool.allocated_bytes
+    for bucket in engine.buckets:
+        unit = bucket.unit or "root"
+        yield MemoryLine(unit, "weights", "device", _bytes(bucket.weight))
+        grads = {id(t): t for t in (bucket.grad, bucket.wire, *bucket.resident.values()) if t is not None}
+        in_grads = sum(_bytes(t) for t in grads.values())
+        pooled -= in_grads
+        yield MemoryLine(unit, "gradients", "device", in_grads)
+        if bucket.group is not None:
+            for key, flat in engine.store.states(bucket).items():
+                yield MemoryLine(unit, "master" if key == "master" else "states", engine.store.tier, _bytes(flat))
+    yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for _, param in engine.unmanaged))
+    yield MemoryLine("shared", "communication", "device", max(pooled, 0))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f}"

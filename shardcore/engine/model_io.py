@@ -1,0 +1,131 @@
+"""What a sharded model's own methods do: forward, state_dict, load_state_dict, zero_grad.
+
+All are hooks and one instance attribute on the user's module: its class stays. The hooks know how to be copied: a deepcopy
+of a sharded model is an ordinary model with ordinary weights.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardcore.engine.engine import Engine
+
+
+def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
+    """Install the hooks of `engine` on its model; floating inputs of the root forward are cast to `input_dtype` if given."""
+    model: Any = engine.model
+    model.__dict__["_shardcore_engine"] = engine
+    model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
+    model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
+    model.register_forward_hook(_AfterForward(engine))
+    model.register_state_dict_post_hook(_WholeStateDict(engine))
+    for module in model.modules():
+        if any(param in engine.managed for param in module._parameters.values() if param is not None):
+            load = _LoadIntoMaster(engine)
+            module.register_load_state_dict_pre_hook(load.before)
+            module.register_load_state_dict_post_hook(load.after)
+
+
+class _EngineHook:
+    """A hook that a copy of the model keeps without the engine: `self.engine` is None there, and the hook does nothing."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        self.engine = engine
+
+
+class _ZeroGrad(_EngineHook):
+    """`model.zero_grad`: gradients live in shards, where nn.Module.zero_grad does not look."""
+
+    def __init__(self, model: nn.Module, engine: Engine | None) -> None:
+        super().__init__(engine)
+        self.model = model
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        if self.engine is not None:
+            self.engine.zero_grad(set_to_none)
+        else:
+            type(self.model).zero_grad(self.model, set_to_none)
+
+
+class _BeforeForward(_EngineHook):
+    def __init__(self, engine: Engine | None, input_dtype: torch.dtype | None) -> None:
+        super().__init__(engine)
+        self.input_dtype = input_dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.engine is not None and torch.is_grad_enabled():
+            self.engine.reducer.abandon_backward()
+        if self.input_dtype is None:
+            return None
+        return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _cast(self, value: Any) -> Any:
+        return value.to(self.input_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class _AfterForward(_EngineHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is None or not torch.is_grad_enabled():
+            return
+        begin = self.engine.reducer.begin_backward
+        for value in pytree.tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
+
+
+class _WholeStateDict(_EngineHook):
+    """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        if self.engine is None:
+            return
+        keys: dict[nn.Parameter, list[str]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if param in self.engine.managed and prefix + name in state_dict:
+                keys.setdefault(param, []).append(prefix + name)
+        with torch.no_grad():
+            for bucket in self.engine.buckets:
+                whole = self.engine.master_or_weight(bucket)
+                for managed in bucket.params:
+                    if managed.param in keys:
+                        values = managed.slice_of(whole).clone()
+                        for key in keys[managed.param]:
+                            state_dict[key] = values
+
+
+class _LoadIntoMaster(_EngineHook):
+    """Loading a module's parameters also sets their masters, from the values as given, not as rounded to the weights."""
+
+    def __init__(self, engine: Engine | None) -> None:
+        super().__init__(engine)
+        self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+        assert self.engine is not None
+        for name, param in module._parameters.items():
+            if param is not None and param in self.engine.managed:
+                yield prefix + name, param
+
+    def before(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+    ) -> None:
+        if self.engine is None:
+            return
+        self._given = []
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict: assign is True for a sharded model; expected False (its parameters are views into buffers)"
+            )
+        for key, param in self._named(module, prefix):
+            value = state_dict.get(key)
+            if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                self._given.append((param, value))
+
+    def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.engine is not None:
+            for param, value in self._given:
+                self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
+        self._given = []

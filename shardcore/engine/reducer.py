@@ -1,0 +1,304 @@
+"""Gradient reduction, overlapped with backward unit by unit.
+
+Autograd hands each parameter's gradient to `_on_grad`, which moves it into the bucket's flat buffer. When a bucket is
+complete, and all before it in the fixed order have been sent, its pieces go to their owners (all_to_all) while backward
+computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
+ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
+
+Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
+loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
+backwards; beginning at the root output places the callback in the outermost one.
+Note [Late gradients]: a parameter's hook can fire twice in one backward (a shared weight under reentrant checkpointing),
+even after its bucket was sent. Late parts wait in `_late` and go in a second round at the end, on every rank.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardcore._native import _C
+from shardcore.comm import Comm, wait_all
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed
+from shardcore.engine.handout import HandedOut
+
+_MAX_IN_FLIGHT = 2
+_USED, _LATE = 1, 2
+
+
+@dataclass(frozen=True)
+class ReducePolicy:
+    """How gradients accumulate: `accumulate` backwards a step; `sync_each` reduces every one of them, else only the last.
+
+    grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are summed.
+    """
+
+    accumulate: int
+    sync_each: bool
+    grad_dtype: torch.dtype
+
+
+@dataclass
+class _InFlight:
+    bucket: Bucket
+    sent: torch.Tensor
+    received: torch.Tensor
+    work: dist.Work | None
+
+
+class Reducer:
+    """Owns the gradients of all buckets from autograd to the reduced, averaged shard."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Comm, lifetimes: Lifetimes, policy: ReducePolicy, device: torch.device
+    ) -> None:
+        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order."""
+        self.buckets = list(reversed(buckets))
+        self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
+        self.comm, self.lifetimes, self.policy, self.device = comm, lifetimes, policy, device
+        self.pool = BufferPool(device)
+        self.handout = HandedOut(self.buckets, comm.rank) if lifetimes.owns_everything else None
+        self.sync = True  # False inside no_sync()
+        self.backwards = 0  # since the last step or zero_grad
+        self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
+        self._reducing = False
+        self._in_backward = False
+        self._next = 0  # how many of self.buckets were sent in this backward
+        self._missing: dict[Bucket, set[Managed]] = {}
+        self._late: dict[Bucket, torch.Tensor] = {}
+        self._late_params: set[Managed] = set()
+        self._in_flight: deque[_InFlight] = deque()
+        self._gathers: list[dist.Work] = []
+        for order, bucket in enumerate(self.buckets):
+            for managed in bucket.params:
+                self._watch(order, bucket, managed)
+
+    def _watch(self, order: int, bucket: Bucket, managed: Managed) -> None:
+        # The first hook runs before autograd adds to param.grad, the second after.
+        param: Any = managed.param
+        param.register_hook(lambda grad: self.begin_backward())
+        param.register_post_accumulate_grad_hook(lambda param: self._on_grad(order, bucket, managed))
+
+    # --- one backward -------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Prepare for the gradients of one backward, unless one is under way. See Note [Backward boundaries]."""
+        if self._in_backward:
+            return
+        self.accept_user_grads()
+        if self.handout is not None:
+            self.handout.drop()
+        self._in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
+        self._local_sums |= not self._reducing
+        self._next = 0
+        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
+
+    def abandon_backward(self) -> None:
+        """Forget a backward that an exception ended, and its gradients, so that the next one starts clean."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            wait_all([flight.work for flight in self._in_flight if flight.work is not None])
+            self._in_flight.clear()
+            wait_all(self._gathers)
+            self._gathers.clear()
+            self._in_backward = False
+            self.zero()
+
+    def _on_grad(self, order: int, bucket: Bucket, managed: Managed) -> None:
+        grad = managed.param.grad
+        if grad is None:
+            return
+        if grad.layout != torch.strided:
+            raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
+        managed.param.grad = None
+        late = self._reducing and order < self._next
+        with torch.no_grad():
+            if late:
+                self._late_params.add(managed)
+                managed.slice_of(self._late_buffer(bucket)).add_(grad)
+                return
+            target = managed.slice_of(self._collect_buffer(bucket))
+            if managed.used:
+                target.add_(grad)
+            else:
+                target.copy_(grad)
+            managed.used = True
+            self._missing[bucket].discard(managed)
+            while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
+                self._launch_next()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self.backwards += 1
+        if self._reducing:
+            self._reduce_rest()
+
+    def reduce_pending(self) -> None:
+        """Reduce what was only summed locally so far: step() called before the declared number of backwards."""
+        if self._local_sums:
+            self._next = 0
+            self._reduce_rest()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._launch_next()
+        self._drain(0)
+        late = self._agree_on_use()
+        if late:
+            wait_all(self._gathers)
+            for bucket in late:
+                self._launch(bucket, self._late_buffer(bucket))
+            self._late.clear()
+            self._late_params.clear()
+            self._drain(0)
+        wait_all(self._gathers)
+        self._gathers.clear()
+        self._local_sums = False
+        self.show_grads()
+
+    def _agree_on_use(self) -> list[Bucket]:
+        """Learn which parameters got a gradient on any rank; return the buckets with late gradients on any rank."""
+        flags = [_USED * m.used + _LATE * (m in self._late_params) for m in self.params]
+        rows = self.comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=self.device)).cpu()
+        used, late = (rows & _USED).any(0).tolist(), (rows & _LATE).any(0).tolist()
+        late_params = {m for m, is_late in zip(self.params, late, strict=True) if is_late}
+        for managed, is_used in zip(self.params, used, strict=True):
+            managed.has_grad |= is_used
+            managed.used = False
+        return [bucket for bucket in self.buckets if late_params.intersection(bucket.params)]
+
+    # --- one bucket ---------------------------------------------------------------------------------------------------
+
+    def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
+        """The whole-bucket buffer that local gradients are written to. Its dtype is the same on every rank."""
+        if bucket.wire is None:
+            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else bucket.dtype)
+        return bucket.wire
+
+    def _late_buffer(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._late:
+            self._late[bucket] = self.pool.take(bucket.layout.numel, bucket.dtype).zero_()
+        return self._late[bucket]
+
+    def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Take a whole-bucket buffer: the bucket's resident one, its idle gradient's memory, or one of the pool."""
+        if dtype in bucket.resident:
+            return bucket.resident.pop(dtype)
+        grad = bucket.grad
+        if grad is not None and not bucket.reduced and grad.numel() == bucket.layout.numel and grad.dtype == dtype:
+            bucket.grad = None
+            return grad
+        return self.pool.take(bucket.layout.numel, dtype)
+
+    def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        if self.lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
+            bucket.resident[buffer.dtype] = buffer
+        else:
+            self.pool.give(buffer)
+
+    def _launch_next(self) -> None:
+        bucket = self.buckets[self._next]
+        self._next += 1
+        whole = self._collect_buffer(bucket)
+        bucket.wire = None
+        bucket.zero_unused(whole, [managed for managed in bucket.params if managed.used])
+        self._launch(bucket, whole)
+
+    def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        with torch.profiler.record_function(f"shardcore::reduce({bucket.unit or 'root'})"):
+            if self.comm.world_size == 1:
+                self._finish(_InFlight(bucket, whole, whole, None))
+                return
+            received = self.pool.take(whole.numel(), whole.dtype)
+            self._in_flight.append(_InFlight(bucket, whole, received, self.comm.all_to_all(received, whole)))
+            self._drain(_MAX_IN_FLIGHT)
+
+    def _drain(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            flight = self._in_flight.popleft()
+            if flight.work is not None:
+                flight.work.wait()
+            self._finish(flight)
+            self.pool.give(flight.received)
+
+    def _finish(self, flight: _InFlight) -> None:
+        """Sum the received pieces into the bucket's reduced gradient, averaged over ranks, and take its squared norm."""
+        bucket, sent, world = flight.bucket, flight.sent, self.comm.world_size
+        if world == 1 and not bucket.reduced and (self.policy.accumulate == 1 or sent.dtype == self.policy.grad_dtype):
+            self._replace_grad(bucket, sent)  # nothing to sum: the gradient as it is
+            bucket.sq_norm = _C.sq_norm([sent])
+        else:
+            if sent.dtype == self.policy.grad_dtype and self.lifetimes.owns_everything and not bucket.reduced:
+                self._replace_grad(bucket, sent)  # its pieces have left: the same memory takes the result
+            grad = self._sum_buffer(bucket)
+            own = bucket.shard_slice(grad, self.comm.rank)
+            bucket.sq_norm = _C.ordered_sum(flight.received, world, 1.0 / world, own, bucket.reduced)
+            if self.lifetimes.owns_everything:
+                self._gathers += self.comm.all_gather(grad)
+        bucket.reduced = True
+        if sent is not bucket.grad:
+            self._release_full(bucket, sent)
+
+    def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:
+        if bucket.grad is not None:
+            self.pool.give(bucket.grad)
+        bucket.grad = grad
+
+    def _sum_buffer(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's gradient in the dtype that sums have; a first gradient kept as it was is converted."""
+        old, dtype = bucket.grad, self.policy.grad_dtype
+        if old is None or old.dtype != dtype:
+            bucket.grad = self.pool.take(bucket.owned_numel, dtype)
+            if old is not None:
+                _C.cast([bucket.grad], [old])
+                self.pool.give(old)
+        assert bucket.grad is not None
+        return bucket.grad
+
+    # --- between backwards --------------------------------------------------------------------------------------------
+
+    def accept_user_grads(self) -> None:
+        """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients live in shards)."""
+        if self.handout is not None:
+            self.handout.absorb()
+            return
+        for managed in self.params:
+            if managed.param.grad is not None:
+                raise ValueError(
+                    f"{managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
+                    "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
+                )
+
+    def zero(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, or fill them with zeros."""
+        self.backwards = 0
+        self._local_sums = False
+        self._late.clear()
+        self._late_params.clear()
+        for bucket in self.buckets:
+            if bucket.wire is not None:
+                self._release_full(bucket, bucket.wire)
+                bucket.wire = None
+            if set_to_none:
+                bucket.reduced = False
+            elif bucket.reduced and bucket.grad is not None:
+                bucket.grad.zero_()
+            bucket.sq_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for managed in self.params:
+            managed.used = False
+            managed.has_grad &= not set_to_none
+        if self.handout is not None:
+            self.handout.drop()
+            if not set_to_none:
+                self.show_grads()
+
+    def show_grads(self) -> None:
+        """Hand out `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
+        if self.handout is not None:
+            self.handout.drop()
+            self.handout.give(self._take_full)

@@ -1,0 +1,103 @@
+"""The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.optim import export_groups, import_groups, import_state
+
+if TYPE_CHECKING:
+    from shardcore.engine.engine import Engine
+
+_OP = "load_state_dict"
+
+
+class OptimizerStateIO:
+    """Reads and writes the states of an engine's buckets as whole tensors."""
+
+    def __init__(self, engine: "Engine") -> None:
+        """Serve `engine`; parameters are numbered as its optimizer's param_groups list them."""
+        self.engine = engine
+
+    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
+        return list(enumerate(p for group in self.engine.optimizer.param_groups for p in group["params"]))
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
+        engine = self.engine
+        engine.updater.accept_weight_edits()
+        number_of = {param: number for number, param in self._numbered()}
+        found: dict[int, dict[str, Any]] = {}
+        for bucket in engine.updater.buckets:
+            stepped = [managed for managed in bucket.params if managed.step > 0]
+            if not stepped:
+                continue
+            for key in sorted(self._keys(bucket)):  # the order of collectives must not depend on anything else
+                whole = engine.whole(bucket, engine.store.states(bucket)[key])
+                for managed in stepped:
+                    entry = found.setdefault(number_of[managed.param], {"step": torch.tensor(float(managed.step))})
+                    entry[key] = managed.slice_of(whole).clone()
+        state = {number: found[number] for number in sorted(found)}
+        return {"state": state, "param_groups": export_groups(engine.optimizer.param_groups)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit."""
+        for key in ("state", "param_groups"):
+            if key not in state_dict:
+                raise ValueError(f"{_OP}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
+        groups = self.engine.optimizer.param_groups
+        options = import_groups(_OP, groups, state_dict["param_groups"])
+        saved = self._by_param(groups, state_dict)
+        for managed, bucket in self._optimized():
+            self._import(managed, bucket, saved)  # checks; the result is dropped so that only one parameter is whole at a time
+        for group, new_options in zip(groups, options, strict=True):
+            group.update(new_options)
+        for managed, bucket in self._optimized():
+            self._scatter(managed, bucket, self._import(managed, bucket, saved))
+
+    def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take over the states that an optimizer had before it was sharded."""
+        for managed, bucket in self._optimized():
+            if states.get(managed.param):
+                self._scatter(managed, bucket, self._import(managed, bucket, states))
+
+    def _optimized(self) -> list[tuple[Managed, Bucket]]:
+        return [(managed, bucket) for bucket in self.engine.updater.buckets for managed in bucket.params]
+
+    def _keys(self, bucket: Bucket) -> list[str]:
+        """The state keys that belong to the parameter, not to the tier (a tier keeps masters of float32 weights too)."""
+        return [key for key in self.engine.store.states(bucket) if key != "master" or bucket.needs_master]
+
+    def _by_param(
+        self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+    ) -> dict[torch.Tensor, Mapping[str, Any]]:
+        numbers = [n for given in state_dict["param_groups"] for n in given["params"]]
+        params = {n: param for n, (_, param) in zip(numbers, self._numbered(), strict=True)}
+        for key in state_dict["state"]:
+            if key not in params:
+                raise ValueError(f'{_OP}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+        return {params[key]: value for key, value in state_dict["state"].items()}
+
+    def _import(self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+        entry = saved.get(managed.param, {})
+        state, _lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, bucket.needs_master)
+        return dict(state)
+
+    def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
+        engine = self.engine
+        managed.step = int(state["step"]) if state else 0
+        for key in self._keys(bucket):
+            values = state.get(key)
+            if values is None and key == "master":
+                continue
+            flat = torch.zeros(managed.param.numel()) if values is None else values.reshape(-1)
+            if key == "master":
+                engine.updater.set_weights(bucket, managed, flat)
+                continue
+            for owner, piece, _ in bucket.owned_views(bucket.owned_slice(bucket.weight)):
+                if owner is managed:
+                    part = flat[piece.param_start : piece.param_start + piece.numel]
+                    engine.store.write(bucket, key, piece.start, part.to(engine.device))

@@ -1,0 +1,105 @@
+"""Where optimizer states live and where Adam runs on them.
+
+A store holds, for each bucket, flat float32 tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and
+the master weights. The device store keeps them beside the weights; shardcore.offload has the cpu tier. Both feed the same
+kernel the same numbers, so the tier never shows in the bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardcore._native import _C
+from shardcore.engine.bucket import Bucket, allocate
+
+# (numel, dtype) -> a zero-filled flat tensor
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step."""
+
+    bucket: Bucket
+    start: int
+    numel: int
+    hyper: int
+
+
+class StateStore(Protocol):
+    """What the engine needs of a place for optimizer states."""
+
+    tier: str
+
+    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+        """Update states, masters and the owned weights from the buckets' reduced gradients."""
+
+    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+        """Return the bucket's state tensors by key; each (owned_numel,) float32, live."""
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite part of a state with `values` (flat, any float dtype, any device)."""
+
+
+def state_keys(amsgrad: bool, master: bool) -> list[str]:
+    """Return the keys of the tensors that a bucket keeps."""
+    return ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad + ["master"] * master
+
+
+def step_spans(
+    stepper: _C.AdamStepper,
+    hypers: Sequence[_C.AdamHyper],
+    hyper_index: Sequence[int],
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
+    """Run the Adam kernel once over parallel lists; `states[i]` has the keys of `state_keys`."""
+    stepper.step(
+        params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        hypers,
+        hyper_index,
+        masters=[state.get("master") for state in states],
+        max_exp_avg_sqs=[state.get("max_exp_avg_sq") for state in states],
+    )
+
+
+class DeviceStore:
+    """States beside the weights."""
+
+    tier = "device"
+
+    def __init__(self, buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> None:
+        """Allocate zero states for `buckets` on their weights' device."""
+        self._stepper = _C.AdamStepper()
+        self._states = {
+            bucket: {
+                key: allocate(bucket.owned_numel, torch.float32, bucket.weight.device)
+                for key in state_keys(amsgrad[bucket], bucket.needs_master)
+            }
+            for bucket in buckets
+        }
+
+    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+        """See StateStore."""
+        return self._states[bucket]
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """See StateStore."""
+        self._states[bucket][key][start : start + values.numel()].copy_(values)
+
+    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+        """See StateStore. Queued on the current stream on CUDA."""
+        params, grads, states = [], [], []
+        for span in spans:
+            assert span.bucket.grad is not None
+            end = span.start + span.numel
+            params.append(span.bucket.owned_slice(span.bucket.weight)[span.start : end])
+            grads.append(span.bucket.grad[span.start : end])
+            states.append({key: flat[span.start : end] for key, flat in self._states[span.bucket].items()})
+        step_spans(self._stepper, hypers, [span.hyper for span in spans], params, grads, states)

@@ -1,0 +1,157 @@
+"""The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.comm import Comm, wait_all
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.store import Span, StateStore
+from shardcore.optim import check_options, clip_coefficient, hyper_of
+
+logger = logging.getLogger("shardcore")
+
+
+class Updater:
+    """Turns reduced gradients into new weights on every rank, or skips the step on every rank."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        store: StateStore,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Serve the buckets that the optimizer's `groups` (live param_groups) update."""
+        self.buckets = [bucket for bucket in buckets if bucket.group is not None]
+        self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
+        self.last_norm: float | None = None
+        self.skipped_steps = 0
+
+    @torch.no_grad()
+    def step(self, grad_scale: float, max_norm: float | None) -> bool:
+        """Update every parameter that has a gradient; returns False if the step was skipped for a non-finite gradient.
+
+        The gradients are multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global
+        norm. Collective. Raises ValueError for bad group options before anything is written.
+        """
+        for index, group in enumerate(self.groups):
+            check_options("step", group, f"param_groups[{index}].")
+        active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
+        if not active:
+            return True
+        self.accept_weight_edits()
+        norm = self.global_norm(active) * abs(grad_scale)
+        self.last_norm = norm
+        if not math.isfinite(norm):
+            self._skip(norm)
+            return False
+        scale = grad_scale if max_norm is None else grad_scale * clip_coefficient(norm, max_norm)
+        spans, hypers = self._plan(active, scale)
+        self.store.step(spans, hypers)
+        for managed in self._with_grad(active):
+            managed.step += 1
+        if not self.lifetimes.owns_everything:
+            works = [work for bucket in active for work in self.comm.all_gather(bucket.weight)]
+            wait_all(works)
+        return True
+
+    def global_norm(self, buckets: Iterable[Bucket]) -> float:
+        """Return the float32 norm of the buckets' averaged gradients over all ranks. Collective; waits for the device."""
+        parts = [bucket.sq_norm for bucket in buckets]
+        if not parts:
+            return 0.0
+        own = _C.sq_norm_add(torch.stack(parts).cpu())
+        rows = self.comm.gather_rows(own.to(parts[0].device))
+        return _C.norm_from_sq(_C.sq_norm_add(rows.cpu()))
+
+    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[list[Span], list[_C.AdamHyper]]:
+        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""
+        hypers: list[_C.AdamHyper] = []
+        index_of: dict[tuple[int, int], int] = {}
+        spans: list[Span] = []
+        for bucket in active:
+            previous = -1
+            for piece in bucket.pieces:
+                managed = bucket.params[piece.slot]
+                if not managed.has_grad:
+                    previous = -1
+                    continue
+                assert bucket.group is not None
+                key = (bucket.group, managed.step + 1)
+                if key not in index_of:
+                    index_of[key] = len(hypers)
+                    hypers.append(hyper_of(self.groups[bucket.group], managed.step + 1, scale))
+                hyper, end = index_of[key], piece.start + piece.numel
+                if previous == hyper:
+                    spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, hyper)
+                else:
+                    spans.append(Span(bucket, piece.start, piece.numel, hyper))
+                previous = hyper
+        return spans, hypers
+
+    def _skip(self, norm: float) -> None:
+        self.skipped_steps += 1
+        logger.warning(
+            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)",
+            norm,
+            self.skipped_steps,
+        )
+
+    @staticmethod
+    def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
+        return (managed for bucket in buckets for managed in bucket.params if managed.has_grad)
+
+    # --- weights and masters ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accept_weight_edits(self) -> None:
+        """Bring masters in line with parameters that were edited in place since the engine last wrote them.
+
+        Elements that still equal their rounded master keep its full precision. Raises ValueError if a parameter no longer
+        uses the engine's memory (`.data` re-assigned, model moved or cast).
+        """
+        for bucket in self.buckets:
+            edited = set()
+            for managed in bucket.params:
+                if (
+                    managed.param.data_ptr() != managed.slice_of(bucket.weight).data_ptr()
+                    or managed.param.dtype != bucket.dtype
+                ):
+                    raise ValueError(
+                        f"step: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
+                        "(do not re-assign .data, move or cast a sharded model; edit weights in place or use load_state_dict)"
+                    )
+                if managed.param._version != managed.version:
+                    edited.add(managed)
+            if edited:
+                self._refresh_masters(bucket, edited)
+
+    def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
+        master = self.store.states(bucket).get("master")
+        weight = bucket.owned_slice(bucket.weight)
+        for managed, piece, values in bucket.owned_views(weight):
+            if managed in edited and master is not None:
+                old = master[piece.start : piece.start + piece.numel].to(values.device)
+                rounded = torch.empty_like(values)
+                _C.cast([rounded], [old])
+                self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
+        for managed in edited:
+            managed.version = managed.param._version
+
+    @torch.no_grad()
+    def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
+        """Set a whole parameter, and this rank's part of its master, from `values` (the parameter's shape, any float dtype)."""
+        flat = values.detach().to(bucket.weight.device, torch.float32).contiguous().view(-1)
+        _C.cast([managed.slice_of(bucket.weight).view(-1)], [flat])
+        if bucket.group is not None and "master" in self.store.states(bucket):
+            for owner, piece, _ in bucket.owned_views(bucket.owned_slice(bucket.weight)):
+                if owner is managed:
+                    part = flat[piece.param_start : piece.param_start + piece.numel]
+                    self.store.write(bucket, "master", piece.start, part)
+        managed.version = managed.param._version

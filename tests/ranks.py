@@ -1,0 +1,99 @@
+"""Real ranks for tests: processes that stay alive between tests and form a gloo group of the size that each test asks for."""
+
+import atexit
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_TIMEOUT_S = 120
+_context = multiprocessing.get_context("spawn")
+_workers: list[tuple[Any, Connection]] = []
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(rank, world_size, *args)` on every rank of a fresh gloo group; returns the results in rank order.
+
+    `function` and the results must be picklable (a function of a test module; plain values). An error on any rank raises
+    here with that rank's traceback; a rank that hangs ends the test after two minutes. The workers are then replaced.
+    """
+    while len(_workers) < world_size:
+        _workers.append(_start())
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pending = {}
+        for rank, (_, pipe) in enumerate(_workers[:world_size]):
+            pipe.send((function, rank, world_size, store, args))
+            pending[pipe] = rank
+        results: list[Any] = [None] * world_size
+        errors: dict[int, str] = {}
+        while pending:
+            ready = wait(list(pending), timeout=10 if errors else _TIMEOUT_S)
+            if not ready:
+                errors.update({rank: "no answer in time" for rank in pending.values()})
+                break
+            for pipe in ready:
+                rank = pending.pop(pipe)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+    if errors:
+        stop_ranks()
+        raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+    return results
+
+
+def stop_ranks() -> None:
+    """End all workers; the next run_ranks starts new ones."""
+    while _workers:
+        process, pipe = _workers.pop()
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+atexit.register(stop_ranks)
+
+
+def _start() -> tuple[Any, Connection]:
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, rank, world_size, store, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            try:
+                answer = (True, function(rank, world_size, *args))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
