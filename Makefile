@@ -35,7 +35,7 @@ lint: setup
 	@PYTHON=$(PICKED) bash tools/lint.sh
 
 clean:
-	rm -rf build dist *.egg-info demo shardcore/_C.*.so shardcore/_C.build.json
+	rm -rf build dist *.egg-info demo shardcore/_C*.so shardcore/_C.build.json
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
 distclean: clean

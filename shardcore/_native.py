@@ -31,7 +31,7 @@ def _public(version: str) -> str:
 def _why(error: ImportError) -> str:
     """The text of the ImportError for a _C that did not load."""
     built_for = build_record().get("torch")
-    if not any(_RECORD.parent.glob("_C.*.so")):
+    if not any(_RECORD.parent.glob("_C*.so")):
         return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"
     if built_for and _public(built_for) != _public(torch.__version__):
         return _other_torch(built_for) + f" [{error}]"

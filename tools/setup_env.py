@@ -127,7 +127,7 @@ def build(python: str) -> None:
     state_path, record_path = BUILD / "setup.json", ROOT / "shardcore/_C.build.json"
     record = json.loads(record_path.read_text()) if record_path.exists() else None
     state = {"fingerprint": fingerprint(python), "record": record}
-    libraries = any((ROOT / "shardcore").glob("_C.*.so"))
+    libraries = any((ROOT / "shardcore").glob("_C*.so"))
     if libraries and record and state_path.exists() and json.loads(state_path.read_text()) == state:
         return
     say("building the C++ extension (about a minute; output in build/setup.log)")
