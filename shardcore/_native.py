@@ -35,7 +35,7 @@ def _why(error: ImportError) -> str:
         return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"
     if built_for and _public(built_for) != _public(torch.__version__):
         return _other_torch(built_for) + f" [{error}]"
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError):  # a library is there, under the suffix of another Python
         return f"shardcore: its C++ extension is built for another Python; {_BUILD}"
     return f"shardcore: its C++ extension does not load: {error}; rebuild: {_BUILD}"
 
@@ -45,7 +45,7 @@ def _other_torch(built_for: str) -> str:
 
 
 try:
-    from shardcore import _C
+    import shardcore._C as _C
 except ImportError as error:
     raise ImportError(_why(error)) from error
 
