@@ -94,3 +94,11 @@ def test_build_info_and_record_agree():
     assert info["torch"].split("+")[0] == torch.__version__.split("+")[0] == record["torch"].split("+")[0]
     assert bool(info["cuda"]) == bool(record["cuda"])
     assert record["line"].startswith("shardcore: built for ")
+
+
+def test_import_brings_in_nothing_beyond_torch():
+    code = "import sys, torch; before = set(sys.modules); import shardcore; print(*sorted(set(sys.modules) - before))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = result.stdout.split()
+    assert "shardcore._C" in imported
+    assert [name for name in imported if name.split(".")[0] not in {"shardcore", *sys.stdlib_module_names}] == []
