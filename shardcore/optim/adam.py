@@ -196,18 +196,18 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _update(self, grads: Gradients | None, scale: float, max_norm: float | None) -> None:
         for i, group in enumerate(self.param_groups):
             self._check_group(group, group["params"], f"param_groups[{i}].")
-        active, idle = collect(self._op, self.param_groups, grads, self._device_type)
+        actives, idle = collect(self._op, self.param_groups, grads, self._device_type)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
             return
         if max_norm is not None:
-            norm = global_norm([a.grad for a in active]) * abs(scale)
+            norm = global_norm([grad for active in actives for grad in active.grads]) * abs(scale)
             if not math.isfinite(norm):
                 self._skip(f"the gradients' norm is {norm}")
                 return
             scale *= clip_coefficient(norm, max_norm)
-        update = Update(self._op, self.param_groups, self.state, active, scale)
+        update = Update(self._op, actives, self.state, scale)
         update.run(self._steppers)
         update.commit(self.state, idle)
 
@@ -297,7 +297,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None:
             raise TypeError(
-                f"{self._op}: a sharded optimizer cannot be copied or pickled; expected state_dict() (its state is on all ranks)"
+                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state lies on all ranks)"
             )
         state: dict[str, Any] = super().__getstate__()
         return {**state, "skipped_steps": self.skipped_steps}

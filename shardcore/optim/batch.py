@@ -6,7 +6,7 @@ side, and ``commit`` puts them in place only after every kernel call has been ac
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,49 +17,52 @@ from shardcore.optim.state import ParamState, StepCount, new_state
 Group = Mapping[str, Any]
 
 
-class Active(NamedTuple):
-    """A parameter that has a gradient in this step. ``param_index`` counts over all groups."""
+@dataclass(slots=True)
+class Active:
+    """The parameters of one group that have a gradient in this step; ``indices`` count over all groups."""
 
-    param_index: int
-    group_index: int
-    param: torch.Tensor
-    grad: torch.Tensor
+    group: Group
+    indices: list[int] = field(default_factory=list)
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
 
 
 def collect(
     op: str, groups: Sequence[Group], grads: Sequence[torch.Tensor | None] | None, device_type: str | None
 ) -> tuple[list[Active], list[torch.Tensor]]:
-    """Return the parameters with a gradient (from grads, or from p.grad), and those without.
+    """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
 
     device_type: the only one allowed, or None. A gradient that is not contiguous is copied. Raises ValueError or TypeError.
     """
-    active: list[Active] = []
+    actives: list[Active] = []
     idle: list[torch.Tensor] = []
-    index = 0
-    for group_index, group in enumerate(groups):
+    index = -1
+    for group in groups:
+        active = Active(group)
         for param in group["params"]:
+            index += 1
             grad = param.grad if grads is None else grads[index]
             if grad is None:
                 idle.append(param)
-            else:
-                # One chain of cheap tests: what is wrong is found out only when something is.
-                if (
-                    not isinstance(grad, torch.Tensor)
-                    or grad.dtype not in PARAM_DTYPES
-                    or grad.layout is not torch.strided
-                    or grad.shape != param.shape
-                    or grad.device != param.device
-                ):
-                    raise _bad_grad(op, index, param, grad)
-                if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
-                    check_param(op, f"params[{index}]", param)
-                if device_type is not None and param.device.type != device_type:
-                    check_device(op, f"params[{index}]", param, device_type)
-                if not grad.is_contiguous():
-                    grad = grad.contiguous()
-                active.append(Active(index, group_index, param, grad))
-            index += 1
-    return active, idle
+                continue
+            # One chain of cheap tests: what is wrong is found out only when something is.
+            if (
+                not isinstance(grad, torch.Tensor)
+                or grad.dtype not in PARAM_DTYPES
+                or grad.layout is not torch.strided
+                or grad.shape != param.shape
+                or grad.device != param.device
+            ):
+                raise _bad_grad(op, index, param, grad)
+            if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
+                check_param(op, f"params[{index}]", param)
+            if device_type is not None and param.device.type != device_type:
+                check_device(op, f"params[{index}]", param, device_type)
+            active.indices.append(index)
+            active.params.append(param)
+            active.grads.append(grad if grad.is_contiguous() else grad.contiguous())
+        actives.append(active)
+    return actives, idle
 
 
 def check_device(op: str, name: str, param: torch.Tensor, device_type: str) -> None:
@@ -94,86 +97,89 @@ class _Call:
     hyper_index: list[int] = field(default_factory=list)
     masters: list[torch.Tensor | None] = field(default_factory=list)
     max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
-    keys: list[tuple[int, int]] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    with_masters: bool = False
+    with_max: bool = False
+    with_keys: bool = False
 
 
 class Update:
     """One step over the active parameters: built, run, committed, in this order."""
 
-    def __init__(
-        self, op: str, groups: Sequence[Group], states: Mapping[torch.Tensor, Any], active: list[Active], scale: float
-    ) -> None:
+    def __init__(self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], grad_scale: float) -> None:
         """Gather the lists. Missing states are made but not put in place; ``states`` is only read."""
+        self._op = op
         self._calls: dict[torch.device, _Call] = {}
         self._hypers: list[_C.AdamHyper] = []
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self._states: list[ParamState] = []
         self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
-        hyper_of_step: dict[tuple[int, int], int] = {}
-        zero = StepCount()
-        mastered = [group["master"] is not None for group in groups]
-        amsgrad = [group["amsgrad"] for group in groups]
-        last: tuple[StepCount | None, int] = None, -1
+        self._zero = StepCount()
+        for active in actives:
+            self._add_group(active, states, grad_scale)
+
+    def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any], grad_scale: float) -> None:
+        group = active.group
+        has_master, amsgrad, stochastic = group["master"] is not None, group["amsgrad"], group["stochastic_rounding"]
+        hyper_of_count: dict[int, int] = {}
+        last_count: StepCount | None = None
         hyper = -1
-        call, call_device = _Call(), None
-        for index, group_index, param, grad in active:
-            if param.device != call_device:
-                call_device = param.device
-                call = self._calls.setdefault(call_device, _Call())
+        call, device = _Call(), None
+        for index, param, grad in zip(active.indices, active.params, active.grads, strict=True):
+            if param.device != device:
+                device = param.device
+                call = self._calls.setdefault(device, _Call())
+                call.with_masters |= has_master
+                call.with_max |= amsgrad
+                call.with_keys |= stochastic
             state = states.get(param)
             if type(state) is not ParamState or len(state) < 3:
-                state = self._adopt(op, index, param, state, zero)
+                state = self._adopt(index, param, state)
             count = state.count
-            if count is not last[0] or group_index != last[1]:
+            if count is not last_count:
                 shared = self._counts.setdefault(count.value, count)
                 if shared is not count:
                     state.count = count = shared
-                last = count, group_index
-                key = group_index, count.value
-                if key not in hyper_of_step:
-                    hyper_of_step[key] = len(self._hypers)
-                    self._hypers.append(hyper_of(groups[group_index], count.value + 1, scale))
-                hyper = hyper_of_step[key]
+                last_count = count
+                if count.value not in hyper_of_count:
+                    hyper_of_count[count.value] = len(self._hypers)
+                    self._hypers.append(hyper_of(group, count.value + 1, grad_scale))
+                hyper = hyper_of_count[count.value]
+            self._states.append(state)
+            call.indices.append(index)
             call.params.append(param)
             call.grads.append(grad)
             call.exp_avgs.append(state.moment("exp_avg"))
             call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
             call.hyper_index.append(hyper)
-            call.keys.append((index, 0))
-            max_exp_avg_sq = master = None
-            if amsgrad[group_index]:
-                max_exp_avg_sq = state.extra("max_exp_avg_sq")
-                if max_exp_avg_sq is None:
-                    max_exp_avg_sq = self._add(state, "max_exp_avg_sq", new_state(param))
-            if mastered[group_index] and param.dtype in MASTERED_DTYPES:
-                master = state.extra("master")
-                if master is None:
-                    master = self._add(state, "master", new_state(param, param))
-            call.masters.append(master)
-            call.max_exp_avg_sqs.append(max_exp_avg_sq)
-            self._states.append(state)
-        self._with_masters = any(mastered)
-        self._with_max = any(amsgrad)
-        self._with_keys = any(group["stochastic_rounding"] for group in groups)
+            call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
+            mastered = has_master and param.dtype in MASTERED_DTYPES
+            call.masters.append(self._extra(state, "master", param, param) if mastered else None)
 
-    def _adopt(self, op: str, index: int, param: torch.Tensor, state: Any, zero: StepCount) -> ParamState:
+    def _adopt(self, index: int, param: torch.Tensor, state: Any) -> ParamState:
         """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
         if state:
             missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
             if missing:
-                raise ValueError(f"{op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq")
+                raise ValueError(
+                    f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq"
+                )
             adopted = ParamState(state)
         else:
             adopted = ParamState()
-            adopted.count = zero
+            adopted.count = self._zero
             adopted["exp_avg"] = new_state(param)
             adopted["exp_avg_sq"] = new_state(param)
         self._new_states[param] = adopted
         return adopted
 
-    def _add(self, state: ParamState, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._new_tensors.append((state, key, tensor))
+    def _extra(self, state: ParamState, key: str, param: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+        """Return a master or a maximum; make it now if the state has none yet."""
+        tensor = state.extra(key)
+        if tensor is None:
+            tensor = new_state(param, source)
+            self._new_tensors.append((state, key, tensor))
         return tensor
 
     def run(self, steppers: dict[torch.device, "_C.AdamStepper"]) -> None:
@@ -189,9 +195,9 @@ class Update:
                 call.exp_avg_sqs,
                 self._hypers,
                 call.hyper_index,
-                masters=call.masters if self._with_masters else None,
-                max_exp_avg_sqs=call.max_exp_avg_sqs if self._with_max else None,
-                keys=call.keys if self._with_keys else None,
+                masters=call.masters if call.with_masters else None,
+                max_exp_avg_sqs=call.max_exp_avg_sqs if call.with_max else None,
+                keys=[(index, 0) for index in call.indices] if call.with_keys else None,
             )
             # The kernel writes behind autograd's back; a graph that saved a weight must learn that it has changed.
             torch.autograd.graph.increment_version(call.params)

@@ -49,15 +49,18 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     every rank. In an optimizer's own loop ``step(max_norm=...)`` does the same without rewriting the gradients.
     """
     limit = check_max_norm("clip_grad_norm_", max_norm)
+    engine = getattr(model_or_params, "_shardcore_engine", None)
+    if engine is not None and isinstance(model_or_params, torch.nn.Module):
+        return engine.clip_grad_norm_(limit)  # type: ignore[no-any-return]
     if isinstance(model_or_params, torch.nn.Module):
-        engine = getattr(model_or_params, "_shardcore_engine", None)
-        if engine is not None:
-            norm_of_shards: torch.Tensor = engine.clip_grad_norm_(limit)
-            return norm_of_shards
         model_or_params = model_or_params.parameters()
-    elif isinstance(model_or_params, torch.Tensor):
-        model_or_params = [model_or_params]
-    grads = [p.grad for p in model_or_params if p.grad is not None]
+    params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
+    engines = {id(e): e for e in (getattr(p, "_shardcore_engine", None) for p in params) if e is not None}
+    if len(engines) > 1:
+        raise ValueError("clip_grad_norm_: params belong to several sharded models; expected one model at a time")
+    for engine in engines.values():
+        return engine.clip_grad_norm_(limit, params)  # type: ignore[no-any-return]
+    grads = [p.grad for p in params if p.grad is not None]
     norm = global_norm(grads)
     coefficient = clip_coefficient(norm, limit)
     with torch.no_grad():

@@ -1,0 +1,399 @@
+"""torch.optim's manners: closures, schedulers, GradScaler, groups, copies; grads=, grad_scale=, max_norm=; the engine hook."""
+
+import copy
+import io
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+
+from shardcore._native import _C
+from shardcore.optim import CPUAdam, FusedAdam, clip_coefficient
+
+pytestmark = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
+
+
+def params_of(*sizes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in sizes]
+
+
+def grads_of(params, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(p.shape, generator=generator) for p in params]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def snapshot(optimizer):
+    tensors = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
+    for state in optimizer.state.values():
+        tensors += [value.clone() for value in state.values()]
+    return tensors
+
+
+def test_closure(make):
+    (p,) = params_of(4)
+    optimizer = make([p], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        assert torch.is_grad_enabled()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > losses[-1]
+    with torch.no_grad():
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_schedulers_drive_it(make, tensor_lr):
+    (p,), (q,) = params_of(5), params_of(5)
+    lr = (lambda: torch.tensor(0.1)) if tensor_lr else (lambda: 0.1)
+    ours, theirs = make([p], lr=lr()), torch.optim.AdamW([q], lr=lr(), weight_decay=0.0)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=20)
+        if not tensor_lr
+        else torch.optim.lr_scheduler.StepLR(o, 3)
+        for o in (ours, theirs)
+    ]
+    for step in range(15):
+        p.grad, q.grad = grads_of([p], step)[0], grads_of([p], step)[0]
+        for optimizer, scheduler in zip((ours, theirs), schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        assert float(ours.param_groups[0]["lr"]) == float(theirs.param_groups[0]["lr"])
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
+    again = make([params_of(5)[0]])
+    again.load_state_dict(ours.state_dict())  # with what schedulers write into groups
+    assert float(again.param_groups[0]["lr"]) == float(ours.param_groups[0]["lr"])
+
+
+def test_groups_have_their_own_options(make):
+    a, b, c = params_of(6, 7, 8)
+    d, e, f = params_of(6, 7, 8)
+    one = make([{"params": [a], "lr": 0.1}, {"params": iter([b]), "weight_decay": 0.5, "adam_w_mode": False, "amsgrad": True}])
+    one.add_param_group({"params": c, "betas": (0.5, 0.5), "maximize": True})
+    others = [
+        make([d], lr=0.1),
+        make([e], weight_decay=0.5, adam_w_mode=False, amsgrad=True),
+        make([f], betas=(0.5, 0.5), maximize=True),
+    ]
+    for step in range(3):
+        for p, q in zip((a, b, c), (d, e, f), strict=True):
+            p.grad = q.grad = grads_of([p], step)[0]
+        one.step()
+        for optimizer in others:
+            optimizer.step()
+    assert same((a, b, c), (d, e, f))
+    assert "max_exp_avg_sq" in one.state[b]
+    assert "max_exp_avg_sq" not in one.state[a]
+
+
+def test_named_parameters(make):
+    model = torch.nn.Linear(3, 2)
+    optimizer = make(model.named_parameters())
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(torch.optim.AdamW(model.named_parameters()).state_dict())
+
+
+def test_parameters_without_gradient_keep_their_own_count(make):
+    params, reference = params_of(3, 3, 3), params_of(3, 3, 3)
+    ours, theirs = make(params, weight_decay=0.1), torch.optim.AdamW(reference, weight_decay=0.1)
+    for step, used in enumerate([(0, 1, 2), (0, 2), (2,), (0, 1), (0, 1, 2), (1,)]):
+        for i, (p, q) in enumerate(zip(params, reference, strict=True)):
+            p.grad = q.grad = grads_of([p], step)[0] if i in used else None
+        ours.step()
+        theirs.step()
+    for p, q in zip(params, reference, strict=True):
+        assert ours.state[p]["step"] == theirs.state[q]["step"]
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    before = params[0].detach().clone()
+    ours.zero_grad()
+    ours.step()
+    assert torch.equal(params[0], before)
+
+
+def test_equal_steps_are_one_counter(make):
+    params = params_of(*[2] * 50)
+    optimizer = make(params)
+    optimizer.step(grads=grads_of(params))
+    optimizer.step(grads=[*grads_of(params)[:20], *[None] * 30])
+    counts = [optimizer.state[p].count for p in params]
+    assert len({id(c) for c in counts}) == 2
+    assert [c.value for c in counts] == [2] * 20 + [1] * 30
+    optimizer.step(grads=[*[None] * 20, *grads_of(params)[20:]])
+    optimizer.step(grads=grads_of(params))
+    counts = [optimizer.state[p].count for p in params]
+    assert len({id(c) for c in counts}) == 1
+    assert counts[0].value == 3
+    loaded = make(params_of(*[2] * 50))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert len({id(s.count) for s in loaded.state.values()}) == 1
+    twin = copy.deepcopy(optimizer)
+    assert len({id(s.count) for s in twin.state.values()}) == 1
+    optimizer.step(grads=grads_of(params))
+    assert {s.count.value for s in twin.state.values()} == {3}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_continue_alike(make, how):
+    params = params_of(5, 6, dtype=torch.bfloat16)
+    optimizer = make(params, master="fp32", lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps optimizer.step
+    optimizer.step(grads=grads_of(params))
+    if how == "deepcopy":
+        twin = copy.deepcopy(optimizer)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(optimizer))
+    else:
+        file = io.BytesIO()
+        torch.save(optimizer, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    optimizer.step(grads=grads_of(params, 2))
+    assert not same(params, twin.param_groups[0]["params"])
+    twin.step(grads=grads_of(params, 2))
+    assert same(snapshot(optimizer), snapshot(twin))
+
+
+def test_graph_hears_of_the_write(make):
+    """A weight saved for backward and then stepped: autograd must refuse, as with torch.optim."""
+    (p,) = params_of(4)
+    optimizer = make([p])
+    loss = (p * p).sum()
+    optimizer.step(grads=grads_of([p]))
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_gradients_of_another_dtype(make):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        (p,), (q,) = params_of(9, dtype=torch.bfloat16), params_of(9, dtype=torch.bfloat16)
+        grad = grads_of([p])[0].to(dtype)
+        p.grad_dtype = dtype
+        p.grad = grad
+        optimizer = make([p])
+        optimizer.step()
+        make([q]).step(grads=[grad])
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg"].float())
+
+
+def test_gradients_may_be_strided(make):
+    (p,), (q,) = ([torch.nn.Parameter(torch.ones(4, 6))] for _ in range(2))
+    grad = torch.randn(6, 4).t()
+    assert not grad.is_contiguous()
+    make([p]).step(grads=[grad])
+    make([q]).step(grads=[grad.contiguous()])
+    assert torch.equal(p, q)
+
+
+def test_grad_scale_multiplies(make):
+    runs = []
+    for scale, factor in [(0.25, 1.0), (torch.tensor(0.25), 1.0), (torch.tensor([0.5]), 0.5), (None, 0.25), (1, 0.25)]:
+        params = params_of(20, 3)
+        make(params).step(grads=[g * factor for g in grads_of(params)], grad_scale=scale)
+        runs.append(params)
+    assert all(same(run, runs[0]) for run in runs)
+
+
+def test_max_norm_clips_after_the_scale(make):
+    """step(max_norm=) is step(grad_scale=) with the coefficient of the scaled norm, and rewrites no gradient."""
+    a, b, c = params_of(300, 7), params_of(300, 7), params_of(300, 7)
+    grads = grads_of(a)
+    kept = [g.clone() for g in grads]
+    norm = math.sqrt(sum(g.double().pow(2).sum().item() for g in grads)) * 0.5
+    make(a, eps=1e-2).step(grads=grads, grad_scale=0.5, max_norm=1.0)
+    make(b, eps=1e-2).step(grads=grads, grad_scale=0.5 * clip_coefficient(norm, 1.0))
+    assert same(grads, kept)
+    for p, q in zip(a, b, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    make(c, eps=1e-2).step(grads=grads, grad_scale=0.5)
+    assert not torch.allclose(a[0], c[0], rtol=1e-3)
+    d = params_of(300, 7)
+    make(d, eps=1e-2).step(grads=grads, grad_scale=0.5, max_norm=1e6)
+    assert same(c, d)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_norm_that_is_not_finite_skips(make, caplog, value, first):
+    params = params_of(5, 0, 300)
+    optimizer = make(params)
+    if not first:
+        optimizer.step(grads=grads_of(params))
+    before = snapshot(optimizer)
+    grads = grads_of(params)
+    grads[2][299] = value
+    with caplog.at_level(logging.WARNING, logger="shardcore"):
+        optimizer.step(grads=grads, max_norm=1.0)
+    assert same(snapshot(optimizer), before)
+    assert optimizer.skipped_steps == 1
+    assert "skipped" in caplog.text
+    assert len(optimizer.state) == (0 if first else 3)
+    optimizer.step(grads=grads)  # raw: through to the weights, as in torch
+    assert not params[2][299].isfinite()
+    assert params[2][:299].isfinite().all()
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler(make, unscale):
+    ours, theirs = params_of(4, 3), params_of(4, 3)
+    optimizer, reference = make(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
+    for step in range(5):
+        for scaler, opt, params in zip(scalers, (optimizer, reference), (ours, theirs), strict=True):
+            opt.zero_grad()
+            factor = math.inf if step == 1 else float(step + 1)
+            scaler.scale(sum((p * p).sum() for p in params) * factor).backward()
+            if unscale:
+                scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert optimizer.skipped_steps == 1
+    assert optimizer.state[ours[0]]["step"] == 4
+    assert not hasattr(optimizer, "grad_scale")
+
+
+def test_grad_scaler_with_max_norm(make):
+    (p,), (q,) = params_of(40), params_of(40)
+    p.grad = grads_of([p])[0] * 1024
+    optimizer = make([p], eps=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer, max_norm=1.0)
+    make([q], eps=1e-2).step(grads=grads_of([q]), max_norm=1.0)
+    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+def test_stochastic_rounding(make):
+    """Unbiased; the same for the same seed, another for another seed, step or parameter."""
+    n = 40_000
+
+    def rounded(seed=0, steps=1, params=1, **options):
+        ps = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for _ in range(params)]
+        optimizer = make(ps, lr=2.0**-10, eps=0.0, stochastic_rounding=True, seed=seed, **options)
+        for _ in range(steps):
+            optimizer.step(grads=[torch.ones(n)] * params)
+        return [p.detach().double() for p in ps]
+
+    (w,) = rounded()
+    # lr is a quarter of the step from 1 down to the next bfloat16, 1 - 2^-8: one in four goes there.
+    assert set(w.tolist()) == {1.0, 1.0 - 2.0**-8}
+    share = (w != 1.0).double().mean().item()
+    assert abs(share - 0.25) < 5 * math.sqrt(0.25 * 0.75 / n)
+    assert torch.equal(w, rounded()[0])
+    assert not torch.equal(w, rounded(seed=1)[0])
+    two = rounded(params=2)
+    assert torch.equal(two[0], w)
+    assert not torch.equal(two[1], w)
+    mean = rounded(steps=20)[0].mean().item()
+    assert abs(mean - (1 - 20 * 2.0**-10)) < 1e-4  # rounded to nearest it would have stayed at 1
+    (p,) = params_of(100)  # float32 weights are not touched by it
+    (q,) = params_of(100)
+    make([p], stochastic_rounding=True).step(grads=grads_of([p]))
+    make([q]).step(grads=grads_of([q]))
+    assert torch.equal(p, q)
+
+
+def test_master_starts_from_the_weights_as_given(make):
+    params = params_of(50, dtype=torch.bfloat16)
+    start = params[0].detach().float()
+    optimizer = make(params, master="fp32", lr=1e-4)
+    full = torch.nn.Parameter(start.clone())
+    reference = make([full], lr=1e-4)
+    for step in range(20):
+        optimizer.step(grads=grads_of(params, step))
+        reference.step(grads=grads_of(params, step))
+    master = optimizer.state[params[0]]["master"]
+    assert torch.equal(master, full)  # the same bits as a float32 weight
+    expected = torch.empty_like(params[0])
+    _C.cast([expected], [master])
+    assert torch.equal(params[0], expected)
+    assert "master" not in reference.state[full]
+
+
+def test_zero_grad(make):
+    (p,) = params_of(3)
+    optimizer = make([p])
+    p.grad = torch.ones(3)
+    optimizer.zero_grad(set_to_none=False)
+    assert torch.equal(p.grad, torch.zeros(3))
+    optimizer.zero_grad()
+    assert p.grad is None
+
+
+def test_step_hooks(make):
+    (p,) = params_of(3)
+    optimizer = make([p])
+    seen = []
+    optimizer.register_step_pre_hook(lambda *a: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *a: seen.append("post"))
+    optimizer.step(grads=grads_of([p]))
+    assert seen == ["pre", "post"]
+
+
+def test_states_that_the_user_puts_there(make):
+    (p,), (q,) = params_of(4), params_of(4)
+    optimizer, reference = make([p]), make([q])
+    optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+    mine = optimizer.state[p]["exp_avg"]
+    optimizer.step(grads=grads_of([p]))
+    reference.step(grads=grads_of([p]))
+    assert torch.equal(p, q)
+    assert optimizer.state[p]["exp_avg"] is mine
+    assert optimizer.state[p]["step"] == 1
+
+
+class FakeEngine:
+    def __init__(self):
+        self.calls = []
+
+    def step(self, closure, grads, grad_scale, max_norm):
+        self.calls.append(("step", closure, grads, grad_scale, max_norm))
+        return "loss"
+
+    def zero_grad(self, set_to_none):
+        self.calls.append(("zero_grad", set_to_none))
+
+    def state_dict(self):
+        self.calls.append(("state_dict",))
+        return {"state": {}, "param_groups": []}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append(("load_state_dict", state_dict))
+
+
+def test_engine_takes_over(make):
+    (p,) = params_of(3)
+    optimizer = make([p], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made before, goes on
+    engine = optimizer._engine = FakeEngine()
+    optimizer.grad_scale = torch.tensor(4.0)
+    assert optimizer.step(grad_scale=2.0, max_norm=3) == "loss"
+    del optimizer.grad_scale
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    names = [call[0] for call in engine.calls]
+    assert names == ["step", "zero_grad", "state_dict", "load_state_dict"]
+    assert engine.calls[0][1:] == (None, None, 0.5, 3.0)
+    with pytest.raises(ValueError, match="add_param_group"):
+        optimizer.add_param_group({"params": params_of(2)})
+    with pytest.raises(TypeError, match="sharded"):
+        copy.deepcopy(optimizer)

@@ -1,0 +1,56 @@
+"""clip_grad_norm_ beside torch's, and the global norm."""
+
+import math
+
+import pytest
+import torch
+
+from shardcore.optim import clip_coefficient, clip_grad_norm_, global_norm
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_clip_grad_norm_is_torchs(as_list):
+    for max_norm in (0.5, 1e9, 0.0):
+        model, reference = torch.nn.Linear(20, 30), torch.nn.Linear(20, 30)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        given = list(model.parameters()) if as_list else model
+        norm = clip_grad_norm_(given, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        torch.testing.assert_close(norm, expected)
+        assert norm.dtype == torch.float32
+        assert norm.shape == ()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+    assert clip_grad_norm_(torch.nn.Parameter(torch.ones(2)), 1.0) == 0.0
+    p = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    p.grad = torch.full((2, 2), 3.0, dtype=torch.bfloat16).t()
+    assert clip_grad_norm_([p], 3.0) == 6.0
+    assert p.grad[0, 0] == 1.5
+    p.grad[0, 0] = math.nan
+    assert clip_grad_norm_(p, 1.0).isnan()
+
+
+def test_clip_grad_norm_of_a_sharded_module():
+    model = torch.nn.Linear(2, 2)
+    model._shardcore_engine = type("E", (), {"clip_grad_norm_": lambda self, max_norm: torch.tensor(max_norm + 1)})()
+    assert clip_grad_norm_(model, 2.0) == 3.0
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_norm"):
+            clip_grad_norm_(model, bad)
+
+
+def test_norm_does_not_depend_on_grouping():
+    x = torch.randn(5 * 256) * 10.0 ** torch.randint(-10, 10, (5 * 256,))
+    assert global_norm([x]) == global_norm(list(x.split(256))) == global_norm(list(x.split(512))[::-1])
+    assert global_norm([]) == 0.0
+    assert global_norm([x]) == pytest.approx(x.double().norm().item(), rel=2**-23)
+
+
+def test_clip_coefficient():
+    assert clip_coefficient(0.0, 1.0) == 1.0
+    assert clip_coefficient(2.0, 1.0) == 1.0 / (2.0 + 1e-6)
+    assert clip_coefficient(math.inf, 1.0) == 0.0
+    assert math.isnan(clip_coefficient(math.nan, 1.0))
+    assert clip_coefficient(5.0, math.inf) == 1.0
