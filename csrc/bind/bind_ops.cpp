@@ -30,7 +30,7 @@ at::Tensor to_tensor(DoubleDouble sum) {
 at::Tensor sq_norm(const py::handle& tensors) {
   constexpr const char* op = "sq_norm";
   const std::vector<at::Tensor> list = tensors_of(op, "tensors", tensors);
-  if (list.empty()) return to_tensor({});
+  if (list.empty()) return to_tensor(DoubleDouble{});
   const at::Device device = list[0].device();
   check_device_supported({op, "tensors", 0}, device);
   std::vector<NormSegment> segments;
@@ -70,7 +70,7 @@ const double* checked_sums(const char* op, const char* name, const at::Tensor& t
 at::Tensor sq_norm_add(const py::handle& parts_object) {
   const at::Tensor parts = tensor_of("sq_norm_add", "parts", parts_object);
   const double* const data = checked_sums("sq_norm_add", "parts", parts, 2);
-  DoubleDouble total;
+  DoubleDouble total{};
   for (int64_t i = 0; i < parts.size(0); ++i) total = dd_add(total, DoubleDouble{data[2 * i], data[2 * i + 1]});
   return to_tensor(total);
 }

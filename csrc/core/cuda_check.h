@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -13,6 +14,15 @@ inline void cuda_check(cudaError_t error, const char* call, const char* file, in
   cudaGetLastError();  // a non-sticky error must not be reported again by the next check
   throw std::runtime_error(std::string("cuda: ") + call + " failed: " + cudaGetErrorName(error) + ", " +
                            cudaGetErrorString(error) + " (" + file + ":" + std::to_string(line) + ")");
+}
+
+// The number of chunks as a grid size; CUDA has at most 2^31 - 1 blocks.
+inline unsigned grid_size(const char* op, int64_t num_chunks) {
+  if (num_chunks > INT32_MAX) {
+    throw std::invalid_argument(std::string(op) + ": the list has " + std::to_string(num_chunks) +
+                                " chunks; expected at most 2147483647 (split the list)");
+  }
+  return static_cast<unsigned>(num_chunks);
 }
 
 }  // namespace shardcore

@@ -8,8 +8,8 @@
 namespace shardcore {
 
 struct DoubleDouble {
-  double high = 0.0;
-  double low = 0.0;
+  double high;
+  double low;
 };
 
 SHARDCORE_HD bool is_finite(double x) { return x - x == 0.0; }

@@ -23,12 +23,12 @@ DoubleDouble grouped_sum(int64_t num_blocks, Executor& executor, const Span& spa
   executor.parallel_for(0, num_groups, 1, [&](int64_t begin, int64_t end) {
     const SubnormalGuard guard;
     for (int64_t group = begin; group < end; ++group) {
-      DoubleDouble total;
+      DoubleDouble total{};
       span(group * kGroupBlocks, std::min(num_blocks, (group + 1) * kGroupBlocks), total);
       partial[static_cast<size_t>(group)] = total;
     }
   });
-  DoubleDouble total;
+  DoubleDouble total{};
   for (const DoubleDouble& p : partial) total = dd_add(total, p);
   return total;
 }

@@ -12,6 +12,15 @@
 
 #define SHARDCORE_RESTRICT __restrict__
 
+// Loops that nvcc must unroll (their arrays are registers), and must not (it would cost registers).
+#if defined(__CUDACC__)
+#define SHARDCORE_UNROLL _Pragma("unroll")
+#define SHARDCORE_NO_UNROLL _Pragma("unroll 1")
+#else
+#define SHARDCORE_UNROLL
+#define SHARDCORE_NO_UNROLL
+#endif
+
 #if defined(__x86_64__)
 #define SHARDCORE_X86 1
 #else
