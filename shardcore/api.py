@@ -218,11 +218,27 @@ def _share_groups(old: torch.optim.Optimizer, new: AdamOptimizer, comm: Comm) ->
         shared = old.param_groups[index]
         shared.update({key: value for key, value in group.items() if key not in shared})
         new.param_groups[index] = shared
+    old.__dict__["step"] = _Replaced(type(old).__name__)
+    old.__dict__["_opt_called"] = True  # schedulers of the old one ask whether it has stepped; the new one does
     if comm.rank == 0:
         logger.warning(
             "shard: made a shardcore.FusedAdam from %s; use the optimizer that shard() returns (it shares param_groups with "
             "the old one, whose step() must not be called any more)",
             type(old).__name__,
+        )
+
+
+class _Replaced:
+    """What is left of the `step` of an optimizer that a new one replaced."""
+
+    _wrapped_by_lr_sched = True  # schedulers look for this name
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"step: this {self.kind} was replaced by shardcore.shard; expected step() of the optimizer it returned"
         )
 
 

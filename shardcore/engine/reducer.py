@@ -103,8 +103,7 @@ class Reducer:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             wait_all([flight.work for flight in self._in_flight if flight.work is not None])
             self._in_flight.clear()
-            wait_all(self._gathers)
-            self._gathers.clear()
+            self._wait_gathers()
             self._in_backward = False
             self.zero()
 
@@ -150,16 +149,19 @@ class Reducer:
         self._drain(0)
         late = self._agree_on_use()
         if late:
-            wait_all(self._gathers)
+            self._wait_gathers()
             for bucket in late:
                 self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
             self._drain(0)
-        wait_all(self._gathers)
-        self._gathers.clear()
+        self._wait_gathers()
         self._local_sums = False
         self.show_grads()
+
+    def _wait_gathers(self) -> None:
+        wait_all(self._gathers)  # once each: gloo's receive cannot be waited for twice
+        self._gathers.clear()
 
     def _agree_on_use(self) -> list[Bucket]:
         """Learn which parameters got a gradient on any rank; return the buckets with late gradients on any rank."""

@@ -1,0 +1,144 @@
+"""The same bits for every stage, tier and unit size, on real ranks; and twins that must not have them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardcore import _native
+from shardcore.offload import CpuStore
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+OFFLOAD = {"optimizer": "cpu"}
+
+
+def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    return [hash_of_training(*train(rank, run)[:2]) for run in runs]
+
+
+def _variants(**common: Any) -> list[Run]:
+    """Stages 0, 1, 2, offload on and off, two unit sizes; everything else as in `common`."""
+    shard = common.pop("shard", {})
+    return [
+        Run(stage=stage, shard={"offload": offload, "units": units, "clip_grad_norm": 0.5, **shard}, **common)
+        for stage in (0, 1, 2)
+        for offload in (None, OFFLOAD)
+        for units in ("auto", 500)
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (3, True), (3, False)])
+def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, precision: str, accumulate: int, sync_each: Any) -> None:
+    runs = _variants(precision=precision, accumulate=accumulate, shard={"sync_each": sync_each})
+    hashes = run_ranks(world_size, _hashes, runs)
+    assert len({value for of_rank in hashes for value in of_rank}) == 1
+
+
+def test_the_two_orders_of_accumulation_differ() -> None:
+    """If they did not, the test above could not tell which one ran."""
+    runs = [Run(accumulate=3, shard={"sync_each": sync_each}) for sync_each in (True, False)]
+    each, once = run_ranks(2, _hashes, runs)[0]
+    assert each != once
+
+
+def test_amsgrad_and_groups_are_the_same_everywhere() -> None:
+    adam = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "adam_w_mode": False, "maximize": True}
+    hashes = run_ranks(2, _hashes, _variants(adam=adam))
+    assert len(set(hashes[0] + hashes[1])) == 1
+
+
+def _other_runs(rank: int, world_size: int) -> list[str]:
+    base = hash_of_training(*train(rank, Run())[:2])
+    others = [
+        hash_of_training(*train(rank, Run(shard={"clip_grad_norm": 0.5}))[:2]),
+        hash_of_training(*train(rank, Run(precision="bf16"))[:2]),
+        hash_of_training(*train(rank, Run(steps=5))[:2]),
+        hash_of_training(*train(rank, Run(adam={"lr": 1e-2, "weight_decay": 0.11}))[:2]),
+        hash_of_training(*train(rank + 1, Run())[:2]),
+        hash_of_training(*train(0, Run())[:2]),
+    ]
+    return [base, *others]
+
+
+def test_the_hash_sees_what_matters() -> None:
+    """Broken twins: other clipping, precision, steps, decay, data, and a rank that repeats another's data."""
+    hashes = run_ranks(2, _other_runs)[0]
+    assert len(set(hashes)) == len(hashes)
+
+
+class _Skipping:
+    """A cpu tier that drops one copy."""
+
+    def __init__(self, tier: Any, which: str, nth: int) -> None:
+        self._tier, self._which, self._left = tier, which, nth
+
+    def __getattr__(self, name: str) -> Any:
+        if name != self._which:
+            return getattr(self._tier, name)
+
+        def copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+            self._left -= 1
+            if self._left != 0:
+                getattr(self._tier, name)(dst, src)
+
+        return copy
+
+
+@pytest.mark.parametrize("which", ["to_tier", "from_tier"])
+def test_a_tier_that_skips_one_copy_changes_the_hash(which: str) -> None:
+    run = Run(steps=3, shard={"offload": OFFLOAD})
+    good = hash_of_training(*train(0, run)[:2])
+    model, optimizer, _ = train(0, Run(steps=0, shard={"offload": OFFLOAD}))
+    store = optimizer._engine.store
+    store.copies = _Skipping(store.copies, which, 5)
+    for step in range(3):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hash_of_training(model, optimizer) != good
+
+
+def test_bytes_really_move_through_the_tier() -> None:
+    model, optimizer, _ = train(0, Run(steps=0, precision="bf16", shard={"offload": OFFLOAD}))
+    engine = optimizer._engine
+    assert isinstance(engine.store, CpuStore)
+    copies = engine.store.copies
+    before = copies.bytes_to_tier, copies.bytes_from_tier
+    loss_of(model, (torch.ones(2, 10), torch.ones(2, 5))).backward()
+    optimizer.step()
+    spans = sum(bucket.layout.slots[-1].offset + bucket.layout.slots[-1].numel for bucket in engine.buckets)
+    assert copies.bytes_to_tier - before[0] == 2 * spans  # bf16 gradients as they are: one rank, no accumulation
+    assert copies.bytes_from_tier - before[1] == 2 * spans  # bf16 weights
+    for bucket in engine.buckets:
+        master = engine.store.states(bucket)["master"]
+        assert master.untyped_storage().data_ptr() != bucket.weight.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("chunk_numel", [256, 1024, 1 << 20])
+def test_chunks_do_not_change_the_bits(chunk_numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = hash_of_training(*train(0, Run())[:2])
+    monkeypatch.setattr(CpuStore.__init__, "__defaults__", (chunk_numel,))
+    model, optimizer, _ = train(0, Run(shard={"offload": OFFLOAD}))
+    assert hash_of_training(model, optimizer) == expected
+
+
+def test_instruction_sets_do_not_change_the_bits() -> None:
+    chosen = _native._C.cpu_isa()
+    try:
+        hashes = set()
+        for isa in _native._C.cpu_isas():
+            _native._C.set_cpu_isa(isa)
+            # The forward pass is torch's own; only the optimizer's and the reduction's code is switched.
+            hashes.add(hash_of_training(*train(0, Run(precision="bf16", accumulate=2))[:2]))
+        assert len(hashes) == 1
+    finally:
+        _native._C.set_cpu_isa(chosen)
+
+
+def test_a_plain_model_starts_from_the_same_weights() -> None:
+    model, _, _ = train(0, Run(steps=0))
+    for (name, value), expected in zip(model.state_dict().items(), make_net().state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
