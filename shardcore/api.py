@@ -76,7 +76,7 @@ def shard(
     comm = Comm(process_group)
     options = {
         "stage": stage,
-        "offload": None if offload is None else dict(offload),
+        "offload": offload,
         "precision": precision,
         "grad_dtype": grad_dtype,
         "clip_grad_norm": clip_grad_norm,
@@ -91,8 +91,8 @@ def shard(
     entries: list[Any] = []
     try:
         _check_options(options)
-        build.check_model(model, optimizer)
         adam = _accept_optimizer(optimizer)
+        build.check_model(model, optimizer)
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)

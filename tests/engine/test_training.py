@@ -59,7 +59,7 @@ def test_a_wrong_gradient_scale_would_be_seen() -> None:
 
 
 def _grads(rank: int, world_size: int, stage: int, precision: str) -> dict[str, Any]:
-    model, optimizer, _ = train(rank, Run(stage=stage, steps=0, precision=precision))
+    model, _optimizer, _ = train(rank, Run(stage=stage, steps=0, precision=precision))
     loss_of(model, batch_of(0, 0, rank)).backward()
     shown = {name: param.grad for name, param in model.named_parameters()}
     full = {name: shardcore.full_grad(param).float().tolist() for name, param in model.named_parameters()}

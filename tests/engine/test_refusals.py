@@ -1,0 +1,231 @@
+"""shard refuses what it cannot do: on every rank, by name, with nothing changed."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.engine.models import Net, Run, batch_of, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+
+def adam(model: nn.Module) -> Any:
+    return shardcore.FusedAdam(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"stage": 4}, ValueError, "stage is 4; expected 0, 1 or 2"),
+        ({"stage": 3}, NotImplementedError, "stage is 3, which is not built yet"),
+        ({"stage": "2"}, TypeError, "stage is '2'"),
+        ({"stage": True}, TypeError, "stage is True"),
+        ({"offload": {"optimizer": "disk"}}, ValueError, r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\""),
+        ({"offload": {"optimizer": "nvme"}}, NotImplementedError, "nvme"),
+        ({"offload": {"optimiser": "cpu"}}, ValueError, "unknown key 'optimiser'"),
+        ({"offload": {"weights": "cpu"}}, NotImplementedError, "weights"),
+        ({"offload": "cpu"}, TypeError, "offload is 'cpu'"),
+        ({"offload": {"optimizer": "cpu", "pin_memory": 1}}, TypeError, "pin_memory"),
+        ({"precision": "fp8"}, ValueError, "precision is 'fp8'; expected"),
+        ({"precision": torch.bfloat16}, ValueError, "precision is torch.bfloat16"),
+        ({"grad_dtype": "fp16"}, ValueError, "grad_dtype is 'fp16'"),
+        ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm is 0"),
+        ({"clip_grad_norm": -1.0}, ValueError, "-1"),
+        ({"clip_grad_norm": float("nan")}, ValueError, "nan"),
+        ({"clip_grad_norm": "1"}, TypeError, "str"),
+        ({"accumulate": 0}, ValueError, "accumulate is 0; expected at least 1"),
+        ({"accumulate": 1.5}, TypeError, "accumulate is 1.5"),
+        ({"sync_each": "yes"}, TypeError, "sync_each is 'yes'"),
+        ({"overlap_step": True}, NotImplementedError, "overlap_step"),
+        ({"reduction": "nccl"}, NotImplementedError, "nccl"),
+        ({"reduction": "fast"}, ValueError, "reduction is 'fast'"),
+        ({"units": "every"}, ValueError, 'units is "every"'),
+        ({"keep_fp32": ["nothing.here"]}, ValueError, "matches no parameter"),
+        ({"keep_fp32": [3]}, TypeError, "keep_fp32 has 3"),
+    ],
+)
+def test_options(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    model = make_net()
+    optimizer = adam(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=text):
+        shardcore.shard(model, optimizer, **options)
+    assert optimizer._engine is None
+    assert not hasattr(model, "_shardcore_engine")
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    shardcore.shard(model, optimizer, precision="fp32")
+
+
+def test_models_and_optimizers() -> None:
+    model = make_net()
+    with pytest.raises(TypeError, match=r"optimizer is a SGD; expected shardcore\.FusedAdam"):
+        shardcore.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="optimizer is a NAdam"):
+        shardcore.shard(model, torch.optim.NAdam(model.parameters()))
+    with pytest.raises(ValueError, match="differentiable is True"):
+        shardcore.shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has parameter 0 .* that is not the model's"):
+        shardcore.shard(model, adam(make_net()))
+    with pytest.raises(ValueError, match="stochastic_rounding is True"):
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters(), stochastic_rounding=True))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match="already has a gradient; expected None"):
+        shardcore.shard(model, adam(model))
+
+
+def test_parameters_of_kinds_that_cannot_train() -> None:
+    for dtype in (torch.float64, torch.complex64):
+        model = make_net()
+        model.odd = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = shardcore.FusedAdam(model.head.parameters())
+        with pytest.raises(TypeError, match=f"odd has dtype {str(dtype)[6:]}; expected float32"):
+            shardcore.shard(model, optimizer)
+    with torch.device("meta"):
+        model = Net()
+    with pytest.raises(NotImplementedError, match="meta device"):
+        shardcore.shard(model, adam_of_nothing())
+
+
+def adam_of_nothing() -> Any:
+    return shardcore.FusedAdam([nn.Parameter(torch.zeros(1))])
+
+
+def test_twice() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    with pytest.raises(ValueError, match="the model is already sharded"):
+        shardcore.shard(model, adam(model))
+    with pytest.raises(ValueError, match="the optimizer is already sharded"):
+        shardcore.shard(make_net(), optimizer)
+    with pytest.raises(ValueError, match="add_param_group came after shard"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def _wrapped(rank: int, world_size: int) -> list[str]:
+    from torch.distributed.fsdp import fully_shard
+
+    texts = []
+    ddp = nn.parallel.DistributedDataParallel(make_net())
+    fsdp = make_net().head  # fully_shard takes no scalar parameter
+    fully_shard(fsdp)
+    for model, optimizer in ((ddp, adam(ddp)), (fsdp, torch.optim.AdamW(fsdp.parameters()))):
+        try:
+            shardcore.shard(model, optimizer)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_models_that_are_sharded_by_others() -> None:
+    ddp, fsdp = run_ranks(2, _wrapped)[0]
+    assert "wrapped in DistributedDataParallel" in ddp
+    assert "already sharded (DTensor)" in fsdp
+
+
+def _disagree(rank: int, world_size: int, how: str) -> str:
+    model = make_net()
+    stage = 2
+    if rank == 1:
+        if how == "shape":
+            model.head = nn.Linear(24, 6, bias=False)
+        elif how == "name":
+            model.tail = model.head
+            del model.head
+        elif how == "dtype":
+            model.blocks[1].down.bfloat16()
+        elif how == "frozen":
+            model.blocks[0].up.bias.requires_grad_(False)
+        elif how == "order":
+            model.blocks[1].up, model.blocks[1].down = model.blocks[1].down, model.blocks[1].up
+        elif how == "buffer":
+            model.register_buffer("offset", torch.zeros(4))
+        elif how == "stage":
+            stage = 1
+        elif how == "bad":
+            stage = 7
+    optimizer = adam(model)
+    before = [p.data_ptr() for p in model.parameters()]
+    try:
+        shardcore.shard(model, optimizer, stage)
+    except ValueError as error:
+        assert [p.data_ptr() for p in model.parameters()] == before
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("shape", ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
+        ("name", ["tail.weight", "head.weight"]),
+        ("dtype", ["blocks.1.down.weight", "bfloat16", "float32"]),
+        ("frozen", ["blocks.0.up.bias", "frozen", "trainable"]),
+        ("order", ["blocks.1.up.weight (24, 37)", "blocks.1.up.weight (37, 24)"]),
+        ("buffer", ["buffer offset (4,)", "buffer offset (5,)"]),
+        ("stage", ["stage=1", "stage=2"]),
+        ("bad", ["stage is 7"]),
+    ],
+)
+def test_ranks_that_disagree_all_say_where(how: str, texts: list[str]) -> None:
+    answers = run_ranks(2, _disagree, how)
+    for answer in answers:
+        for text in texts:
+            assert text in answer, answer
+
+
+def test_a_forgotten_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    model = make_net()
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 4 but torch.distributed is not initialized"):
+        shardcore.shard(model, adam(model))
+
+
+def test_what_happens_behind_the_engines_back() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    model.head.weight.grad = torch.zeros_like(model.head.weight)
+    with pytest.raises(ValueError, match=r"head.weight.grad was assigned; expected None"):
+        optimizer.step()
+    model.head.weight.grad = None
+    with pytest.raises(ValueError, match="grads was given"):
+        optimizer.step(grads=[None] * len(list(model.parameters())))
+    model.head.weight.data = model.head.weight.data.clone()
+    with pytest.raises(ValueError, match=r"head\.weight no longer lies in shardcore's memory"):
+        optimizer.step()
+
+
+def test_a_parameter_unfrozen_after_shard_is_named() -> None:
+    model = make_net()
+    model.head.requires_grad_(False)
+    model, optimizer, _ = train(0, Run(steps=1), model)
+    model.head.requires_grad_(True)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match=r"head.weight has a gradient but was frozen"):
+        optimizer.step()
+
+
+def test_a_bad_option_at_step_changes_nothing() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    before = model.state_dict()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match=r"param_groups\[0\].lr has nan"):
+        optimizer.step()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(50, 8, sparse=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.embed(x).sum()
+
+    model = Words()
+    model, _ = shardcore.shard(model, adam(model), precision="fp32")
+    with pytest.raises(ValueError, match=r"gradient of embed\.weight has layout torch.sparse_coo; expected a dense gradient"):
+        model(torch.tensor([1, 2])).backward()

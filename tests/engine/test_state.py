@@ -1,0 +1,190 @@
+"""State dicts of sharded models and optimizers: whole, exact, exchangeable with torch, and effective when loaded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1}
+RUNS = [
+    Run(stage=stage, precision=precision, shard={"offload": offload}, steps=3)
+    for stage in (0, 1, 2)
+    for precision in ("fp32", "bf16")
+    for offload in (None, {"optimizer": "cpu"})
+]
+IDS = [f"stage{r.stage}-{r.precision}-{'cpu' if r.shard['offload'] else 'device'}" for r in RUNS]
+
+
+def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    loss_of(model, batch_of(step, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _resumed(rank: int, world_size: int, run: Run) -> list[str]:
+    """Train on; the second model starts elsewhere, loads the first one's state dicts and must end at the same bits."""
+    model, optimizer, _ = train(rank, run)
+    saved = model.state_dict(), optimizer.state_dict()
+    _one_step(model, optimizer, rank, 9)
+    other, other_optimizer, _ = train(rank, Run(**{**run.__dict__, "seed": 5, "steps": 1}))
+    differs = hash_of_training(other, other_optimizer)
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    _one_step(other, other_optimizer, rank, 9)
+    return [hash_of_training(model, optimizer), hash_of_training(other, other_optimizer), differs]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_loading_resumes_bit_for_bit(run: Run) -> None:
+    for first, resumed, unrelated in run_ranks(2, _resumed, run):
+        assert first == resumed != unrelated
+
+
+def _whole(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    model, optimizer, _ = train(rank, run)
+    weights = model.state_dict()
+    expected = make_net().state_dict()
+    assert list(weights) == list(expected)
+    for key, value in weights.items():
+        assert value.shape == expected[key].shape
+        assert value.dtype == torch.float32
+        assert value.untyped_storage().nbytes() <= value.numel() * 4, "ordinary tensors of their own memory"
+    state = optimizer.state_dict()["state"]
+    assert list(state) == list(range(len(list(model.parameters()))))
+    for number, param in enumerate(model.parameters()):
+        assert state[number]["exp_avg"].shape == param.shape
+        assert state[number]["step"].item() == run.steps
+        assert torch.equal(state[number]["exp_avg"], shardcore.full_state(param, "exp_avg"))
+    return {
+        "weights": hash_of(weights[name] for name, _ in model.named_parameters()),
+        "live": hash_of(p.float() for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_state_dicts_are_whole_and_from_the_master(run: Run) -> None:
+    results = run_ranks(2, _whole, run)
+    assert results[0] == results[1]
+    assert (results[0]["weights"] == results[0]["live"]) == (run.precision == "fp32"), "bf16 weights hide what masters know"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_torch_continues_from_a_sharded_state_and_back(stage: int, kind: str) -> None:
+    decay = 0.1
+    run = Run(stage=stage, adam={"lr": 1e-2, "weight_decay": decay, "adam_w_mode": kind == "AdamW"})
+    model, optimizer, _ = train(0, run)
+    plain = make_net()
+    plain.load_state_dict(model.state_dict())
+    theirs = getattr(torch.optim, kind)(plain.parameters(), lr=0.5)
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.param_groups[0]["lr"] == 1e-2
+    for step in range(10, 15):
+        _one_step(model, optimizer, 0, step)
+        _one_step(plain, theirs, 0, step)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+    again, again_optimizer, _ = train(0, Run(stage=stage, steps=1, seed=3))
+    again.load_state_dict(plain.state_dict())
+    again_optimizer.load_state_dict(theirs.state_dict())
+    assert again_optimizer.param_groups[0]["adam_w_mode"] == (kind == "AdamW")
+    _one_step(again, again_optimizer, 0, 20)
+    _one_step(plain, theirs, 0, 20)
+    for p, q in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
+def test_the_optimizers_state_is_carried_into_the_shards(precision: str, offload: Any) -> None:
+    """Two steps, shard, two steps: as four steps under the engine from the start (float32: also before it)."""
+    model = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **ADAM)
+    for step in range(2):
+        _one_step(model, optimizer, 0, step)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision=precision, offload=offload)
+    assert shardcore.full_state(model.gain, "step").item() == 2
+    for step in range(2, 4):
+        _one_step(model, optimizer, 0, step)
+    whole, _, _ = train(0, Run(stage=2, steps=4))
+    for p, q in zip(model.state_dict().values(), whole.state_dict().values(), strict=True):
+        if precision == "fp32":
+            assert torch.equal(p, q)
+        else:
+            assert torch.allclose(p, q, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_load_state_dict_holds_through_the_next_step(run: Run) -> None:
+    """Weights loaded after shard must reach the masters: with lr 0 and no decay a step must leave them alone, exactly."""
+    model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
+    torch.manual_seed(77)
+    given = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    model.load_state_dict(given)
+    model.blocks[1].load_state_dict({key: value + 1 for key, value in model.blocks[1].state_dict().items()})
+    expected = {key: value.clone() for key, value in given.items()}
+    for key, value in model.blocks[1].state_dict().items():
+        expected[f"blocks.1.{key}"] = value.float()
+    _one_step(model, optimizer, 0, 1)
+    for key, value in model.state_dict().items():
+        if run.precision == "bf16" and key.startswith("blocks.1."):
+            continue  # a submodule's state_dict is of its bfloat16 weights
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_weights_edited_in_place_are_kept(run: Run) -> None:
+    model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = model.state_dict()
+    with torch.no_grad():
+        model.head.weight[0] = 3.0
+    _one_step(model, optimizer, 0, 1)
+    after = model.state_dict()
+    assert torch.equal(after["head.weight"][0], torch.full((24,), 3.0))
+    assert torch.equal(after["head.weight"][1:], before["head.weight"][1:])
+    assert torch.equal(after["inp.weight"], before["inp.weight"])
+
+
+def test_a_tied_weight_is_whole_under_both_names() -> None:
+    model = make_net()
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    model, _, _ = train(0, Run(precision="bf16"), model)
+    state = model.state_dict()
+    assert torch.equal(state["blocks.0.up.weight"], state["blocks.2.up.weight"])
+    assert state["blocks.2.up.weight"].dtype == torch.float32
+    model.load_state_dict(state)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model, optimizer, _ = train(0, Run())
+    good = optimizer.state_dict()
+    expected = hash_of_training(model, optimizer)
+    for number, bad in (
+        (3, {**good["state"][3], "exp_avg": torch.zeros(2, 2)}),
+        (0, {**good["state"][0], "momentum": torch.zeros(())}),
+        (5, {**good["state"][5], "step": torch.tensor(-1.0)}),
+        (99, good["state"][0]),
+    ):
+        broken = {"state": {**good["state"], number: bad}, "param_groups": good["param_groups"]}
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.load_state_dict(broken)
+        assert hash_of_training(model, optimizer) == expected
+    with pytest.raises(ValueError, match="no 'state'"):
+        optimizer.load_state_dict({"param_groups": []})
+    with pytest.raises(ValueError, match="assign is True"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+def test_full_state_names_what_there_is() -> None:
+    model, _, _ = train(0, Run())
+    with pytest.raises(KeyError, match="has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq"):
+        shardcore.full_state(model.gain, "momentum")
+    with pytest.raises(ValueError, match="Parameter is not sharded"):
+        shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
