@@ -91,8 +91,9 @@ def shard(
     entries: list[Any] = []
     try:
         _check_options(options)
+        build.check_model(model)
         adam = _accept_optimizer(optimizer)
-        build.check_model(model, optimizer)
+        build.check_ownership(model, optimizer)
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)

@@ -16,8 +16,8 @@ from shardcore.optim import PARAM_DTYPES
 from shardcore.units import UnitSpec
 
 
-def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless `model` can be sharded and every parameter of `optimizer` is one of its trainable or frozen parameters."""
+def check_model(model: nn.Module) -> None:
+    """Raise unless `model` can be sharded."""
     if getattr(model, "_shardcore_engine", None) is not None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -35,6 +35,10 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+
+
+def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless every parameter of `optimizer` is one of the model's."""
     known = set(model.parameters())
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):

@@ -54,11 +54,15 @@ class Updater:
         scale = grad_scale if max_norm is None else grad_scale * clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
         self.store.step(spans, hypers)
-        for managed in self._with_grad(active):
-            managed.step += 1
+        updated = list(self._with_grad(active))
         if not self.lifetimes.owns_everything:
             works = [work for bucket in active for work in self.comm.all_gather(bucket.weight)]
             wait_all(works)
+        # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
+        torch.autograd.graph.increment_version([managed.param for managed in updated])
+        for managed in updated:
+            managed.step += 1
+            managed.version = managed.param._version
         return True
 
     def global_norm(self, buckets: Iterable[Bucket]) -> float:
