@@ -1,0 +1,282 @@
+"""Time one CPU Adam step against torch's fused AdamW, DeepSpeed's CPU Adam (when installed) and the memory's limit.
+
+Two subjects, each a flat tensor of --sizes elements:
+
+    fp32      float32 weight and gradient: 4 streams read, 3 written
+    offload   what a step of offloaded training does: bfloat16 gradient in, unscale, Adam on the float32 master, bfloat16
+              weight out. shardcore does it in one pass; peers in four: widen, unscale, step, narrow.
+
+The limit is a loop over the same streams with trivial arithmetic (stream_limit.cpp). All buffers of all engines ask for
+huge pages with --pages equal, so that only the loops differ; with --pages own everybody has what it allocates by itself.
+At the end all engines must hold the same weights (to rounding), so nobody is fast by doing less.
+"""
+
+import argparse
+import gc
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import shardcore
+from benchmarks import harness
+from benchmarks.stream_limit import StreamLimit
+from examples.machine import describe_machine, usable_cores
+
+try:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+except ImportError:
+    DeepSpeedCPUAdam = None
+
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+LOSS_SCALE = 1024.0
+BYTES_PER_PARAM = {"fp32": 28, "offload": 28}  # fp32: 7 x 4; offload: 2 + 3 x 4 in, 3 x 4 + 2 out
+CHECK_STRIDE = 997  # weights are compared at every such element
+
+
+def parse_size(text: str) -> int:
+    """Parse 4096, 64K or 64M (powers of two)."""
+    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    try:
+        size = int(text[:-1] if factor > 1 else text) * factor
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of elements such as 4096, 64K or 64M")
+    return size
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}; expected at least 1")
+    return value
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_cpu_adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=parse_size, nargs="+", default=[64 * 2**20], help="elements (default: 64M)")
+    parser.add_argument("--rounds", type=positive, default=15, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, help="threads of every engine (default: all cores)")
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds before each step (default: %(default)s)")
+    parser.add_argument("--pages", choices=["equal", "own"], default="equal", help="see above (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
+    )
+    return parser.parse_args()
+
+
+def allocate(numel: int, dtype: torch.dtype, huge: bool) -> torch.Tensor:
+    """Make a zero-filled CPU tensor (numel,), on pages that ask to be huge ones if ``huge``."""
+    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(numel, dtype=dtype)
+    pages = mmap.mmap(-1, numel * dtype.itemsize)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
+
+
+class Buffers:
+    """Starting values, the same for every engine: weight and gradient (numel,) float32, small random numbers."""
+
+    def __init__(self, numel: int, equal_pages: bool) -> None:
+        self.numel = numel
+        self.equal_pages = equal_pages
+        generator = torch.Generator().manual_seed(0)
+        # Narrowed once, so that the float32 and the bfloat16 subjects hold the same numbers.
+        self.weight = torch.randn(numel, generator=generator).mul_(0.02).bfloat16()
+        self.grad = torch.randn(numel, generator=generator).mul_(1e-3).bfloat16()
+
+    def copy_of(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy ``source`` into a new buffer of ``dtype``."""
+        return allocate(self.numel, dtype, self.equal_pages).copy_(source)
+
+    def parameter(self, dtype: torch.dtype) -> torch.nn.Parameter:
+        """Make a parameter of its own memory that holds the weight."""
+        return torch.nn.Parameter(self.copy_of(self.weight, dtype))
+
+    def zeros(self) -> torch.Tensor:
+        """Make a float32 state."""
+        return allocate(self.numel, torch.float32, self.equal_pages)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine at work: ``step`` is what is timed, ``weight`` what it updates (None: the limit, which updates nothing)."""
+
+    step: Callable[[], None]
+    weight: torch.Tensor | None
+
+
+def fp32_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
+    """Set up the float32 subject for every engine."""
+    cases = {}
+    streams = [buffers.copy_of(buffers.weight, torch.float32) for _ in range(2)] + [buffers.zeros(), buffers.zeros()]
+    cases["limit"] = Case(lambda: limit.adam(*streams), None)
+
+    param = buffers.parameter(torch.float32)
+    param.grad = buffers.copy_of(buffers.grad, torch.float32)
+    cases["shardcore CPUAdam"] = Case(shardcore.CPUAdam([param], **OPTIONS).step, param)
+
+    for name in peers():
+        param = buffers.parameter(torch.float32)
+        param.grad = buffers.copy_of(buffers.grad, torch.float32)
+        cases[name] = Case(peer_step(name, param, buffers), param)
+    return cases
+
+
+def offload_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
+    """Set up the offload subject for every engine; gradients come multiplied by the loss scale."""
+    scaled = buffers.grad * LOSS_SCALE  # a power of two: exact
+    cases = {}
+    halves = [buffers.copy_of(buffers.weight, torch.bfloat16), buffers.copy_of(scaled, torch.bfloat16)]
+    streams = [buffers.copy_of(buffers.weight, torch.float32), buffers.zeros(), buffers.zeros()]
+    cases["limit"] = Case(lambda: limit.offload(*halves, *streams), None)
+
+    param = buffers.parameter(torch.bfloat16)
+    param.grad = buffers.copy_of(scaled, torch.bfloat16)
+    optimizer = shardcore.CPUAdam([param], **OPTIONS, master="fp32")
+    cases["shardcore CPUAdam"] = Case(lambda: optimizer.step(grad_scale=1 / LOSS_SCALE), param)
+
+    for name in peers():
+        weight = buffers.copy_of(buffers.weight, torch.bfloat16)
+        grad = buffers.copy_of(scaled, torch.bfloat16)
+        cases[name] = Case(four_pass_step(name, weight, grad, buffers), weight)
+    return cases
+
+
+def four_pass_step(name: str, weight: torch.Tensor, grad: torch.Tensor, buffers: Buffers) -> Callable[[], None]:
+    """Make a peer's offload step: widen the gradient, unscale it, step on the master, narrow the weight."""
+    master = buffers.parameter(torch.float32)
+    master.grad = buffers.zeros()
+    adam = peer_step(name, master, buffers)
+
+    def step() -> None:
+        master.grad.copy_(grad)
+        master.grad.mul_(1 / LOSS_SCALE)
+        adam()
+        weight.copy_(master.detach())
+
+    return step
+
+
+def peers() -> list[str]:
+    """Name the peers that are installed."""
+    return ["torch fused AdamW"] + (["DeepSpeedCPUAdam"] if DeepSpeedCPUAdam is not None else [])
+
+
+def peer_step(name: str, param: torch.nn.Parameter, buffers: Buffers) -> Callable[[], None]:
+    """Make a peer's optimizer over ``param`` and return its step; with equal pages its states lie on huge pages too."""
+    optimizer = (
+        torch.optim.AdamW([param], **OPTIONS, fused=True)
+        if name != "DeepSpeedCPUAdam"
+        else DeepSpeedCPUAdam([param], **OPTIONS)
+    )
+    if not buffers.equal_pages:
+        return optimizer.step
+    moved = False
+
+    def step() -> None:
+        nonlocal moved
+        optimizer.step()
+        if not moved:  # its states are made in its first step, which is never timed
+            for key in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[param][key] = buffers.zeros().copy_(optimizer.state[param][key])
+            moved = True
+
+    return step
+
+
+SUBJECTS = {"fp32": fp32_cases, "offload": offload_cases}
+OURS = "shardcore CPUAdam"
+
+
+def check_same_work(subject: str, cases: dict[str, Case]) -> float:
+    """Return the largest difference of any engine's weights from ours, over the largest step taken; raises if it is large."""
+    ours = cases[OURS].weight
+    assert ours is not None
+    sampled = {name: case.weight.detach()[::CHECK_STRIDE].double() for name, case in cases.items() if case.weight is not None}
+    # A bfloat16 weight may round the other way once. In float32, engines that keep beta^t in float32 are off by 1e-5 and more.
+    unit = 2.0**-7 if ours.dtype == torch.bfloat16 else 1e-4
+    scale = sampled[OURS].abs() + OPTIONS["lr"]
+    worst = max(float(((values - sampled[OURS]).abs() / scale).max()) for values in sampled.values())
+    if not worst <= unit:
+        raise ValueError(f"bench_cpu_adam: {subject} weights differ by {worst:.2e} relative; expected at most {unit:.2e}")
+    return worst
+
+
+def measure(subject: str, numel: int, options: argparse.Namespace, limit: StreamLimit) -> dict[str, object]:
+    """Run one subject at one size; prints the table and returns what JSON holds."""
+    cases = SUBJECTS[subject](Buffers(numel, options.pages == "equal"), limit)
+    repeats = max(1, 2**20 // numel)  # a sample of a small size is many steps
+    steps = {name: case.step for name, case in cases.items()}
+    seconds = harness.interleave(steps, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
+    worst = check_same_work(subject, cases)
+    ours = seconds[OURS]
+    rows = [["engine", "ms (median)", "Gparam/s", "GB/s", "time / ours [quartiles]"]]
+    result = {}
+    for name, samples in seconds.items():
+        rate = numel / harness.spread(samples).median / 1e9
+        ratio = harness.paired(samples, ours)
+        rows.append([name, f"{numel / rate / 1e6:.2f}", f"{rate:.2f}", f"{rate * BYTES_PER_PARAM[subject]:.1f}", str(ratio)])
+        result[name] = {"seconds": samples, "gparams_per_second": rate, "time_over_ours": asdict(ratio)}
+    print(f"\n{subject}, {numel:,} elements, {options.threads} threads, {options.rounds} rounds, {options.pages} pages")
+    print(harness.table(rows))
+    of_limit = harness.paired(seconds["limit"], ours)
+    print(f"shardcore reaches {of_limit.median:.0%} of the limit; engines' weights agree to {worst:.1e}")
+    return {"subject": subject, "numel": numel, "weights_agree_to": worst, "engines": result}
+
+
+def panel(result: dict[str, object]) -> harness.Panel:
+    """Turn one result into bars: each engine's speed over ours, by paired ratios."""
+    speeds = {}
+    for name, engine in result["engines"].items():
+        ours = result["engines"][OURS]["seconds"]
+        speeds[name] = harness.paired(ours, engine["seconds"])
+    title = f"{result['subject']}, {result['numel']:,} elements"
+    return harness.Panel(title, "speed, shardcore = 1 (median and quartiles)", speeds, lambda name: name == OURS, mark=1.0)
+
+
+def main() -> None:
+    options = parse_options()
+    options.threads = options.threads or usable_cores()
+    if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
+        # An OpenMP that an extension brings along (DeepSpeed's) reads this once, before we could set it.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_cpu_adam", *sys.argv[1:]], environment)
+    torch.set_num_threads(options.threads)
+    if DeepSpeedCPUAdam is None:
+        print("DeepSpeedCPUAdam is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
+    limit = StreamLimit(options.threads)
+    results = []
+    for numel in options.sizes:
+        for subject in SUBJECTS:
+            results.append(measure(subject, numel, options, limit))
+            gc.collect()
+    report = {
+        "benchmark": "cpu_adam",
+        "machine": describe_machine(),
+        "options": {**vars(options), "out": str(options.out)},
+        "huge_pages": huge_page_setting(),
+        "results": results,
+    }
+    harness.write_json(options.out / "cpu_adam.json", report)
+    harness.write_png(
+        options.out / "cpu_adam.png", [panel(result) for result in results], f"CPU Adam, {options.threads} threads"
+    )
+
+
+def huge_page_setting() -> str:
+    """Return what the system says about transparent huge pages, such as "always [madvise] never"."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+if __name__ == "__main__":
+    main()

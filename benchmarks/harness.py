@@ -1,0 +1,130 @@
+"""How every benchmark here measures and reports.
+
+A machine's memory bandwidth can swing by half within minutes, so a single time means little. Cases take turns, in a new
+random order each round, with a pause before each (another library's threads may still be spinning); what counts is the
+ratio of two cases within one round, and its median over rounds. Results are written with commit, hardware and options.
+"""
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ImportError:
+    Figure = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of samples."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Return median and quartiles (of few samples: the nearest ones)."""
+    ordered = sorted(samples)
+    last = len(ordered) - 1
+    return Spread(statistics.median(ordered), ordered[math.floor(last * 0.25)], ordered[math.ceil(last * 0.75)])
+
+
+def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
+    """Return the spread of the ratios of samples from the same rounds."""
+    return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def random_order(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
+    """Yield the names in a new random order for each round; equal seeds give equal orders (ranks must agree)."""
+    generator = random.Random(seed)
+    for _ in range(rounds):
+        order = list(names)
+        generator.shuffle(order)
+        yield order
+
+
+def interleave(
+    cases: Mapping[str, Callable[[], None]],
+    rounds: int,
+    *,
+    repeats: int = 1,
+    pause_s: float = 0.05,
+    warmup: int = 1,
+    seed: int = 0,
+) -> dict[str, list[float]]:
+    """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for order in random_order(list(cases), warmup + rounds, seed):
+        for name in order:
+            time.sleep(pause_s)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                cases[name]()
+            seconds[name].append((time.perf_counter() - start) / repeats)
+    return {name: samples[warmup:] for name, samples in seconds.items()}
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows as columns, the first aligned left; the first row is the head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    rule = ["-" * width for width in widths]
+    lines = []
+    for row in [rows[0], rule, *rows[1:]]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
+
+
+def write_json(path: Path, result: Mapping[str, object]) -> None:
+    """Write ``result``, making the directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of bars: a value with its spread for each name; ``ours`` says which names to set off by colour."""
+
+    title: str
+    x_label: str
+    bars: Mapping[str, Spread]
+    ours: Callable[[str], bool]
+    mark: float | None = None  # a vertical line, such as 1.0 for "as fast as"
+
+
+def write_png(path: Path, panels: Sequence[Panel], title: str) -> None:
+    """Draw panels below each other; says so, and draws nothing, where matplotlib is missing."""
+    if Figure is None:
+        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
+        return
+    heights = [len(panel.bars) + 1.5 for panel in panels]
+    figure = Figure(figsize=(9, 0.42 * sum(heights) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    all_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        names = list(panel.bars)[::-1]
+        values = [panel.bars[name] for name in names]
+        errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
+        colours = ["tab:blue" if panel.ours(name) else "0.7" for name in names]
+        bars = axes.barh(names, [v.median for v in values], xerr=errors, color=colours, ecolor="0.3", capsize=3)
+        axes.bar_label(bars, [f" {v.median:.2f}" for v in values], padding=14)
+        if panel.mark is not None:
+            axes.axvline(panel.mark, color="0.2", linewidth=1, linestyle="--")
+        axes.set_title(panel.title, fontsize=10, loc="left")
+        axes.set_xlabel(panel.x_label)
+        axes.margins(x=0.12)
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")

@@ -1,0 +1,63 @@
+// What this machine's memory allows: the same streams as an Adam step, with next to no arithmetic.
+//
+// Built at run time by benchmarks/bench_cpu_adam.py and called through ctypes; knows nothing of torch or of the library.
+// Buffers do not overlap. Each thread walks one contiguous range, as the engines that are compared do.
+
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
+#else
+#define CLONES
+#endif
+
+// Reads p, g, m, v; writes p, m, v.
+CLONES static void adam_streams(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
+                                int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    m[i] = m[i] * 0.5f + g[i];
+    v[i] = v[i] * 0.5f + g[i];
+    p[i] = p[i] * 0.5f + g[i];
+  }
+}
+
+// The offload step: reads the bfloat16 gradient, the float32 master, m and v; writes master, m, v and the bfloat16 weight.
+CLONES static void offload_streams(uint16_t* __restrict weight, const uint16_t* __restrict grad, float* __restrict master,
+                                   float* __restrict m, float* __restrict v, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const uint32_t grad_bits = static_cast<uint32_t>(grad[i]) << 16;
+    float g;
+    std::memcpy(&g, &grad_bits, sizeof g);
+    m[i] = m[i] * 0.5f + g;
+    v[i] = v[i] * 0.5f + g;
+    const float updated = master[i] * 0.5f + g;
+    master[i] = updated;
+    uint32_t bits;
+    std::memcpy(&bits, &updated, sizeof bits);
+    weight[i] = static_cast<uint16_t>(bits >> 16);
+  }
+}
+
+template <typename Function>
+static void over_threads(int64_t numel, int threads, Function function) {
+  std::vector<std::thread> workers;
+  for (int t = 1; t < threads; ++t) {
+    workers.emplace_back([=] { function(numel * t / threads, numel * (t + 1) / threads); });
+  }
+  function(0, numel / threads);
+  for (std::thread& worker : workers) {
+    worker.join();
+  }
+}
+
+extern "C" void stream_limit_adam(float* p, const float* g, float* m, float* v, int64_t numel, int threads) {
+  over_threads(numel, threads, [=](int64_t begin, int64_t end) { adam_streams(p, g, m, v, begin, end); });
+}
+
+extern "C" void stream_limit_offload(uint16_t* weight, const uint16_t* grad, float* master, float* m, float* v, int64_t numel,
+                                     int threads) {
+  over_threads(numel, threads, [=](int64_t begin, int64_t end) { offload_streams(weight, grad, master, m, v, begin, end); });
+}
