@@ -41,7 +41,8 @@ class Managed:
 
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
-    version: the parameter's version counter when the engine last knew its value (in-place edits by the user move it).
+    address, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
+    edits by the user move it).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Managed:
     has_grad: bool = False
     step: int = 0
     grad_view: torch.Tensor | None = None
+    address: int = 0
     version: int = 0
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:

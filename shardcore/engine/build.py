@@ -143,7 +143,7 @@ class Builder:
             _C.cast([bucket.weight], [values])
         for managed in bucket.params:
             managed.param.data = managed.slice_of(bucket.weight)
-            managed.version = managed.param._version
+            managed.address, managed.version = managed.param.data_ptr(), managed.param._version
         if bucket.group is not None and "master" in store.states(bucket):
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 

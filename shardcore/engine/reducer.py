@@ -66,6 +66,7 @@ class Reducer:
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self._in_backward = False
+        self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many of self.buckets were sent in this backward
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
@@ -92,9 +93,9 @@ class Reducer:
         if self.handout is not None:
             self.handout.drop()
         self._in_backward = True
+        self._any_grad = False
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-        self._local_sums |= not self._reducing
         self._next = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
@@ -114,6 +115,8 @@ class Reducer:
         if grad.layout != torch.strided:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
         managed.param.grad = None
+        self._any_grad = True
+        self._local_sums |= not self._reducing
         late = self._reducing and order < self._next
         with torch.no_grad():
             if late:
@@ -132,6 +135,9 @@ class Reducer:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
+            self.show_grads()
+            return
         self.backwards += 1
         if self._reducing:
             self._reduce_rest()

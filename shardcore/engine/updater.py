@@ -123,10 +123,7 @@ class Updater:
         for bucket in self.buckets:
             edited = set()
             for managed in bucket.params:
-                if (
-                    managed.param.data_ptr() != managed.slice_of(bucket.weight).data_ptr()
-                    or managed.param.dtype != bucket.dtype
-                ):
+                if managed.param.data_ptr() != managed.address or managed.param.dtype != bucket.dtype:
                     raise ValueError(
                         f"step: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
                         "(do not re-assign .data, move or cast a sharded model; edit weights in place or use load_state_dict)"

@@ -362,3 +362,29 @@ def test_closures_run() -> None:
 
     assert optimizer.step(closure).item() == pytest.approx(loss_of(make_net(), batch_of(0, 0, 0)).item())
     assert shardcore.full_state(model.gain, "step").item() == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_autograd_grad_is_no_backward(stage: int) -> None:
+    model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2))
+    expected, expected_optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2))
+    for micro in range(2):
+        torch.autograd.grad(loss_of(model, batch_of(5, micro, 0)), [model.head.weight])
+        loss_of(model, batch_of(0, micro, 0)).backward()
+        torch.autograd.grad(loss_of(model, batch_of(6, micro, 0)), [model.head.weight])
+        loss_of(expected, batch_of(0, micro, 0)).backward()
+    if stage == 0:
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    optimizer.step()
+    expected_optimizer.step()
+    assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
+
+
+def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
+    model, optimizer, _ = train(0, Run(steps=0))
+    stale = loss_of(model, batch_of(1, 0, 0))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
