@@ -100,7 +100,7 @@ def shard(
         entries = build.signature(model, specs, optimizer, options)
     except (ValueError, TypeError, NotImplementedError) as error:
         problem = error
-    _agree(comm, problem, entries)
+    agree(comm, problem, entries)
 
     carried = {param: dict(state) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
@@ -268,7 +268,7 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
     return device
 
 
-def _agree(comm: Comm, problem: Exception | None, entries: Sequence[Any]) -> None:
+def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
     """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank 0's."""
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
     answers = comm.gather_json({"problem": None if problem is None else str(problem), "digest": digest})
@@ -276,10 +276,10 @@ def _agree(comm: Comm, problem: Exception | None, entries: Sequence[Any]) -> Non
         raise problem
     for rank, answer in enumerate(answers):
         if answer["problem"] is not None:
-            raise ValueError(f"shard: rank {rank} failed, so no rank was changed: {answer['problem']}")
+            raise ValueError(f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}")
     if any(answer["digest"] != digest for answer in answers):
         difference = first_difference(comm.gather_json(list(entries)))
-        raise ValueError(f"shard: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")
+        raise ValueError(f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")
 
 
 # --- whole values -----------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ class Engine:
         self.reducer.backwards = 0
         return loss
 
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Global norm of the averaged gradients at the last step, before clipping; None before the first."""
+        return self.updater.last_norm
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)

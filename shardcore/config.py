@@ -1,0 +1,310 @@
+"""A DeepSpeed configuration: read, check, and name every problem in it at once.
+
+Invariants: a key outside the table below is refused by its dotted path, so that no setting is ever ignored; checking needs
+no process group and changes nothing. Only what depends on the number of ranks waits for `Config.batch_sizes`.
+Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs/config-json.
+"""
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_OP = "initialize"
+_PROBLEMS = (TypeError, ValueError, NotImplementedError)
+
+# (dotted path, value as given) -> checked value; raises one of _PROBLEMS
+Check = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples: `train` for one optimizer step on all ranks, `micro` for one backward on one rank; train = micro *
+    accumulation * world_size."""
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
+
+    gradient_clipping: global norm, 0 means off. optimizer: FusedAdam's options, or None if the configuration names no
+    optimizer. offload: "cpu" or None. steps_per_print: None means never.
+    """
+
+    train_batch_size: int | None = None
+    train_micro_batch_size_per_gpu: int | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float = 0.0
+    bf16: bool = False
+    stage: int = 0
+    offload: str | None = None
+    pin_memory: bool = False
+    optimizer: Mapping[str, Any] | None = None
+    steps_per_print: int | None = 10
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # dotted paths that the user wrote
+
+    def batch_sizes(self, world_size: int) -> BatchSizes:
+        """Derive what is missing of the three batch sizes; ValueError if they contradict each other or say too little."""
+        train, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        if train is None and micro is None:
+            raise ValueError(
+                f"{_OP}: config has neither train_batch_size nor train_micro_batch_size_per_gpu; expected at least one of them"
+            )
+        if train is not None and micro is not None:
+            steps = train // (micro * world_size) if steps is None else steps
+        elif train is not None:
+            steps = 1 if steps is None else steps
+            micro = train // (steps * world_size)
+        assert micro is not None
+        steps = 1 if steps is None else steps
+        train = micro * steps * world_size if train is None else train
+        if micro * steps * world_size != train:
+            raise ValueError(
+                f"{_OP}: config train_batch_size has {train}; expected train_micro_batch_size_per_gpu * "
+                f"gradient_accumulation_steps * world_size, which is {micro} * {steps} * {world_size} = "
+                f"{micro * steps * world_size} {self._derived()}"
+            )
+        return BatchSizes(train, micro, steps)
+
+    def _derived(self) -> str:
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        missing = [name for name in names if getattr(self, name) is None]
+        return f"({' and '.join(missing)} derived, rounded down)" if missing else "(all three are given)"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _has(where: str, value: Any, expected: str) -> str:
+    if isinstance(value, str) and value == "auto":
+        return f'{_OP}: config {where} has "auto", which a trainer must fill in first; expected {expected}'
+    return f"{_OP}: config {where} has {value!r}; expected {expected}"
+
+
+def _count(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(_has(where, value, "a whole number"))
+    if value < 1:
+        raise ValueError(_has(where, value, "at least 1"))
+    return value
+
+
+def _count_or_never(where: str, value: Any) -> int | None:
+    return None if value is None else _count(where, value)
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(_has(where, value, "a number"))
+    if not 0.0 <= value < math.inf:
+        raise ValueError(_has(where, value, "a finite number of at least 0"))
+    return float(value)
+
+
+def _betas(where: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(_has(where, value, "two numbers [beta1, beta2]"))
+    for i, beta in enumerate(value):
+        if _number(f"{where}[{i}]", beta) >= 1.0:
+            raise ValueError(_has(f"{where}[{i}]", beta, "a number in [0, 1)"))
+    return float(value[0]), float(value[1])
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(_has(where, value, "true or false"))
+    return value
+
+
+def _stage(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(_has(where, value, "0, 1 or 2"))
+    if value == 3:
+        raise NotImplementedError(f"{_OP}: config {where} has 3, which is not built yet; expected 0, 1 or 2")
+    if value not in (0, 1, 2):
+        raise ValueError(_has(where, value, "0, 1 or 2"))
+    return value
+
+
+def _offload_device(where: str, value: Any) -> str | None:
+    if value == "nvme":
+        raise NotImplementedError(f'{_OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
+    if value not in ("cpu", "none"):
+        raise (ValueError if isinstance(value, str) else TypeError)(_has(where, value, '"cpu" or "none"'))
+    return "cpu" if value == "cpu" else None
+
+
+def _optimizer_type(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(_has(where, value, '"Adam" or "AdamW"'))
+    if value.lower() not in ("adam", "adamw"):
+        raise ValueError(_has(where, value, '"Adam" or "AdamW" (another optimizer: pass initialize(optimizer=...))'))
+    return value.lower()
+
+
+def _refused(why: str) -> Check:
+    def check(where: str, value: Any) -> None:
+        raise ValueError(f"{_OP}: config {where} is not supported; expected it to be absent ({why})")
+
+    return check
+
+
+Section = Mapping[str, "Check | Section"]
+
+_SECTIONS: Section = {
+    "train_batch_size": _count,
+    "train_micro_batch_size_per_gpu": _count,
+    "gradient_accumulation_steps": _count,
+    "gradient_clipping": _number,
+    "bf16": {"enabled": _flag},
+    "zero_optimization": {"stage": _stage, "offload_optimizer": {"device": _offload_device, "pin_memory": _flag}},
+    "optimizer": {
+        "type": _optimizer_type,
+        "params": {
+            "lr": _number,
+            "betas": _betas,
+            "eps": _number,
+            "weight_decay": _number,
+            "bias_correction": _flag,
+            "adam_w_mode": _flag,
+            "torch_adam": _refused("shardcore always runs its own Adam, which follows torch.optim's formula"),
+            "max_grad_norm": _refused("clip with gradient_clipping"),
+        },
+    },
+    "steps_per_print": _count_or_never,
+}
+
+
+def _paths(section: Section, prefix: str = "") -> Iterator[str]:
+    for key, entry in section.items():
+        yield prefix + key
+        if isinstance(entry, Mapping):
+            yield from _paths(entry, prefix + key + ".")
+
+
+def _unknown(where: str, key: str, section: Section) -> ValueError:
+    """Name the unknown key, and the known one that was probably meant: a similar one here, or the same one elsewhere."""
+    near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.75)
+    prefix = where.removesuffix(key)
+    elsewhere = [path for path in _paths(_SECTIONS) if path.rsplit(".", 1)[-1] == key]
+    meant = [prefix + near[0]] if near else elsewhere
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(sorted(section))}"
+    return ValueError(f"{_OP}: config {where} is not supported; expected it to be absent ({hint})")
+
+
+def _walk(given: Any, section: Section, where: str, values: dict[str, Any], problems: list[Exception]) -> None:
+    """Check `given` against the table; `values` gets all that is known by dotted path: sections True, what is wrong None."""
+    if not isinstance(given, Mapping):
+        problems.append(TypeError(_has(where, given, "an object with keys")))
+        return
+    for key, value in given.items():
+        path = f"{where}.{key}" if where else str(key)
+        entry = section.get(key)
+        if entry is None:
+            problems.append(_unknown(path, str(key), section))
+        elif isinstance(entry, Mapping):
+            if isinstance(value, Mapping):
+                values[path] = True
+            _walk(value, entry, path, values, problems)
+        else:
+            values[path] = None
+            try:
+                values[path] = entry(path, value)
+            except _PROBLEMS as problem:
+                problems.append(problem)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_config(config: Any, args: Any = None) -> Config:
+    """Return the checked configuration from a dict, a path to a JSON file, or `args.deepspeed_config`.
+
+    Raises ValueError, TypeError or NotImplementedError that names every problem; OSError if the file cannot be read.
+    """
+    from_args = getattr(args, "deepspeed_config", None)
+    if config is not None and from_args is not None:
+        raise ValueError(f"{_OP}: config is given twice, as config and as args.deepspeed_config; expected one of them")
+    given = from_args if config is None else config
+    if isinstance(given, str | os.PathLike):
+        given = _read_json(given)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{_OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
+    values: dict[str, Any] = {}
+    problems: list[Exception] = []
+    _walk(given, _SECTIONS, "", values, problems)
+    problems += _contradictions(values)
+    _raise_all(problems)
+    return Config(
+        train_batch_size=values.get("train_batch_size"),
+        train_micro_batch_size_per_gpu=values.get("train_micro_batch_size_per_gpu"),
+        gradient_accumulation_steps=values.get("gradient_accumulation_steps"),
+        gradient_clipping=values.get("gradient_clipping", 0.0),
+        bf16=values.get("bf16.enabled", False),
+        stage=values.get("zero_optimization.stage", 0),
+        offload=values.get("zero_optimization.offload_optimizer.device"),
+        pin_memory=values.get("zero_optimization.offload_optimizer.pin_memory", False),
+        optimizer=_adam_options(values) if "optimizer" in values else None,
+        steps_per_print=values.get("steps_per_print", 10),
+        given=frozenset(values),
+    )
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
+    if "optimizer" in values and "optimizer.type" not in values:
+        yield ValueError(f'{_OP}: config optimizer.type is missing; expected "Adam" or "AdamW"')
+    if values.get("optimizer.type") == "adamw" and values.get("optimizer.params.adam_w_mode") is False:
+        yield ValueError(
+            f'{_OP}: config optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type "Adam", or true'
+        )
+    offload = "zero_optimization.offload_optimizer"
+    if offload in values and offload + ".device" not in values:
+        yield ValueError(f'{_OP}: config {offload}.device is missing; expected "cpu" or "none"')
+
+
+def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """FusedAdam's arguments, all of them explicit. "Adam" means AdamW too unless adam_w_mode is false (as DeepSpeed)."""
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    return {
+        key: values.get(f"optimizer.params.{key}", default)
+        for key, default in (defaults | {"bias_correction": True, "adam_w_mode": True}).items()
+    }
+
+
+def _raise_all(problems: list[Exception]) -> None:
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        kinds = {type(problem) for problem in problems}
+        kind = kinds.pop() if len(kinds) == 1 else ValueError
+        lines = [str(problem).removeprefix(f"{_OP}: config ") for problem in problems]
+        raise kind(f"{_OP}: config has {len(problems)} problems:\n  " + "\n  ".join(lines))
+
+
+def _read_json(path: str | os.PathLike[str]) -> Any:
+    with open(path, "rb") as file:
+        text = file.read()
+    try:
+        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except ValueError as problem:
+        raise ValueError(f"{_OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"the key {key!r} appears twice in one object")
+        seen[key] = value
+    return seen
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"it has {name}")

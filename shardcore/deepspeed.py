@@ -1,0 +1,399 @@
+"""initialize(): DeepSpeed's door to shardcore.shard, and the engine object that it returns.
+
+Invariants: all arithmetic is that of `shard`; this file only starts the process group, translates the configuration and
+counts micro-steps. Whatever fails on one rank before `shard` fails on all of them, with nothing changed.
+Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from shardcore.api import agree, shard
+from shardcore.comm import Comm
+from shardcore.config import BatchSizes, Config, read_config
+from shardcore.engine.engine import Engine
+from shardcore.optim import AdamOptimizer, FusedAdam
+
+logger = logging.getLogger("shardcore")
+
+_OP = "initialize"
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    model_parameters: Any = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    args: Any = None,
+) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
+    """Shard `model` as a DeepSpeed configuration says; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    model_parameters: what to optimize, a list of parameters or of param_groups; all trainable ones if None.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`). Keys that shardcore does not know are refused.
+    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
+        configuration names one.
+    training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
+    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the returned optimizer.
+
+    Starts torch.distributed from the environment (as torchrun sets it) unless it is started; without RANK and WORLD_SIZE the
+    world is this process. With CUDA the device is LOCAL_RANK's, and the backend nccl. Collective. Raises on every rank,
+    with nothing changed: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
+    """
+    started = _start_process_group()
+    try:
+        comm = Comm()
+        problem: Exception | None = None
+        entries: list[str] = []
+        try:
+            settings = read_config(config, args)
+            sizes = settings.batch_sizes(comm.world_size)
+            _check_model(model, settings)
+            given = _optimizer(model, model_parameters, settings, optimizer)
+            _check_scheduler(lr_scheduler, given, optimizer)
+            loader = _loader(training_data, collate_fn, sizes, comm)
+            entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
+        except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
+            problem = error
+        agree(comm, problem, entries, _OP)
+        if "gradient_clipping" not in settings.given and comm.rank == 0:
+            logger.warning(
+                "initialize: config has no gradient_clipping, so gradients are not clipped; expected 0.0 or the limit that you "
+                "mean (DeepSpeed's own default changed)"
+            )
+        offload = None if settings.offload is None else {"optimizer": settings.offload, "pin_memory": settings.pin_memory}
+        model, adam = shard(
+            model,
+            given,
+            settings.stage,
+            offload=offload,  # type: ignore[arg-type]
+            precision="bf16" if settings.bf16 else "fp32",
+            clip_grad_norm=settings.gradient_clipping or None,
+            accumulate=sizes.accumulation,
+        )
+    except BaseException:
+        if started:
+            dist.destroy_process_group()
+        raise
+    scheduler = lr_scheduler(adam) if _is_function(lr_scheduler) else lr_scheduler
+    return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
+
+
+# --- what initialize is made of ---------------------------------------------------------------------------------------
+
+
+def _start_process_group() -> bool:
+    """Start torch.distributed if the environment says how and nobody has yet; returns whether it was started here."""
+    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        local_rank = _int_variable("LOCAL_RANK")
+        if not 0 <= local_rank < torch.cuda.device_count():
+            raise ValueError(
+                f"{_OP}: LOCAL_RANK is {local_rank} but this machine has {torch.cuda.device_count()} CUDA devices; "
+                "expected a process for each device at most"
+            )
+        torch.cuda.set_device(local_rank)
+    if not dist.is_available() or dist.is_initialized() or not {"RANK", "WORLD_SIZE"} & set(os.environ):
+        return False
+    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{_OP}: the environment has no {' and no '.join(missing)}; expected all of {', '.join(_RENDEZVOUS)} "
+            "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        _int_variable(name)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return True
+
+
+def _int_variable(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{_OP}: the environment variable {name} is {text!r}; expected a whole number") from None
+
+
+def _check_model(model: Any, settings: Config) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
+    if settings.bf16:
+        return
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != torch.float32:
+            raise ValueError(
+                f"{_OP}: model parameter {name} has dtype {str(param.dtype).removeprefix('torch.')} but config bf16.enabled is "
+                'not true; expected float32 weights, or {"bf16": {"enabled": true}}'
+            )
+
+
+def _is_function(thing: Any) -> bool:
+    """Whether `thing` makes an optimizer or scheduler rather than being one: a class, or callable without a `step`."""
+    return isinstance(thing, type) or (callable(thing) and not hasattr(thing, "step"))
+
+
+def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
+    if optimizer is not None and settings.optimizer is not None:
+        raise ValueError(f"{_OP}: optimizer is given and config has an optimizer too; expected one of them")
+    if isinstance(model_parameters, torch.Tensor):
+        raise TypeError(f"{_OP}: model_parameters is one tensor; expected a list of parameters or of param_groups")
+    params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+    if optimizer is None:
+        if settings.optimizer is None:
+            raise ValueError(
+                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config'
+            )
+        return FusedAdam(params, **settings.optimizer)
+    if _is_function(optimizer):
+        made = optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"{_OP}: optimizer(...) returned a {type(made).__name__}; expected a torch.optim.Optimizer")
+        return made
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer or a function")
+    if model_parameters is not None and _trainable(params) != _trainable(optimizer.param_groups):
+        raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
+    return optimizer
+
+
+def _trainable(params: Sequence[Any]) -> set[torch.Tensor]:
+    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these."""
+    found: set[torch.Tensor] = set()
+    for item in params:
+        if isinstance(item, Mapping):
+            inner = item["params"]
+            found |= _trainable([inner] if isinstance(inner, torch.Tensor) else list(inner))
+        else:
+            param = item[1] if isinstance(item, tuple) else item
+            found |= {param} if param.requires_grad else set()
+    return found
+
+
+def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer: Any) -> None:
+    if lr_scheduler is None or _is_function(lr_scheduler):
+        return
+    if not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(
+            f"{_OP}: lr_scheduler has type {type(lr_scheduler).__name__}; expected a scheduler with step(), or a function"
+        )
+    if getattr(lr_scheduler, "optimizer", chosen) is not chosen:
+        raise ValueError(
+            f"{_OP}: lr_scheduler drives another optimizer than initialize uses; expected one made over the optimizer= given, "
+            "or a function: lr_scheduler=lambda optimizer: ..."
+        )
+    if optimizer is not chosen:
+        raise ValueError(
+            f"{_OP}: lr_scheduler is an object but the optimizer is made here; expected a function: "
+            "lr_scheduler=lambda optimizer: ..."
+        )
+
+
+class ShardedLoader(DataLoader[Any]):
+    """This rank's micro-batches. Every iteration over it is the next epoch, with a new order that all ranks share."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
+        """Load what `sampler` picks; `options` go to DataLoader."""
+        self._epoch = 0
+        super().__init__(dataset, sampler=sampler, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass have the order of this epoch (to continue an earlier run)."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Any:
+        """Begin a pass."""
+        sampler: Any = self.sampler
+        sampler.set_epoch(self._epoch)
+        self._epoch += 1
+        return super().__iter__()
+
+
+def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm) -> ShardedLoader | None:
+    if data is None:
+        if collate_fn is not None:
+            raise ValueError(f"{_OP}: collate_fn is given without training_data; expected both or neither")
+        return None
+    has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, DataLoader | IterableDataset) or not has_items:
+        raise TypeError(
+            f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with __getitem__ and __len__ (make the "
+            "loader of a stream yourself, with a part of it for each rank)"
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank)
+    pin = torch.cuda.is_available()
+    return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+class TrainingEngine:
+    """A sharded model with its optimizer, scheduler and micro-step counter. Attributes it lacks are those of `module`.
+
+    global_steps: boundaries passed, skipped steps included. micro_steps: calls of step(). skipped_steps: boundaries at which
+    a gradient was not finite, so that nothing was updated on any rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: AdamOptimizer,
+        lr_scheduler: Any,
+        training_dataloader: ShardedLoader | None,
+        config: Config,
+        sizes: BatchSizes,
+    ) -> None:
+        """Wrap what `shard` returned; see initialize."""
+        core = optimizer._engine
+        assert isinstance(core, Engine)
+        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.device: torch.device = core.device
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._core, self._config, self._sizes = core, config, sizes
+        self._backwards = 0  # since the last step()
+        self._loss: torch.Tensor | None = None  # sum of the scaled losses since the last boundary
+        self._inside_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in `module` for what the engine does not have."""
+        if name == "module":  # not there yet: a copy under construction
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with its hooks."""
+        return self.module(*inputs, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Divide `loss` (one element) by the accumulation and run backward; returns the divided loss.
+
+        scale_wrt_gas=False leaves out the division. Gradients are reduced over ranks on the way. Collective.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"backward: loss has type {type(loss).__name__}; expected a tensor of one element")
+        if loss.numel() != 1:
+            raise ValueError(f"backward: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
+        if not loss.requires_grad:
+            raise ValueError("backward: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
+        if scale_wrt_gas and self._sizes.accumulation > 1:
+            loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
+        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step. At an accumulation boundary: clip, update, zero the gradients, step the scheduler.
+
+        A step with a non-finite gradient updates nothing on any rank and leaves the scheduler alone. lr_kwargs go to
+        lr_scheduler.step. Collective at a boundary. ValueError if there was no backward since the last call.
+        """
+        if self._inside_no_sync:
+            raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
+        if self._backwards == 0:
+            raise ValueError(
+                "step: there was no engine.backward(loss) since the last step(); expected one for every micro-step"
+            )
+        if self.is_gradient_accumulation_boundary():
+            self._step_at_boundary(lr_kwargs)
+        self.micro_steps += 1
+        self._backwards = 0
+
+    def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        skipped_before = self.optimizer.skipped_steps
+        self.optimizer.step()
+        skipped = self.optimizer.skipped_steps > skipped_before
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        self.skipped_steps += skipped
+        if self.lr_scheduler is not None and not skipped:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._config.steps_per_print
+        if every is not None and self.global_steps % every == 0 and self._core.comm.rank == 0:
+            loss = float("nan") if self._loss is None else self._loss.item()
+            logger.info("step=%d skipped=%d lr=%s loss=%.6g", self.global_steps, self.skipped_steps, self.get_lr(), loss)
+        self._loss = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add the gradients of backwards inside locally, without reduction; step() comes after the block."""
+        if self._inside_no_sync:
+            raise ValueError("no_sync: entered inside no_sync(); expected one block at a time")
+        self._inside_no_sync = True
+        try:
+            with self._core.no_sync():
+                yield
+        finally:
+            self._inside_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the micro-steps so far."""
+        self.optimizer.zero_grad(set_to_none)
+        self._loss = None
+
+    def train(self, mode: bool = True) -> "TrainingEngine":
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "TrainingEngine":
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates the weights."""
+        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rate of each param_group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the averaged gradients at the last boundary, before clipping; None before the first."""
+        return self._core.last_grad_norm
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step over all ranks."""
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one backward on one rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of one optimizer step."""
+        return self._sizes.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage."""
+        return self._config.stage
+
+    def save_checkpoint(self, directory: Any, tag: str | None = None, client_state: Mapping[str, Any] | None = None) -> None:
+        """Not built yet."""
+        raise NotImplementedError(
+            "save_checkpoint: it is not built yet; save engine.module.state_dict() and engine.optimizer.state_dict(), which "
+            "every rank calls and one writes"
+        )
+
+    def load_checkpoint(self, directory: Any, tag: str | None = None) -> None:
+        """Not built yet."""
+        raise NotImplementedError(
+            "load_checkpoint: it is not built yet; use engine.module.load_state_dict() and engine.optimizer.load_state_dict() "
+            "on every rank"
+        )
