@@ -1,0 +1,175 @@
+// Small parts of csrc/core: powers, sums, chunks, executors, the choice of the instruction set, the FTZ/DAZ guard.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <set>
+#include <stdexcept>
+
+#include "core/block_walk.h"
+#include "core/chunks.h"
+#include "core/double_double.h"
+#include "core/fp_env.h"
+#include "core/int_pow.h"
+#include "core/thread_pool.h"
+#include "cpp/common.h"
+
+namespace shardcore::testing {
+namespace {
+
+#if SHARDCORE_X86
+using Quad = __float128;
+#else
+using Quad = long double;  // 128 bits on aarch64
+#endif
+
+TEST(core, int_pow_is_the_power) {
+  for (const double base : {0.0, 0.5, 0.9, 0.95, 0.999, 0.99999}) {
+    for (const int64_t n : {0, 1, 2, 3, 7, 10, 100, 1000, 12345, 1000000}) {
+      const double want = static_cast<double>(std::pow(static_cast<long double>(base), static_cast<long double>(n)));
+      EXPECT_NEAR(int_pow(base, n), want, static_cast<double>(n + 1) * 0x1p-53 * want + 1e-300) << base << "^" << n;
+    }
+  }
+  EXPECT_EQ(int_pow(0.999, INT64_MAX), 0.0);
+}
+
+TEST(core, two_sum_loses_nothing) {
+  Random random(3);
+  for (int i = 0; i < 10000; ++i) {
+    const double a = std::ldexp(random.uniform() - 0.5, static_cast<int>(random.integer(200)) - 100);
+    const double b = std::ldexp(random.uniform() - 0.5, static_cast<int>(random.integer(40)) - 20 + std::ilogb(a));
+    const DoubleDouble s = two_sum(a, b);
+    ASSERT_EQ(s.high, a + b);
+    const Quad exact = static_cast<Quad>(a) + b;
+    ASSERT_TRUE(static_cast<Quad>(s.high) + s.low == exact);
+  }
+}
+
+TEST(core, sums_of_not_finite_numbers_are_not_finite) {
+  const DoubleDouble inf = dd_add(DoubleDouble{1.0, 0.0}, INFINITY);
+  EXPECT_EQ(inf.high, INFINITY);
+  EXPECT_EQ(inf.low, 0.0);
+  EXPECT_EQ(dd_add(inf, 5.0).high + dd_add(inf, 5.0).low, INFINITY);
+  EXPECT_TRUE(std::isnan(dd_add(inf, static_cast<double>(kNan)).high));
+  EXPECT_TRUE(std::isnan(dd_add(dd_add(DoubleDouble{}, static_cast<double>(kNan)), 1.0).high));
+}
+
+TEST(core, chunks_cover_every_element_once) {
+  const std::vector<int64_t> numels = {0, 1, 4, 5, 0, 0, 12, 3, 0};
+  const auto chunks = make_chunks(
+      9, [&](int64_t i) { return numels[static_cast<size_t>(i)]; }, 4);
+  std::vector<int64_t> covered(9);
+  for (const Chunk& chunk : chunks) {
+    EXPECT_EQ(chunk.first, covered[static_cast<size_t>(chunk.tensor)]);
+    covered[static_cast<size_t>(chunk.tensor)] += std::min<int64_t>(4, numels[static_cast<size_t>(chunk.tensor)] - chunk.first);
+  }
+  EXPECT_EQ(covered, numels);
+}
+
+TEST(core, block_walk_visits_every_block_once_however_split) {
+  const std::vector<int64_t> numels = {0, 0, 1, 256, 257, 0, 1000, 0, 255, 0, 0};
+  const auto num_tensors = static_cast<int64_t>(numels.size());
+  const BlockWalk walk(num_tensors, [&](int64_t i) { return numels[static_cast<size_t>(i)]; });
+  EXPECT_EQ(walk.num_blocks(), 1 + 1 + 2 + 4 + 1);
+  for (int64_t step = 1; step <= walk.num_blocks(); ++step) {
+    std::multiset<std::pair<int64_t, int64_t>> seen;
+    for (int64_t begin = 0; begin < walk.num_blocks(); begin += step) {
+      walk.visit(begin, std::min(walk.num_blocks(), begin + step), [&](int64_t i, int64_t first, int64_t last) {
+        ASSERT_LT(first, last);
+        for (int64_t block = first; block < last; ++block) seen.insert({i, block});
+      });
+    }
+    std::multiset<std::pair<int64_t, int64_t>> want;
+    for (int64_t i = 0; i < num_tensors; ++i) {
+      for (int64_t block = 0; block < blocks_of(numels[static_cast<size_t>(i)]); ++block) want.insert({i, block});
+    }
+    EXPECT_EQ(seen, want) << "step " << step;
+  }
+  const BlockWalk empty(0, [](int64_t) { return int64_t{0}; });
+  EXPECT_EQ(empty.num_blocks(), 0);
+}
+
+TEST(core, thread_pool_covers_the_range_once) {
+  for (const int threads : {1, 2, 3, 8}) {
+    ThreadPool pool(threads);
+    for (const int64_t count : {0, 1, 2, 7, 8, 9, 1000}) {
+      for (const int64_t grain : {1, 3, 5000}) {
+        std::vector<std::atomic<int>> hits(static_cast<size_t>(count));
+        pool.parallel_for(10, 10 + count, grain, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i - 10)];
+        });
+        for (const auto& h : hits) ASSERT_EQ(h, 1) << threads << " threads, " << count << " items";
+      }
+    }
+  }
+}
+
+TEST(core, thread_pool_passes_exceptions_on_and_works_after_them) {
+  ThreadPool pool(4);
+  EXPECT_THROW(pool.parallel_for(0, 100, 1,
+                                 [](int64_t begin, int64_t) {
+                                   if (begin > 0) throw std::runtime_error("planted");
+                                 }),
+               std::runtime_error);
+  EXPECT_THROW(pool.parallel_for(0, 100, 1,
+                                 [](int64_t begin, int64_t) {
+                                   if (begin == 0) throw std::runtime_error("planted in the caller");
+                                 }),
+               std::runtime_error);
+  std::atomic<int64_t> sum{0};
+  pool.parallel_for(0, 100, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
+  EXPECT_EQ(sum, 100);
+}
+
+#if !defined(__SANITIZE_THREAD__)  // TSan does not follow a fork of a program with threads
+TEST(core, thread_pool_works_in_a_forked_child) {
+  ThreadPool pool(4);
+  std::atomic<int64_t> sum{0};
+  const auto add = [&](int64_t begin, int64_t end) { sum += end - begin; };
+  pool.parallel_for(0, 100, 1, add);
+  const pid_t child = fork();
+  if (child == 0) {
+    pool.parallel_for(0, 100, 1, add);
+    _exit(sum == 200 ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+#endif
+
+TEST(core, isa_choice) {
+  const std::vector<std::string> isas = cpu_isas();
+  ASSERT_FALSE(isas.empty());
+  EXPECT_EQ(isas.back(), SHARDCORE_X86 ? "base" : "neon");
+  const std::string before = cpu_isa_name(cpu_isa());
+  for_each_isa([](const std::string& isa) { EXPECT_EQ(cpu_isa_name(cpu_isa()), isa); });
+  EXPECT_EQ(cpu_isa_name(cpu_isa()), before);
+  try {
+    set_cpu_isa("sse9");
+    FAIL() << "sse9 was accepted";
+  } catch (const std::invalid_argument& error) {
+    EXPECT_NE(std::string(error.what()).find("has \"sse9\"; expected " + isas.front()), std::string::npos) << error.what();
+  }
+  EXPECT_EQ(cpu_isa_name(cpu_isa()), before);
+}
+
+#if SHARDCORE_X86
+TEST(core, subnormal_guard_clears_and_restores) {
+  volatile float tiny = 1e-40f;
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040u);
+  EXPECT_EQ(tiny * 1.0f, 0.0f);
+  {
+    const SubnormalGuard guard;
+    EXPECT_EQ(_mm_getcsr() & 0x8040u, 0u);
+    EXPECT_EQ(tiny * 1.0f, tiny);
+  }
+  EXPECT_EQ(_mm_getcsr() & 0x8040u, 0x8040u);
+  _mm_setcsr(saved);
+}
+#endif
+
+}  // namespace
+}  // namespace shardcore::testing

@@ -1,0 +1,121 @@
+// Stochastic rounding: unbiased, keyed by (seed, step, parameter, element in the whole parameter), equal for every shard.
+#include <algorithm>
+#include <set>
+
+#include "cpp/adam_problem.h"
+
+namespace shardcore::testing {
+namespace {
+
+AdamHyper hyper_with(uint64_t seed, int64_t step) {
+  AdamHyper h;
+  h.lr = 1e-3, h.step = step, h.seed = seed, h.stochastic_rounding = true;
+  return h;
+}
+
+// The parameter's bits after one step on a fixed problem, with the given key and pieces [0, cut), [cut, numel).
+std::vector<uint16_t> stepped(uint64_t seed, int64_t step, uint64_t param_index, int64_t first_element, int64_t cut,
+                              const std::string& isa) {
+  constexpr int64_t kNumel = 3000;
+  set_cpu_isa(isa);
+  AdamProblem problem({{kNumel, DType::bf16, DType::f32}}, 50);
+  std::vector<AdamSegment>& list = problem.segments();
+  AdamSegment& whole = list[0];
+  whole.param_index = param_index;
+  whole.first_element = first_element;
+  std::fill(whole.exp_avg, whole.exp_avg + kNumel, 0.0f);
+  auto* const param = static_cast<uint16_t*>(whole.param);
+  AdamSegment rest = whole;
+  rest.param = param + cut;
+  rest.grad = static_cast<const float*>(rest.grad) + cut;
+  rest.exp_avg += cut, rest.exp_avg_sq += cut, rest.first_element += cut, rest.numel -= cut;
+  whole.numel = cut;
+  list.push_back(rest);
+  // Bias correction depends on the step: switch it off, so that only the random bits differ between steps.
+  AdamHyper h = hyper_with(seed, step);
+  h.bias_correction = false;
+  problem.run_cpu({h});
+  return {param, param + kNumel};
+}
+
+TEST(rounding, is_keyed_by_seed_step_parameter_and_element) {
+  const std::string isa = cpu_isa_name(cpu_isa());
+  const auto base = stepped(1, 1, 0, 0, 0, isa);
+  EXPECT_EQ(stepped(1, 1, 0, 0, 0, isa), base);
+  for (const auto& other : {stepped(2, 1, 0, 0, 0, isa), stepped(1, 2, 0, 0, 0, isa), stepped(1, 1, 1, 0, 0, isa),
+                            stepped(1, 1, 0, 256, 0, isa), stepped(1, 1, 0, 1, 0, isa)}) {
+    EXPECT_NE(other, base);
+  }
+}
+
+TEST(rounding, does_not_depend_on_the_shard_or_isa) {
+  const std::string saved = cpu_isa_name(cpu_isa());
+  const auto base = stepped(3, 5, 2, 40, 0, saved);
+  for (const std::string& isa : cpu_isas()) {
+    for (const int64_t cut : {0, 1, 255, 256, 300, 1024, 2999, 3000}) {
+      EXPECT_EQ(stepped(3, 5, 2, 40, cut, isa), base) << isa << " cut at " << cut;
+    }
+  }
+  set_cpu_isa(saved);
+}
+
+TEST(rounding, is_unbiased) {
+  constexpr int kTrials = 1 << 14;
+  Random random(51);
+  for (int n = 0; n < 60; ++n) {
+    const uint32_t fraction = n < 3 ? static_cast<uint32_t>(n) * 0x7fffu : random.bits() & 0xffffu;
+    const float x = bits_float(0x3f800000u | (random.bits() & 0x400000u) | fraction);
+    const uint16_t low = static_cast<uint16_t>(float_bits(x) >> 16);
+    int up = 0;
+    for (int64_t i = 0; i < kTrials; ++i) {
+      const uint64_t key = rounding_block_key(child_key(99, static_cast<uint64_t>(n)), i);
+      const uint16_t rounded = f32_to_bf16_stochastic(x, key, i);
+      ASSERT_TRUE(rounded == low || rounded == low + 1);
+      up += rounded != low;
+    }
+    const double p = fraction / 65536.0;
+    EXPECT_NEAR(up, kTrials * p, 4.5 * std::sqrt(kTrials * p * (1 - p)) + 1e-9) << "fraction " << p;
+  }
+  // The twin that rounds to nearest is far outside.
+  EXPECT_GT(std::fabs(0.0 - kTrials * 0.3), 4.5 * std::sqrt(kTrials * 0.21));
+}
+
+TEST(rounding, bits_are_uniform_and_neighbours_independent) {
+  constexpr int kBlocks = 400;
+  constexpr double kCount = kBlocks * 256.0;
+  int set[16] = {}, agree_lane[16] = {}, agree_block[16] = {}, agree_step[16] = {};
+  for (uint64_t block = 0; block < kBlocks; ++block) {
+    const uint64_t key = child_key(child_key(child_key(child_key(0, 0), 1), 0), block);
+    const uint64_t next_block = child_key(child_key(child_key(child_key(0, 0), 1), 0), block + 1);
+    const uint64_t next_step = child_key(child_key(child_key(child_key(0, 0), 2), 0), block);
+    for (uint32_t lane = 0; lane < 256; ++lane) {
+      const uint32_t r = random16(key, lane);
+      ASSERT_LT(r, 65536u);
+      const uint32_t lane_xor = ~(r ^ random16(key, (lane + 1) % 256));
+      const uint32_t block_xor = ~(r ^ random16(next_block, lane)), step_xor = ~(r ^ random16(next_step, lane));
+      for (int bit = 0; bit < 16; ++bit) {
+        set[bit] += static_cast<int>(r >> bit & 1u);
+        agree_lane[bit] += static_cast<int>(lane_xor >> bit & 1u);
+        agree_block[bit] += static_cast<int>(block_xor >> bit & 1u);
+        agree_step[bit] += static_cast<int>(step_xor >> bit & 1u);
+      }
+    }
+  }
+  for (int bit = 0; bit < 16; ++bit) {
+    for (const int count : {set[bit], agree_lane[bit], agree_block[bit], agree_step[bit]}) {
+      EXPECT_NEAR(count, kCount / 2, 4.5 * std::sqrt(kCount) / 2) << "bit " << bit;
+    }
+  }
+}
+
+TEST(rounding, keeps_infinities_and_exact_values) {
+  for (uint32_t noise : {0u, 1u, 0x8000u, 0xffffu}) {
+    EXPECT_EQ(f32_to_bf16_plus(kInf, noise), 0x7f80);
+    EXPECT_EQ(f32_to_bf16_plus(-kInf, noise), 0xff80);
+    EXPECT_EQ(f32_to_bf16_plus(1.0f, noise), noise == 0x10000u ? 0 : 0x3f80);
+    EXPECT_EQ(f32_to_bf16_plus(0.0f, noise), 0);
+  }
+}
+
+}  // namespace
+}  // namespace shardcore::testing
