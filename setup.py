@@ -23,6 +23,7 @@ def prepare() -> Decision:
     spec = importlib.util.find_spec("torch")
     build_config.check_torch_location(spec.origin if spec else None, [sys.prefix, *sys.path])
     build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
+    build_config.check_flags(dict(os.environ))
     import torch
 
     nvcc = None

@@ -16,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"  # 8.x and 9.0 as machine code; PTX lets newer GPUs compile at load
 CXX_STANDARD = "-std=c++20"  # torch 2.13 headers need it, torch 2.11 headers accept it
+UNSAFE_MATH = re.compile(
+    r"-Ofast|-ffast-math|-funsafe-math-optimizations|-fassociative-math|-ffinite-math-only|-?-use_fast_math"
+)
 MIN_TORCH = (2, 11)
 NO_ISOLATION = "pip install --no-build-isolation ."
 ISOLATED = (
@@ -170,6 +173,14 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
             f"build: Python.h is not in {include_dir}; expected Python's C headers (Debian, Ubuntu: apt-get install "
             "python3-dev; Fedora: dnf install python3-devel)"
         )
+
+
+def check_flags(env: dict[str, str]) -> None:
+    """Refuse compiler flags of the environment that would change results: shardcore promises the same bits everywhere."""
+    for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        unsafe = UNSAFE_MATH.search(env.get(name, ""))
+        if unsafe:
+            raise BuildError(f"build: {name} has {unsafe[0]}; expected no flag that changes arithmetic (unset it)")
 
 
 def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:

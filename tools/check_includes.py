@@ -32,7 +32,7 @@ NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and
 BAD_FLAGS = ("-march=native", "-mtune=native", "-ffast-math", "-Ofast", "-funsafe-math-optimizations", "--use_fast_math")
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("csrc", "shardcore", "tests", "benchmarks", "examples", "tools")
-FLAG_FILES = ("setup.py", "CMakeLists.txt", "CMakePresets.json", "csrc/flags.txt", "tools/build_config.py")
+FLAG_FILES = ("setup.py", "CMakeLists.txt", "CMakePresets.json", "csrc/flags.txt")
 
 
 def check_room(path: Path, text: str) -> Iterator[str]:

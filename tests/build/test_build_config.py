@@ -174,6 +174,15 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
         build_config.check_tools(env, str(tmp_path / "bin"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("CFLAGS", "-O2 -ffast-math"), ("CXXFLAGS", "-Ofast"), ("NVCC_APPEND_FLAGS", "-use_fast_math")]
+)
+def test_unsafe_flags_of_the_environment_are_refused(name, value):
+    build_config.check_flags({"CFLAGS": "-O2 -g -march=x86-64-v3 -fno-fast-math", "CXXFLAGS": ""})
+    with pytest.raises(BuildError, match=rf"{name} has .*fast.*; expected no flag that changes arithmetic"):
+        build_config.check_flags({name: value})
+
+
 def test_flags_fix_the_arithmetic():
     flags = build_config.read_flags()
     assert {"-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++20"} <= set(flags["cxx"])
