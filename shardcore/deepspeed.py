@@ -325,9 +325,10 @@ class TrainingEngine:
         if self.lr_scheduler is not None and not skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
-        if every is not None and self.global_steps % every == 0 and self._core.comm.rank == 0:
-            loss = float("nan") if self._loss is None else self._loss.item()
-            logger.info("step=%d skipped=%d lr=%s loss=%.6g", self.global_steps, self.skipped_steps, self.get_lr(), loss)
+        prints = self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0
+        if prints and logger.isEnabledFor(logging.INFO):
+            loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"  # waits for the device
+            logger.info("step=%d skipped=%d lr=%s loss=%s", self.global_steps, self.skipped_steps, self.get_lr(), loss)
         self._loss = None
 
     @contextmanager
@@ -394,6 +395,5 @@ class TrainingEngine:
     def load_checkpoint(self, directory: Any, tag: str | None = None) -> None:
         """Not built yet."""
         raise NotImplementedError(
-            "load_checkpoint: it is not built yet; use engine.module.load_state_dict() and engine.optimizer.load_state_dict() "
-            "on every rank"
+            "load_checkpoint: it is not built yet; use engine.module.load_state_dict() and engine.optimizer.load_state_dict()"
         )
