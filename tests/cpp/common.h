@@ -11,6 +11,10 @@
 #include <string>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "core/convert.h"
 #include "core/cpu_isa.h"
 #include "core/dtype.h"
@@ -21,14 +25,17 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DType kDTypes[] = {DType::f32, DType::bf16, DType::f16};
 
-// Memory with sentinels on both sides and a chosen misalignment from 64 bytes.
+// Memory with sentinels on both sides and a chosen misalignment from 64 bytes. Under the address sanitizer reading the
+// sentinels is an error too.
 class Buffer {
  public:
   Buffer(int64_t size_bytes, int64_t misalign_bytes)
       : size_(static_cast<size_t>(size_bytes)), storage_(size_ + 3 * kGuard + static_cast<size_t>(misalign_bytes), kSentinel) {
     const auto start = reinterpret_cast<uintptr_t>(storage_.data());
     offset_ = (start + kGuard + 63) / 64 * 64 - start + static_cast<size_t>(misalign_bytes);
+    guard(true);
   }
+  ~Buffer() { guard(false); }
   Buffer(Buffer&&) = default;
   Buffer(const Buffer&) = delete;
 
@@ -42,13 +49,30 @@ class Buffer {
     if (size_) std::memcpy(data(), bytes.data(), size_);
   }
   bool sentinels_intact() const {
+    guard(false);
+    bool intact = true;
     for (size_t i = 0; i < storage_.size(); ++i) {
-      if ((i < offset_ || i >= offset_ + size_) && storage_[i] != kSentinel) return false;
+      intact = intact && ((i >= offset_ && i < offset_ + size_) || storage_[i] == kSentinel);
     }
-    return true;
+    guard(true);
+    return intact;
   }
 
  private:
+  void guard([[maybe_unused]] bool on) const {
+#if defined(__SANITIZE_ADDRESS__)
+    if (storage_.empty()) return;  // moved from
+    const uint8_t* const end = storage_.data() + offset_ + size_;
+    const auto after = static_cast<size_t>(storage_.data() + storage_.size() - end);
+    if (on) {
+      __asan_poison_memory_region(storage_.data(), offset_);
+      __asan_poison_memory_region(end, after);
+    } else {
+      __asan_unpoison_memory_region(storage_.data(), storage_.size());
+    }
+#endif
+  }
+
   static constexpr size_t kGuard = 128;
   static constexpr uint8_t kSentinel = 0xa5;
   size_t size_;
