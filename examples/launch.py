@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException
 
 from examples.machine import usable_cores
 
@@ -48,9 +49,11 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
     """
     if under_torchrun():
         return _run_rank(function, "env://", device, threads, args)
-    if nproc == 1:
-        return _run_rank(function, None, device, threads, args)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
     with tempfile.TemporaryDirectory() as directory:
+        if nproc == 1:
+            return _run_rank(function, f"file://{directory}/store", device, threads, args)
         context = mp.start_processes(
             _spawned_rank, (directory, function, nproc, device, threads, args), nprocs=nproc, join=False, start_method="spawn"
         )
@@ -60,7 +63,7 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
-        except mp.ProcessException as error:
+        except ProcessException as error:
             print(_first_failure(directory) or str(error), file=sys.stderr)
             return 1
         finally:
@@ -85,8 +88,6 @@ def _spawned_rank(
     args: tuple[object, ...],
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
     try:
         result = _run_rank(function, f"file://{directory}/store", device, threads, args)
     except Exception:
@@ -98,7 +99,7 @@ def _spawned_rank(
 
 
 def _run_rank(
-    function: Callable[..., int], init_method: str | None, device: str, threads: int | None, args: tuple[object, ...]
+    function: Callable[..., int], init_method: str, device: str, threads: int | None, args: tuple[object, ...]
 ) -> int:
     """Set up this process as the rank that torchrun's variables name (rank 0 of 1 without them) and run the function."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -108,10 +109,9 @@ def _run_rank(
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(place)
-    if init_method is not None:
-        backend = "nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    # Also for one rank: the group says which device is meant (a CPU run on a machine with GPUs).
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     result = function(Rank(rank, world_size, place), *args)
-    if init_method is not None:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     return result

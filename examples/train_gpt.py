@@ -157,11 +157,11 @@ def introduction(options: argparse.Namespace, config: TrainConfig, corpus: Corpu
     """Say what is about to run, and what was chosen for this machine."""
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT(PRESETS[config.preset]).parameters())
-    backend = "one process" if rank.world_size == 1 else f"over {'NCCL' if rank.device.type == 'cuda' else 'gloo'}"
+    backend = "NCCL" if rank.device.type == "cuda" else "gloo"
     lines = [
         f"model      byte-level GPT, {numel / 1e6:.1f}M parameters (preset {config.preset})",
         f"text       {corpus.data.numel() / 1e6:.1f} MB: {corpus.source}",
-        f"ranks      {rank.world_size} on {rank.device.type}, {backend}; CPU threads a rank: {torch.get_num_threads()}",
+        f"ranks      {rank.world_size} on {rank.device.type} over {backend}; CPU threads a rank: {torch.get_num_threads()}",
         f"precision  {config.precision}: {options.precision_reason}",
         f"training   {config.steps} steps of {config.tokens_per_step(rank.world_size):,} tokens, seed {config.seed}",
     ]

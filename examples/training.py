@@ -92,8 +92,6 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
 
 def gather(value: object, world_size: int) -> list:
     """Return every rank's value, in the order of ranks. Collective."""
-    if world_size == 1:
-        return [value]
     values: list = [None] * world_size
     dist.all_gather_object(values, value)
     return values

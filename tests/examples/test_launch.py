@@ -1,0 +1,53 @@
+"""The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the one that is told."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples.launch import Rank, launch
+
+
+def sum_of_ranks(rank: Rank, addend: int) -> int:
+    total = torch.tensor(rank.rank + addend)
+    dist.all_reduce(total)
+    assert torch.get_num_threads() == 1
+    return int(total) if rank.rank == 0 else 77
+
+
+def fail_on_rank_1(rank: Rank) -> int:
+    if rank.rank == 1:
+        raise ValueError("rank 1 has a bad day")
+    dist.barrier()  # fails too, but later, when rank 1 has gone
+    return 0
+
+
+def die_on_rank_1(rank: Rank) -> int:
+    if rank.rank == 1:
+        os.kill(os.getpid(), 9)
+    dist.barrier()
+    return 0
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_ranks_meet_and_rank_0_decides_the_exit_code():
+    assert launch(sum_of_ranks, 2, "cpu", 1, 10) == 21
+
+
+def test_first_failure_is_told(capfd):
+    assert launch(fail_on_rank_1, 2, "cpu", 1) == 1
+    error = capfd.readouterr().err
+    assert "rank 1 of 2 failed" in error
+    assert "ValueError: rank 1 has a bad day" in error
+    assert "rank 0" not in error
+
+
+def test_killed_rank_ends_all(capfd):
+    assert launch(die_on_rank_1, 2, "cpu", 1) == 1
+    assert "SIGKILL" in capfd.readouterr().err

@@ -1,0 +1,154 @@
+"""The demo program end to end with its smallest model: what it prints, writes and returns, and that its check can fail."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import train_gpt
+from examples.launch import launch
+from examples.training import Placement, train
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def run_program(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
+    command = [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def parse(*arguments: str):
+    parser = train_gpt.make_parser()
+    options = parser.parse_args(arguments)
+    train_gpt.complete(parser, options)
+    return options
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """As if no torchrun had started this process; threads are put back."""
+    for name in TORCHRUN_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
+    arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "40", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train_gpt", *arguments])
+    code = train_gpt.main()
+    printed = capfd.readouterr()
+    assert code == 0, printed.err
+    for text in (
+        "first loss",
+        "step time",
+        "master per rank",
+        "EQUAL, bit for bit",
+        "stage 0, no offload",
+        "stage 2, cpu offload",
+    ):
+        assert text in printed.out
+    result = json.loads((tmp_path / "result.json").read_text())
+    plain, offloaded = result["trainings"]
+    assert result["weights_equal"]
+    assert result["world_size"] == 2
+    assert plain["weights_sha256"] == offloaded["weights_sha256"]
+    assert plain["losses"] == offloaded["losses"]
+    assert plain["first_loss"] > 5.4
+    assert plain["last_loss"] < 4.0
+    for rank in (0, 1):  # half the states and masters on each rank, but for padding
+        for kind in ("master", "states"):
+            assert 0.45 < offloaded["bytes_per_rank"][rank][kind] / plain["bytes_per_rank"][rank][kind] < 0.6
+    assert {"commit", "torch", "cpu"} <= result["machine"].keys()
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    else:
+        assert "matplotlib is not installed" in printed.out
+
+
+def test_torchrun_starts_the_ranks():
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_program("--device", "cpu", "--preset", "tiny", "--steps", "2", "--precision", "fp32", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("EQUAL, bit for bit, over all ranks") == 1
+    assert "ranks      2 on cpu" in done.stdout
+
+
+def test_one_rank_with_accumulation(tmp_path, capsys, alone):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"to be or not to be, that is the question. " * 500)
+    options = parse(
+        *("--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "4", "--accumulate", "2"),
+        *("--text", str(text), "--stage", "1", "--offload", "cpu", "--clip", "0", "--out", str(tmp_path / "out")),
+    )
+    assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 0
+    assert "stage 1, cpu offload" in capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert len(result["trainings"]) == 1
+    assert result["trainings"][0]["tokens_per_step"] == 2 * 8 * 64
+    assert len(result["trainings"][0]["losses"]) == 4
+
+
+def test_demo_fails_when_weights_differ(monkeypatch, tmp_path, capsys, alone):
+    def twin(rank, corpus, config, placement, on_step):
+        """Trains the offloaded run one step less."""
+        steps = config.steps - (placement.offload == "cpu")
+        return train(rank, corpus, train_gpt.dataclasses.replace(config, steps=steps), placement, on_step)
+
+    monkeypatch.setattr(train_gpt, "train", twin)
+    options = parse("--demo", "--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "2", "--out", str(tmp_path))
+    assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 1
+    assert "final weights DIFFER" in capsys.readouterr().out
+    assert not json.loads((tmp_path / "result.json").read_text())["weights_equal"]
+
+
+def test_help_names_the_choices():
+    done = run_program("--help")
+    assert done.returncode == 0
+    for option in ("--stage", "--offload", "--preset", "--steps", "--text", "--precision", "--accumulate", "--clip", "--nproc"):
+        assert option in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--stage", "7"], "invalid choice: 7"),
+        (["--offload", "tape"], "invalid choice: 'tape'"),
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--steps", "0"], "argument --steps: 0; expected at least 1"),
+        (["--batch", "-1"], "argument --batch: -1; expected at least 1"),
+        (["--lr", "nan"], "argument --lr: nan; expected a finite number"),
+        (["--clip", "-1"], "argument --clip: -1; expected a finite number"),
+        (["--text", "no/such/file"], "argument --text: no/such/file is not a file"),
+        (["--demo", "--stage", "1"], "--demo sets stage and offload itself"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(*arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_auto_chooses(monkeypatch):
+    monkeypatch.setattr(train_gpt, "cpu_has_bf16", lambda: False)
+    assert parse("--device", "cpu").precision == "fp32"
+    monkeypatch.setattr(train_gpt, "cpu_has_bf16", lambda: True)
+    options = parse("--device", "cpu")
+    assert (options.precision, options.preset, options.nproc, options.stage, options.offload) == (
+        "bf16",
+        "cpu10m",
+        2,
+        2,
+        "none",
+    )
+    assert parse("--device", "cpu", "--precision", "fp32").precision == "fp32"
+    assert str(Placement(2, "cpu")) == "stage 2, cpu offload"
