@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import build_config  # lies beside this file: backend-path in pyproject.toml
@@ -17,6 +18,8 @@ try:
     from setuptools import build_meta
 except ImportError:
     sys.exit(f"\n{build_config.no_setuptools([sys.prefix, *sys.path])}\n")
+if find_spec("setuptools.command.bdist_wheel") is None and find_spec("wheel") is None:
+    sys.exit(f"\n{build_config.NO_WHEEL}\n")
 
 get_requires_for_build_wheel = build_meta.get_requires_for_build_wheel
 get_requires_for_build_editable = build_meta.get_requires_for_build_editable

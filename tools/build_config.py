@@ -27,6 +27,10 @@ ISOLATED = (
     f"{NO_ISOLATION}; python -m build: --no-isolation)"
 )
 
+NO_WHEEL = (
+    "build: setuptools here is older than 70.1 and wheel is missing; expected one that can make wheels (pip install wheel)"
+)
+
 
 class BuildError(Exception):
     """A build that cannot go on; the text names what was found and the fix."""
@@ -143,7 +147,7 @@ def no_setuptools(paths: list[str]) -> str:
     """The text for a build environment without setuptools."""
     if is_isolated(paths):
         return ISOLATED
-    return f"build: setuptools is not installed here; expected 64 or newer (pip install setuptools ninja, then {NO_ISOLATION})"
+    return f"build: setuptools is not installed here; expected it (pip install setuptools wheel ninja, then {NO_ISOLATION})"
 
 
 def check_torch_location(torch_file: str | None, paths: list[str]) -> None:
