@@ -1,0 +1,156 @@
+"""What shard's options do to weights, gradients and ranks, beyond the defaults."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+
+def test_precision_casts_weights_and_keeps_masters_as_given() -> None:
+    given = {key: value.clone() for key, value in make_net().state_dict().items()}
+    model, _, _ = train(0, Run(steps=0, precision="bf16", shard={"keep_fp32": [nn.LayerNorm, "gain"]}))
+    for name, param in model.named_parameters():
+        kept = "norm" in name or name == "gain"
+        assert param.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(model.state_dict()[name], given[name]), name
+        if not kept:
+            assert torch.equal(shardcore.full_state(param, "master"), given[name])
+    assert model.offset.dtype == torch.float32, "buffers keep their dtype"
+
+
+def test_inputs_are_cast_and_outputs_are_not() -> None:
+    seen: list[torch.dtype] = []
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, *, index: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.extend([x.dtype, index.dtype, more["y"].dtype])
+            return (x * self.weight).float()
+
+    for cast, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        model = Probe()
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), cast_inputs=cast)
+        seen.clear()
+        out = model(torch.ones(3), index=torch.tensor([1]), more={"y": torch.ones(1)})
+        assert seen == [expected, torch.int64, expected]
+        assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models_become_float32(dtype: torch.dtype) -> None:
+    model = make_net().to(dtype)
+    given = [p.detach().float() for p in model.parameters()]
+    model, _, _ = train(0, Run(steps=0, precision="fp32"), model)
+    for p, value in zip(model.parameters(), given, strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, value)
+
+
+def _grad_dtype(rank: int, world_size: int, run: Run) -> tuple[str, str]:
+    model, optimizer, _ = train(rank, run)
+    loss_of(model, batch_of(9, 0, rank)).backward()
+    return hash_of_training(model, optimizer), str(shardcore.full_grad(model.head.weight).dtype)
+
+
+def test_bf16_gradients_are_the_same_on_every_stage_and_tier() -> None:
+    runs = [
+        Run(stage=stage, precision="bf16", shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3})
+        for stage in (0, 1, 2)
+        for offload in (None, {"optimizer": "cpu"})
+    ]
+    answers = [run_ranks(2, _grad_dtype, run)[0] for run in runs]
+    assert set(answers) == {(answers[0][0], "torch.bfloat16")}
+    other = run_ranks(2, _grad_dtype, Run(precision="bf16", shard={"clip_grad_norm": 0.3}))[0]
+    assert other[1] == "torch.float32"
+    assert other[0] != answers[0][0]
+
+
+def _start(rank: int, world_size: int, broadcast: bool, stage: int) -> list[str]:
+    model = make_net(seed=rank)
+    model.offset.fill_(rank)
+    model, _, _ = train(rank, Run(steps=0, stage=stage, shard={"broadcast": broadcast}), model)
+    return [hash_of(p for p in model.parameters()), hash_of([model.offset])]
+
+
+def test_rank_0_is_broadcast_unless_told_otherwise() -> None:
+    expected = [hash_of(make_net(0).parameters()), hash_of([torch.zeros(5)])]
+    assert run_ranks(2, _start, True, 2) == [expected, expected]
+    apart = run_ranks(2, _start, False, 0)
+    assert apart[0] == expected
+    assert apart[1] == [hash_of(make_net(1).parameters()), hash_of([torch.ones(5)])]
+
+
+class WithEmpty(Net):
+    """A unit whose only parameter has no element, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Linear(0, 5, bias=False)
+        self.one = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.empty(x[:, :0]) + self.one(x[:, :1])
+
+
+def _empty(rank: int, world_size: int, stage: int, offload: Any) -> str:
+    torch.manual_seed(0)
+    model = WithEmpty()
+    options = {"units": [model.empty, model.one], "offload": offload}
+    return hash_of_training(*train(rank, Run(stage=stage, shard=options), model)[:2])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_empty_parameters_and_empty_shards(world_size: int) -> None:
+    hashes = {
+        value
+        for stage in (0, 1, 2)
+        for offload in (None, {"optimizer": "cpu"})
+        for value in run_ranks(world_size, _empty, stage, offload)
+    }
+    assert len(hashes) == 1
+
+
+def _subgroup(rank: int, world_size: int) -> str:
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, optimizer, _ = train(rank % 2, Run(shard={"process_group": pairs[rank // 2]}))
+    return hash_of_training(model, optimizer)
+
+
+def _pair(rank: int, world_size: int) -> str:
+    return hash_of_training(*train(rank, Run())[:2])
+
+
+def test_a_process_group_of_some_ranks() -> None:
+    assert set(run_ranks(4, _subgroup)) == set(run_ranks(2, _pair))
+
+
+def test_memory_report_counts_what_the_layout_says() -> None:
+    model, optimizer, _ = train(0, Run(precision="bf16", steps=1, shard={"offload": {"optimizer": "cpu"}}))
+    numel = sum(bucket.layout.numel for bucket in optimizer._engine.buckets)
+    report = shardcore.memory_report(model)
+    assert report.by_kind["weights"] == 2 * numel
+    assert report.by_kind["gradients"] == 2 * numel
+    assert report.by_kind["master"] == 4 * numel
+    assert report.by_kind["states"] == 8 * numel
+    assert report.by_tier == {"device": 4 * numel, "cpu": 12 * numel}
+    assert "blocks.1" in str(report)
+    with pytest.raises(ValueError, match="is not sharded"):
+        shardcore.memory_report(make_net())
+
+
+def test_full_params_is_a_context() -> None:
+    model, _, _ = train(0, Run(steps=0))
+    with shardcore.full_params(model):
+        assert model.head.weight.shape == (5, 24)
+    with pytest.raises(ValueError, match="Net is not sharded"), shardcore.full_params(make_net()):
+        pass
