@@ -47,6 +47,20 @@ PyAdamHyper make_hyper(double lr, double beta1, double beta2, double eps, double
   return {make_adam_scalars(hyper)};
 }
 
+std::vector<AdamScalars> scalars_of(const py::handle& sequence) {
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "hypers: expected a list of AdamHyper"));
+  if (!items) throw py::error_already_set();
+  std::vector<AdamScalars> scalars;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    if (!py::isinstance<PyAdamHyper>(item)) {
+      type_error({kOp, "hypers", i}, "type ", Py_TYPE(item.ptr())->tp_name, "; expected AdamHyper");
+    }
+    scalars.push_back(item.cast<const PyAdamHyper&>().scalars);
+  }
+  return scalars;
+}
+
 struct Key {
   uint64_t param_index;
   int64_t first_element;
@@ -81,8 +95,8 @@ std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, 
     const long long index = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
     if (index == -1 && PyErr_Occurred()) throw py::error_already_set();
     if (index < 0 || index >= static_cast<long long>(num_hypers)) {
-      value_error({kOp, "hyper_index", static_cast<int64_t>(i)}, index, "; expected an index of hypers (0 to ", num_hypers,
-                  " - 1)");
+      value_error({kOp, "hyper_index", static_cast<int64_t>(i)}, index, "; expected an index of hypers, which has ", num_hypers,
+                  " items");
     }
     indices[i] = static_cast<int32_t>(index);
   }
@@ -132,7 +146,7 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
 class AdamStepper {
  public:
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
-            const std::vector<const PyAdamHyper*>& hypers, const py::handle& hyper_index, const py::object& masters,
+            const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
             const py::object& max_exp_avg_sqs, const py::object& keys) {
     AdamLists lists;
     lists.params = tensors_of(kOp, "params", params);
@@ -149,10 +163,9 @@ class AdamStepper {
     lists.exp_avg_sqs = read("exp_avg_sqs", exp_avg_sqs, false);
     lists.masters = read("masters", masters, true);
     lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
-    const std::vector<int32_t> indices = hyper_indices_of(hyper_index, count, hypers.size());
+    const std::vector<AdamScalars> scalars = scalars_of(hypers);
+    const std::vector<int32_t> indices = hyper_indices_of(hyper_index, count, scalars.size());
     const std::vector<Key> key_list = keys.is_none() ? std::vector<Key>() : keys_of(keys, count);
-    std::vector<AdamScalars> scalars;
-    for (const PyAdamHyper* hyper : hypers) scalars.push_back(hyper->scalars);
     if (count == 0) return;
 
     const at::Device device = lists.params[0].device();
