@@ -41,7 +41,7 @@ class Config:
     train_batch_size: int | None = None
     train_micro_batch_size_per_gpu: int | None = None
     gradient_accumulation_steps: int | None = None
-    gradient_clipping: float = 0.0
+    gradient_clipping: float = 1.0
     bf16: bool = False
     stage: int = 0
     offload: str | None = None
@@ -246,7 +246,7 @@ def read_config(config: Any, args: Any = None) -> Config:
         train_batch_size=values.get("train_batch_size"),
         train_micro_batch_size_per_gpu=values.get("train_micro_batch_size_per_gpu"),
         gradient_accumulation_steps=values.get("gradient_accumulation_steps"),
-        gradient_clipping=values.get("gradient_clipping", 0.0),
+        gradient_clipping=values.get("gradient_clipping", Config.gradient_clipping),
         bf16=values.get("bf16.enabled", False),
         stage=values.get("zero_optimization.stage", 0),
         offload=values.get("zero_optimization.offload_optimizer.device"),

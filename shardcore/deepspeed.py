@@ -71,8 +71,9 @@ def initialize(
         agree(comm, problem, entries, _OP)
         if "gradient_clipping" not in settings.given and comm.rank == 0:
             logger.warning(
-                "initialize: config has no gradient_clipping, so gradients are not clipped; expected 0.0 or the limit that you "
-                "mean (DeepSpeed's own default changed)"
+                "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default of today "
+                "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
+                settings.gradient_clipping,
             )
         offload = None if settings.offload is None else {"optimizer": settings.offload, "pin_memory": settings.pin_memory}
         model, adam = shard(

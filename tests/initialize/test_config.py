@@ -72,7 +72,7 @@ def test_accepted_keys(path: str, value: Any, field: str, expected: Any) -> None
 def test_defaults() -> None:
     config = read_config(BASE)
     assert (config.gradient_clipping, config.bf16, config.stage, config.offload, config.optimizer) == (
-        0.0,
+        1.0,
         False,
         0,
         None,

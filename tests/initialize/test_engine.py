@@ -341,6 +341,6 @@ def test_progress_is_logged_on_rank_0() -> None:
     first, second = run_ranks(2, _logged)
     assert [message.split(" loss=")[0] for message in first[:2]] == [f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)]
     assert all(0 < float(message.split("loss=")[1]) < 10 for message in first[:2])
-    assert "config has no gradient_clipping, so gradients are not clipped" in first[2]
+    assert "config has no gradient_clipping, so the global norm is clipped to 1.0" in first[2]
     assert len(first) == 3
     assert second == []
