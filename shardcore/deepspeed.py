@@ -70,7 +70,7 @@ def initialize(
         agree(comm, problem, entries, _OP)
         if "gradient_clipping" not in settings.given and comm.rank == 0:
             logger.warning(
-                "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default of today "
+                "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "
                 "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
                 settings.gradient_clipping,
             )
