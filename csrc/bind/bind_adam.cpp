@@ -182,9 +182,7 @@ class AdamStepper {
                     "] has a seed, and params[", i, "] is bfloat16 without a master)");
       }
     }
-    for (const auto* list : {&lists.params, &lists.exp_avgs, &lists.exp_avg_sqs, &lists.masters, &lists.max_exp_avg_sqs}) {
-      for (const at::Tensor& tensor : *list) mark_written(tensor);
-    }
+    for (const at::Tensor& param : lists.params) mark_written(param);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (device.is_cpu()) adam_cpu(segments.data(), static_cast<int64_t>(count), scalars.data(), torch_executor());
 #ifdef SHARDCORE_WITH_CUDA
