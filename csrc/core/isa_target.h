@@ -8,16 +8,16 @@
 #if defined(SHARDCORE_ISA_AVX512)
 #define SHARDCORE_ISA isa_avx512
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")
 #endif
 #elif defined(SHARDCORE_ISA_AVX2)
 #define SHARDCORE_ISA isa_avx2
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma,f16c")
+#pragma GCC target("avx2,fma")
 #endif
 #elif defined(SHARDCORE_ISA_BASE)
 #define SHARDCORE_ISA isa_base
