@@ -13,7 +13,7 @@
 #define SHARDCORE_RESTRICT __restrict__
 
 // Loops that nvcc must unroll (their arrays are registers), and must not (it would cost registers).
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #define SHARDCORE_UNROLL _Pragma("unroll")
 #define SHARDCORE_NO_UNROLL _Pragma("unroll 1")
 #else
