@@ -66,7 +66,10 @@ def result_table(trainings: list[Training]) -> str:
     rows = [
         ["", *(str(training.placement) for training in trainings)],
         ["first loss", *(f"{training.losses[0]:.4f}" for training in trainings)],
-        [f"last loss (mean of {TAIL_STEPS})", *(f"{training.last_loss:.4f}" for training in trainings)],
+        [
+            f"last loss (mean of {min(TAIL_STEPS, len(trainings[0].losses))})",
+            *(f"{training.last_loss:.4f}" for training in trainings),
+        ],
         ["step time (median)", *(f"{training.median_step_seconds * 1e3:.0f} ms" for training in trainings)],
         ["tokens/s", *(f"{training.tokens_per_step / training.median_step_seconds:,.0f}" for training in trainings)],
     ]
@@ -113,7 +116,7 @@ def write_loss_png(path: Path, trainings: list[Training], title: str) -> bool:
     # Equal curves lie on each other: the first is wide and pale, the next a thin dashed line on top of it.
     styles = [{"linewidth": 5, "alpha": 0.35}, {"linewidth": 1.2, "linestyle": "--", "color": "black"}]
     for training, style in zip(trainings, styles, strict=False):
-        label = f"{training.placement}: {training.last_loss:.3f} (mean of the last {TAIL_STEPS})"
+        label = f"{training.placement}: {training.last_loss:.3f} (mean of the last {min(TAIL_STEPS, len(training.losses))})"
         axes.plot(range(1, len(training.losses) + 1), training.losses, label=label, **style)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(alpha=0.3)

@@ -25,9 +25,9 @@ from examples.training import Placement, TrainConfig, Training, gather, train
 # steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
 PRESET_DEFAULTS = {
     "tiny": {"steps": 60, "batch": 8, "lr": 3e-3},
-    "cpu10m": {"steps": 180, "batch": 4, "lr": 1e-3},
-    "cpu26m": {"steps": 180, "batch": 4, "lr": 1e-3},
-    "gpu": {"steps": 200, "batch": 16, "lr": 4e-4},
+    "cpu10m": {"steps": 160, "batch": 4, "lr": 1e-3},
+    "cpu26m": {"steps": 160, "batch": 4, "lr": 1e-3},
+    "gpu": {"steps": 200, "batch": 8, "lr": 3e-4},
 }
 DEMO_PLACEMENTS = [Placement(stage=0, offload="none"), Placement(stage=2, offload="cpu")]
 
@@ -95,9 +95,11 @@ def choose_precision(asked: str, device: str) -> tuple[str, str]:
     """Return "bf16" or "fp32" and why: bf16 is taken where it is fast, since elsewhere it only slows the training down."""
     if asked != "auto":
         return asked, "as asked"
-    if torch.cuda.is_bf16_supported() if device == "cuda" else cpu_has_bf16():
-        return "bf16", f"this {'GPU' if device == 'cuda' else 'CPU'} multiplies bfloat16 natively"
-    return "fp32", f"this {'GPU' if device == 'cuda' else 'CPU'} has no bfloat16 units"
+    if device == "cuda":
+        return "bf16", "GPUs of compute capability 8.0 and above multiply bfloat16 natively"
+    if cpu_has_bf16():
+        return "bf16", "this CPU multiplies bfloat16 natively"
+    return "fp32", "this CPU has no bfloat16 units"
 
 
 def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -172,6 +174,8 @@ def introduction(options: argparse.Namespace, config: TrainConfig, corpus: Corpu
 
 def verdict(trainings: list[Training], equal: bool) -> str:
     """Say what the hashes prove."""
+    if sum(len(training.weights_sha256) for training in trainings) == 1:
+        return f"final weights: {trainings[0].weights_sha256[0]}"
     compared = "both trainings and all ranks" if len(trainings) > 1 else "all ranks"
     if equal:
         return f"final weights are EQUAL, bit for bit, over {compared}: {trainings[0].weights_sha256[0]}"
