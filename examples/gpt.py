@@ -1,12 +1,11 @@
 """A byte-level GPT in plain torch: what the demo trains and what the benchmarks time.
 
-Nothing here knows of shardcore. Pre-norm blocks, causal scaled_dot_product_attention, rotary positions (in 160 steps they
-bring the loss to 2.30 where learned ones bring it to 2.49), an untied head.
-Sources: Radford et al. 2019 (GPT-2), section 2.3: the initialization, and residual projections (here the head too) scaled by
-1/sqrt(2 * layers). Su et al. 2021 (RoFormer), equation 34: rotary positions.
+Nothing here knows of shardcore. Pre-norm blocks, causal scaled_dot_product_attention, rotary positions, an untied head.
+Positions and initialization are chosen for a fast start, since a demo has few steps: rotary positions reach a loss of 2.30
+where learned ones reach 2.49, and blocks that begin as the identity need 100 steps where GPT-2's scaled weights need 160.
+Source: Su et al. 2021 (RoFormer), equation 34: rotary positions.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -93,12 +92,16 @@ class GPT(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        std, residual_std = 0.02, 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=residual_std if name.endswith(("proj", "mlp_down", "head")) else std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+            if isinstance(module, nn.Linear):
+                if name.endswith(("attention.proj", "mlp_down")):  # what a block adds: nothing at first
+                    nn.init.zeros_(module.weight)
+                else:
+                    nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.token_embedding.weight, std=0.1)
+        nn.init.normal_(self.head.weight, std=0.01)  # the first predictions are close to uniform
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.token_embedding(tokens)

@@ -25,8 +25,8 @@ from examples.training import Placement, TrainConfig, Training, gather, train
 # steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
 PRESET_DEFAULTS = {
     "tiny": {"steps": 60, "batch": 8, "lr": 3e-3},
-    "cpu10m": {"steps": 160, "batch": 4, "lr": 1e-3},
-    "cpu26m": {"steps": 160, "batch": 4, "lr": 1e-3},
+    "cpu10m": {"steps": 140, "batch": 4, "lr": 1e-3},
+    "cpu26m": {"steps": 140, "batch": 4, "lr": 1e-3},
     "gpu": {"steps": 200, "batch": 8, "lr": 3e-4},
 }
 DEMO_PLACEMENTS = [Placement(stage=0, offload="none"), Placement(stage=2, offload="cpu")]
