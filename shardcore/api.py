@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
 from shardcore.comm import Comm, first_difference
 from shardcore.engine import build, model_io
 from shardcore.engine.bucket import LIFETIMES, allocate
@@ -19,14 +20,12 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.reducer import ReducePolicy
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.offload import CpuStore
-from shardcore.optim import AdamOptimizer, CPUAdam, FusedAdam, check_max_norm
+from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def shard(
@@ -66,15 +65,20 @@ def shard(
         False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
     broadcast: take rank 0's weights and buffers. process_group: the ranks that share the model (default: all).
 
-    Afterwards backward reduces gradients as it goes; `p.grad` is the averaged gradient at stage 0 and None from stage 1 on
-    (`full_grad`). Steps with a non-finite gradient are skipped on every rank. `model.state_dict()` and
-    `optimizer.state_dict()` are whole, and collective.
+    Afterwards backward reduces gradients as it goes. At stage 0 `p.grad` is then the averaged gradient (once it is reduced: not
+    between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
+    stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
+    and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
+    `p.data` do not reach masters. Steps with a non-finite gradient are skipped on every rank. Every rank runs the same number
+    of backwards. `model.state_dict()` and `optimizer.state_dict()` are whole, and collective; frozen parameters have no master,
+    so with "bf16" they are bfloat16 in it, too. Layers that keep buffers of statistics beside weights (BatchNorm) need
+    `keep_fp32` with "bf16" on CPUs.
 
     Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
     disagree; NotImplementedError for what is not built yet.
     """
     comm = Comm(process_group)
-    options = {
+    options: dict[str, Any] = {
         "stage": stage,
         "offload": offload,
         "precision": precision,
@@ -90,22 +94,23 @@ def shard(
     problem: Exception | None = None
     entries: list[Any] = []
     try:
-        _check_options(options)
+        check_options(options)
         build.check_model(model)
-        adam = _accept_optimizer(optimizer)
+        adam = accept_optimizer(optimizer)
         build.check_ownership(model, optimizer)
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)
-        entries = build.signature(model, specs, optimizer, options)
-    except (ValueError, TypeError, NotImplementedError) as error:
+        builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
+        entries = build.signature(model, specs, optimizer, builder, options)
+    except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
     agree(comm, problem, entries)
 
+    comm.separate()
     carried = {param: dict(state) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
-        _share_groups(optimizer, adam, comm)
-    builder = build.Builder(comm, LIFETIMES[stage], _DTYPES[precision], kept, device)
+        replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     buckets = builder.plan(model, specs, adam)
     for bucket in buckets:
         bucket.weight = allocate(bucket.layout.numel, bucket.dtype, device)
@@ -118,129 +123,21 @@ def shard(
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    lost = [name for name, param in frozen if param in carried]
+    if lost and comm.rank == 0:
+        logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     builder.place_rest(model, [param for _, param in frozen], broadcast)
 
-    policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, _DTYPES[grad_dtype])
+    policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, DTYPES[grad_dtype])
     engine = Engine(model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device)
     engine.state_io.carry(carried)
-    model_io.attach(engine, _DTYPES[precision] if cast_inputs and precision != "fp32" else None)
+    model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
     adam.state.clear()
     adam._engine = engine
     return model, adam
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    stage = options["stage"]
-    if isinstance(stage, bool) or not isinstance(stage, int):
-        raise TypeError(f"shard: stage is {stage!r}; expected 0, 1 or 2")
-    if stage == 3:
-        raise NotImplementedError("shard: stage is 3, which is not built yet; expected 0, 1 or 2")
-    if stage not in LIFETIMES:
-        raise ValueError(f"shard: stage is {stage}; expected 0, 1 or 2")
-    for name in ("precision", "grad_dtype"):
-        if options[name] not in _DTYPES:
-            raise ValueError(f'shard: {name} is {options[name]!r}; expected "bf16" or "fp32"')
-    clip = options["clip_grad_norm"]
-    if clip is not None and check_max_norm("shard", clip) == 0.0:
-        raise ValueError("shard: clip_grad_norm is 0; expected a positive number, or None not to clip")
-    accumulate = options["accumulate"]
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
-    if accumulate < 1:
-        raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
-    if options["sync_each"] not in (None, True, False):
-        raise TypeError(f"shard: sync_each is {options['sync_each']!r}; expected True, False or None")
-    if options["overlap_step"]:
-        raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
-    if options["reduction"] == "nccl":
-        raise NotImplementedError('shard: reduction is "nccl", which is not built yet; expected "ordered"')
-    if options["reduction"] != "ordered":
-        raise ValueError(f'shard: reduction is {options["reduction"]!r}; expected "ordered"')
-    offload_options(options["offload"])
-
-
-def offload_options(offload: Mapping[str, Any] | None) -> tuple[str | None, bool]:
-    """Return (tier of the optimizer states or None, whether to pin host memory); raise for anything else."""
-    if offload is None:
-        return None, False
-    if not isinstance(offload, Mapping):
-        raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
-    for key in offload:
-        if key in ("gradients", "weights"):
-            raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
-        if key not in ("optimizer", "pin_memory"):
-            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory"')
-    tier = offload.get("optimizer")
-    if tier == "nvme":
-        raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
-    if tier != "cpu":
-        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu"')
-    pin_memory = offload.get("pin_memory", True)
-    if not isinstance(pin_memory, bool):
-        raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
-    return tier, pin_memory
-
-
-def _accept_optimizer(optimizer: object) -> AdamOptimizer:
-    """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
-    if isinstance(optimizer, AdamOptimizer):
-        if optimizer._engine is not None:
-            raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
-        for index, group in enumerate(optimizer.param_groups):
-            if group["stochastic_rounding"]:
-                raise ValueError(
-                    f"shard: param_groups[{index}].stochastic_rounding is True; expected False (sharded weights are "
-                    "rounded from float32 masters)"
-                )
-        return optimizer
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise TypeError(
-            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, "
-            "torch.optim.Adam or torch.optim.AdamW"
-        )
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        for key in ("differentiable", "capturable"):
-            if group.get(key):
-                raise ValueError(f"shard: param_groups[{index}].{key} is True; expected False for a sharded optimizer")
-        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
-        decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-        groups.append({"params": list(group["params"]), "adam_w_mode": decoupled, **options})
-    return FusedAdam(groups)
-
-
-def _share_groups(old: torch.optim.Optimizer, new: AdamOptimizer, comm: Comm) -> None:
-    """Let the new optimizer use the old one's group dicts, so that schedulers of the old one drive it."""
-    for index, group in enumerate(new.param_groups):
-        shared = old.param_groups[index]
-        shared.update({key: value for key, value in group.items() if key not in shared})
-        new.param_groups[index] = shared
-    old.__dict__["step"] = _Replaced(type(old).__name__)
-    old.__dict__["_opt_called"] = True  # schedulers of the old one ask whether it has stepped; the new one does
-    if comm.rank == 0:
-        logger.warning(
-            "shard: made a shardcore.FusedAdam from %s; use the optimizer that shard() returns (it shares param_groups with "
-            "the old one, whose step() must not be called any more)",
-            type(old).__name__,
-        )
-
-
-class _Replaced:
-    """What is left of the `step` of an optimizer that a new one replaced."""
-
-    _wrapped_by_lr_sched = True  # schedulers look for this name
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError(
-            f"step: this {self.kind} was replaced by shardcore.shard; expected step() of the optimizer it returned"
-        )
+# --- agreement between ranks -------------------------------------------------------------------------------------------
 
 
 def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload: Mapping[str, Any] | None) -> torch.device:
@@ -310,6 +207,8 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
     At stages 0 to 2 they always are; edits in place reach the masters at the next step.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"full_params: got a {type(model).__name__}; expected a module that shardcore.shard returned")
     _engine_of("full_params", model)
     yield
 

@@ -6,6 +6,7 @@ arithmetic on gradients happens in csrc/reduce, in rank order. A world of one ne
 
 import json
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ import torch.distributed as dist
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# Process groups that an engine of this process uses.
+_taken: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 
 
 class Comm:
@@ -45,6 +50,25 @@ class Comm:
         if self.uses_nccl:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
         self._tag = 0
+
+    def separate(self) -> None:
+        """Move to a new group of the same ranks if another engine uses this one. Collective.
+
+        Two models' backwards can interleave differently on different ranks; on one group their messages would mix.
+        """
+        if self.group is None:
+            return
+        if self.group in _taken:
+            old = self.group
+            timeout = old._get_backend(self.device).options._timeout
+            self.group = dist.new_group(
+                dist.get_process_group_ranks(old),
+                timeout=timeout,
+                backend=dist.get_backend(old),
+                use_local_synchronization=True,
+            )
+            assert self.group is not None
+        _taken.add(self.group)
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | None:
         """Start sending the r-th equal piece of `sent` to rank r; `received` gets a piece from each rank, in rank order."""

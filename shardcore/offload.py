@@ -1,8 +1,8 @@
 """The cpu tier of optimizer states: exact, chunk by chunk, through counted copies only.
 
-States and masters (of float32 weights too) live in the tier's buffers. A step copies each chunk of the reduced gradient to
-the tier, runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is still memory of its own,
-so that what the copies do can be tested anywhere.
+States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights
+that have no master: float32 ones), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
+is still memory of its own, so that what the copies do can be tested anywhere.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,10 @@ class CpuStore:
         self.copies = _C.HostTier(device, pin_memory)
         self._stepper = _C.AdamStepper()
         self._states = {
-            bucket: {key: self.copies.empty(bucket.owned_numel, torch.float32) for key in state_keys(amsgrad[bucket], True)}
+            bucket: {
+                key: self.copies.empty(bucket.owned_numel, torch.float32)
+                for key in state_keys(amsgrad[bucket], bucket.needs_master)
+            }
             for bucket in buckets
         }
         self._chunk_numel = min(chunk_numel, max((b.owned_numel for b in buckets), default=BLOCK))
@@ -63,10 +66,13 @@ class CpuStore:
                 grad = self._stage("grad", bucket.grad.dtype, cursor, span.numel)
                 param = self._stage("param", bucket.dtype, cursor, span.numel)
                 self.copies.to_tier(grad, bucket.grad[span.start : end])
+                weight = bucket.owned_slice(bucket.weight)[span.start : end]
+                if not bucket.needs_master:
+                    self.copies.to_tier(param, weight)
                 grads.append(grad)
                 params.append(param)
                 states.append({key: flat[span.start : end] for key, flat in self._states[bucket].items()})
-                back.append((bucket.owned_slice(bucket.weight)[span.start : end], param))
+                back.append((weight, param))
                 cursor += span.numel
             self.copies.synchronize()
             step_spans(self._stepper, hypers, [span.hyper for span in chunk], params, grads, states)

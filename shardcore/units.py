@@ -4,7 +4,7 @@ A unit is a module of the model; the root (the model itself) holds whatever no o
 one unit: the innermost one that contains every module which uses it, so a weight tied across units belongs to their parent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -74,6 +74,8 @@ def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
         if policy < 1:
             raise ValueError(f"shard: units is {policy}; expected at least 1 parameter a unit")
         return _by_size(model, policy)
+    if not isinstance(policy, type | Iterable):
+        raise TypeError(f'shard: units is {policy!r}; expected "auto", module classes, a list of modules, or a number')
     items = [policy] if isinstance(policy, type) else list(policy)
     classes = tuple(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
     modules = [item for item in items if isinstance(item, nn.Module)]

@@ -86,6 +86,7 @@ class Bucket:
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
+        self._gaps = tuple(layout.gaps())
         self.weight = torch.empty(0)
         self.grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
@@ -119,7 +120,7 @@ class Bucket:
 
     def zero_unused(self, whole: torch.Tensor, written: Iterable[Managed]) -> None:
         """Zero the padding and the slots of parameters not in `written`, so that a sum over ranks reads no stale bytes."""
-        for start, end in self.layout.gaps():
+        for start, end in self._gaps:
             whole[start:end].zero_()
         keep = set(written)
         for managed in self.params:

@@ -1,6 +1,6 @@
 """From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,14 @@ def check_model(model: nn.Module) -> None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError("shard: the model is wrapped in DistributedDataParallel; expected the plain model (pass model.module)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        if getattr(module, "_shardcore_engine", None) is not None:
+            raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
     for name, param in model.named_parameters():
+        if getattr(param, "_shardcore_engine", None) is not None:
+            raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
         if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
@@ -53,6 +60,8 @@ def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]
     """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps in float32."""
     if isinstance(keep_fp32, str | type):
         keep_fp32 = (keep_fp32,)
+    if not isinstance(keep_fp32, Iterable):
+        raise TypeError(f"shard: keep_fp32 is {keep_fp32!r}; expected a list of module classes, names or parameters")
     by_name = dict(model.named_parameters(remove_duplicate=False))
     kept: set[nn.Parameter] = set()
     for item in keep_fp32:
@@ -76,7 +85,11 @@ def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
 
 
 def signature(
-    model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    optimizer: torch.optim.Optimizer,
+    builder: "Builder",
+    options: Mapping[str, Any],
 ) -> list[Any]:
     """Return what must be equal on all ranks, as JSON values with the most telling first."""
     groups = group_indices(optimizer)
@@ -84,12 +97,24 @@ def signature(
     for spec in specs:
         for name, param in spec.params:
             kind = "trainable" if param.requires_grad else "frozen"
+            place = f"unit={spec.name} group={groups.get(param)} becoming {_name(builder.dtype_of(param))}"
             entries.append(
-                f"{name} {tuple(param.shape)} {_name(param.dtype)} {kind} unit={spec.name} group={groups.get(param)}"
+                f"{name} {tuple(param.shape)} {_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
             )
     entries += [f"buffer {name} {tuple(buffer.shape)} {_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
-    entries += [f"param_groups[{i}] of {len(group['params'])} parameters" for i, group in enumerate(optimizer.param_groups)]
-    return entries
+    for index, group in enumerate(optimizer.param_groups):
+        entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
+        entries += [f"param_groups[{index}].{key}={_plain(value)}" for key, value in group.items() if key != "params"]
+    return [*entries, f"optimizer {type(optimizer).__name__}"]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
+    state = optimizer.state.get(param) or {}
+    return " ".join(f"{key}={_plain(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 class Builder:

@@ -44,7 +44,7 @@ class Engine:
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
-        for param in self.managed:
+        for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
         self.state_io = OptimizerStateIO(self)
 
@@ -66,18 +66,34 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.reducer.settle()
+        self.reducer.reduce_pending()
+        problem: Exception | None = None
+        try:
+            self._check_step()
+        except (ValueError, TypeError) as error:
+            problem = error
+        limit = self.max_norm if max_norm is None else max_norm
+        if not self.updater.step(grad_scale, limit, problem):
+            self.optimizer.skipped_steps += 1
+        self.reducer.backwards = 0
+        return loss
+
+    def _check_step(self) -> None:
+        if self.reducer.dropped:
+            raise ValueError("step: the last backward ended in an error; expected one that succeeds, or zero_grad()")
         for name, param in self.unmanaged:
             if param.grad is not None:
                 raise ValueError(
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
-        self.reducer.reduce_pending()
+        if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
+            raise ValueError(
+                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
+                '(precision="bf16" needs no loss scaling, and non-finite steps are skipped anyway)'
+            )
         self.reducer.accept_user_grads()
-        limit = self.max_norm if max_norm is None else max_norm
-        if not self.updater.step(grad_scale, limit):
-            self.optimizer.skipped_steps += 1
-        self.reducer.backwards = 0
-        return loss
+        self.updater.check()
 
     @property
     def last_grad_norm(self) -> float | None:
@@ -151,7 +167,7 @@ class Engine:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
         self.reducer.reduce_pending()
         self.reducer.accept_user_grads()
-        bucket, managed = self.bucket_of[param], self.managed[param]
+        bucket, managed = self._of("full_grad", param)
         if not managed.has_grad or bucket.grad is None:
             return None
         return managed.slice_of(self.whole(bucket, bucket.grad)).clone()
@@ -159,13 +175,21 @@ class Engine:
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
-        bucket, managed = self.bucket_of[param], self.managed[param]
+        bucket, managed = self._of("full_state", param)
         if key == "step":
             return torch.tensor(float(managed.step))
         states = self.store.states(bucket) if bucket.group is not None else {}
         if key not in states:
-            raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of step, {', '.join(states)}")
+            raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(['step', *states])}")
+        self.updater.accept_weight_edits()
         return managed.slice_of(self.whole(bucket, states[key])).clone()
+
+    def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"{op}: got a {type(param).__name__}; expected a parameter of the sharded model")
+        if param not in self.managed:
+            raise ValueError(f"{op}: the parameter was frozen when shard() was called; expected a trainable one")
+        return self.bucket_of[param], self.managed[param]
 
     def whole(self, bucket: Bucket, owned: torch.Tensor) -> torch.Tensor:
         """Return a whole-bucket tensor from every rank's owned range, on the device of `owned`. Collective from stage 1 on."""

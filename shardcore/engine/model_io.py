@@ -57,7 +57,7 @@ class _BeforeForward(_EngineHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.engine is not None and torch.is_grad_enabled():
-            self.engine.reducer.abandon_backward()
+            self.engine.reducer.settle()
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -72,7 +72,7 @@ class _AfterForward(_EngineHook):
             return
         begin = self.engine.reducer.begin_backward
         for value in pytree.tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
 
 

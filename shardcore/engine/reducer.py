@@ -7,13 +7,16 @@ ranks cannot disagree, and the order of sums never depends on buckets, stages or
 
 Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
 loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
-backwards; beginning at the root output places the callback in the outermost one.
+backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object
+(`_Backward`), so when it is gone without having been called, the backward failed: what it left is dropped, with a warning.
 Note [Late gradients]: a parameter's hook can fire twice in one backward (a shared weight under reentrant checkpointing),
 even after its bucket was sent. Late parts wait in `_late` and go in a second round at the end, on every rank.
 """
 
+import logging
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,8 @@ from shardcore._native import _C
 from shardcore.comm import Comm, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed
 from shardcore.engine.handout import HandedOut
+
+logger = logging.getLogger("shardcore")
 
 _MAX_IN_FLIGHT = 2
 _USED, _LATE = 1, 2
@@ -49,6 +54,16 @@ class _InFlight:
     work: dist.Work | None
 
 
+class _Backward:
+    """Autograd's final callback of one backward. See Note [Backward boundaries]."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
 class Reducer:
     """Owns the gradients of all buckets from autograd to the reduced, averaged shard."""
 
@@ -65,7 +80,8 @@ class Reducer:
         self.backwards = 0  # since the last step or zero_grad
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
-        self._in_backward = False
+        self.dropped = False  # a backward failed, and no other ended since
+        self._backward: weakref.ref[_Backward] | None = None  # the one under way, or the one that failed
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many of self.buckets were sent in this backward
         self._missing: dict[Bucket, set[Managed]] = {}
@@ -74,41 +90,65 @@ class Reducer:
         self._in_flight: deque[_InFlight] = deque()
         self._gathers: list[dist.Work] = []
         for order, bucket in enumerate(self.buckets):
-            for managed in bucket.params:
-                self._watch(order, bucket, managed)
+            for slot in range(len(bucket.params)):
+                self._watch(order, slot)
 
-    def _watch(self, order: int, bucket: Bucket, managed: Managed) -> None:
-        # The first hook runs before autograd adds to param.grad, the second after.
-        param: Any = managed.param
-        param.register_hook(lambda grad: self.begin_backward())
-        param.register_post_accumulate_grad_hook(lambda param: self._on_grad(order, bucket, managed))
+    def _watch(self, order: int, slot: int) -> None:
+        """Hook a parameter: before autograd adds to `param.grad`, and after.
+
+        The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
+        """
+        param: Any = self.buckets[order].params[slot].param
+        weak = weakref.ref(self)
+
+        def before(grad: torch.Tensor) -> None:
+            if (reducer := weak()) is not None:
+                reducer.begin_backward()
+
+        def after(param: torch.Tensor) -> None:
+            if (reducer := weak()) is not None:
+                reducer._on_grad(order, slot)
+
+        param.register_hook(before)
+        param.register_post_accumulate_grad_hook(after)
 
     # --- one backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of one backward, unless one is under way. See Note [Backward boundaries]."""
-        if self._in_backward:
+        self.settle()
+        if self._backward is not None:
             return
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
-        self._in_backward = True
+        callback = _Backward(self._end_backward)
+        self._backward = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._any_grad = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._next = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
-    def abandon_backward(self) -> None:
-        """Forget a backward that an exception ended, and its gradients, so that the next one starts clean."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            wait_all([flight.work for flight in self._in_flight if flight.work is not None])
-            self._in_flight.clear()
-            self._wait_gathers()
-            self._in_backward = False
-            self.zero()
+    def settle(self) -> None:
+        """If the last backward ended in an error, drop all gradients, so that the next one starts clean."""
+        if self._backward is None or self._backward() is not None:
+            return
+        self._backward = None
+        for flight in self._in_flight:
+            if flight.work is not None:
+                flight.work.wait()
+            self.pool.give(flight.sent)
+            self.pool.give(flight.received)
+        self._in_flight.clear()
+        self._wait_gathers()
+        self.zero()
+        self.dropped = True
+        logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
-    def _on_grad(self, order: int, bucket: Bucket, managed: Managed) -> None:
+    def _on_grad(self, order: int, slot: int) -> None:
+        bucket = self.buckets[order]
+        managed = bucket.params[slot]
         grad = managed.param.grad
         if grad is None:
             return
@@ -134,11 +174,12 @@ class Reducer:
                 self._launch_next()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._backward = None
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
             return
         self.backwards += 1
+        self.dropped = False
         if self._reducing:
             self._reduce_rest()
 
@@ -284,7 +325,9 @@ class Reducer:
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros."""
+        self.settle()
         self.backwards = 0
+        self.dropped = False
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

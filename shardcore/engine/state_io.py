@@ -1,5 +1,6 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ class OptimizerStateIO:
             stepped = [managed for managed in bucket.params if managed.step > 0]
             if not stepped:
                 continue
-            for key in sorted(self._keys(bucket)):  # the order of collectives must not depend on anything else
+            for key in sorted(engine.store.states(bucket)):  # the order of collectives must not depend on anything else
                 whole = engine.whole(bucket, engine.store.states(bucket)[key])
                 for managed in stepped:
                     entry = found.setdefault(number_of[managed.param], {"step": torch.tensor(float(managed.step))})
@@ -51,45 +52,51 @@ class OptimizerStateIO:
         groups = self.engine.optimizer.param_groups
         options = import_groups(_OP, groups, state_dict["param_groups"])
         saved = self._by_param(groups, state_dict)
-        for managed, bucket in self._optimized():
-            self._import(managed, bucket, saved)  # checks; the result is dropped so that only one parameter is whole at a time
+        lost: list[str] = []
+        for managed, bucket in self._optimized():  # checks only: the results go, so that one parameter is whole at a time
+            lost += self._import(managed, bucket, saved)[1]
+        if lost:
+            more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
+            warnings.warn(f"{_OP}: {lost[0]}{more}", UserWarning, stacklevel=4)
         for group, new_options in zip(groups, options, strict=True):
             group.update(new_options)
         for managed, bucket in self._optimized():
-            self._scatter(managed, bucket, self._import(managed, bucket, saved))
+            self._scatter(managed, bucket, self._import(managed, bucket, saved)[0])
 
     def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over the states that an optimizer had before it was sharded."""
         for managed, bucket in self._optimized():
             if states.get(managed.param):
-                self._scatter(managed, bucket, self._import(managed, bucket, states))
+                self._scatter(managed, bucket, self._import(managed, bucket, states)[0])
 
     def _optimized(self) -> list[tuple[Managed, Bucket]]:
         return [(managed, bucket) for bucket in self.engine.updater.buckets for managed in bucket.params]
 
-    def _keys(self, bucket: Bucket) -> list[str]:
-        """The state keys that belong to the parameter, not to the tier (a tier keeps masters of float32 weights too)."""
-        return [key for key in self.engine.store.states(bucket) if key != "master" or bucket.needs_master]
-
     def _by_param(
         self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
     ) -> dict[torch.Tensor, Mapping[str, Any]]:
+        if not isinstance(state_dict["state"], Mapping):
+            raise TypeError(f'{_OP}: state_dict["state"] has type {type(state_dict["state"]).__name__}; expected a dict')
         numbers = [n for given in state_dict["param_groups"] for n in given["params"]]
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f'{_OP}: state_dict["param_groups"] names a parameter twice; expected each once')
         params = {n: param for n, (_, param) in zip(numbers, self._numbered(), strict=True)}
         for key in state_dict["state"]:
             if key not in params:
                 raise ValueError(f'{_OP}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
         return {params[key]: value for key, value in state_dict["state"].items()}
 
-    def _import(self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]) -> dict[str, Any]:
+    def _import(
+        self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
+    ) -> tuple[dict[str, Any], list[str]]:
         entry = saved.get(managed.param, {})
-        state, _lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, bucket.needs_master)
-        return dict(state)
+        state, lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, bucket.needs_master)
+        return dict(state), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
         engine = self.engine
         managed.step = int(state["step"]) if state else 0
-        for key in self._keys(bucket):
+        for key in engine.store.states(bucket):
             values = state.get(key)
             if values is None and key == "master":
                 continue

@@ -34,19 +34,18 @@ class Updater:
         self.skipped_steps = 0
 
     @torch.no_grad()
-    def step(self, grad_scale: float, max_norm: float | None) -> bool:
+    def step(self, grad_scale: float, max_norm: float | None, problem: Exception | None = None) -> bool:
         """Update every parameter that has a gradient; returns False if the step was skipped for a non-finite gradient.
 
         The gradients are multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global
-        norm. Collective. Raises ValueError for bad group options before anything is written.
+        norm. Collective. `problem` is this rank's reason to refuse: it is raised, and every other rank raises, too.
         """
-        for index, group in enumerate(self.groups):
-            check_options("step", group, f"param_groups[{index}].")
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         if not active:
+            if problem is not None:
+                raise problem
             return True
-        self.accept_weight_edits()
-        norm = self.global_norm(active) * abs(grad_scale)
+        norm = self._agreed_norm(active, problem) * abs(grad_scale)
         self.last_norm = norm
         if not math.isfinite(norm):
             self._skip(norm)
@@ -65,14 +64,24 @@ class Updater:
             managed.version = managed.param._version
         return True
 
-    def global_norm(self, buckets: Iterable[Bucket]) -> float:
-        """Return the float32 norm of the buckets' averaged gradients over all ranks. Collective; waits for the device."""
-        parts = [bucket.sq_norm for bucket in buckets]
-        if not parts:
-            return 0.0
-        own = _C.sq_norm_add(torch.stack(parts).cpu())
-        rows = self.comm.gather_rows(own.to(parts[0].device))
-        return _C.norm_from_sq(_C.sq_norm_add(rows.cpu()))
+    def check(self) -> None:
+        """Raise ValueError or TypeError for group options or parameters that no step can use."""
+        for index, group in enumerate(self.groups):
+            check_options("step", group, f"param_groups[{index}].")
+        self.accept_weight_edits()
+
+    def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None) -> float:
+        """Return the float32 norm of the averaged gradients over all ranks, or raise on all if one has a problem."""
+        parts = torch.stack([bucket.sq_norm for bucket in active]).cpu()
+        refuses = torch.tensor([float(problem is not None)], dtype=torch.float64)
+        row = torch.cat([_C.sq_norm_add(parts), refuses]).to(active[0].weight.device)
+        rows = self.comm.gather_rows(row).cpu()
+        if problem is not None:
+            raise problem
+        if rows[:, 2].any():
+            refusing = rows[:, 2].nonzero().flatten().tolist()
+            raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
+        return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous()))
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[list[Span], list[_C.AdamHyper]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""

@@ -50,14 +50,14 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     """
     limit = check_max_norm("clip_grad_norm_", max_norm)
     engine = getattr(model_or_params, "_shardcore_engine", None)
-    if engine is not None and isinstance(model_or_params, torch.nn.Module):
+    if engine is not None and not isinstance(model_or_params, torch.Tensor):
         return engine.clip_grad_norm_(limit)  # type: ignore[no-any-return]
     if isinstance(model_or_params, torch.nn.Module):
         model_or_params = model_or_params.parameters()
     params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
     engines = {id(e): e for e in (getattr(p, "_shardcore_engine", None) for p in params) if e is not None}
-    if len(engines) > 1:
-        raise ValueError("clip_grad_norm_: params belong to several sharded models; expected one model at a time")
+    if len(engines) > 1 or (engines and not all(hasattr(p, "_shardcore_engine") for p in params)):
+        raise ValueError("clip_grad_norm_: params are not all of one sharded model; expected one model at a time")
     for engine in engines.values():
         return engine.clip_grad_norm_(limit, params)  # type: ignore[no-any-return]
     grads = [p.grad for p in params if p.grad is not None]

@@ -33,9 +33,18 @@ def adam(model: nn.Module) -> Any:
         ({"precision": torch.bfloat16}, ValueError, "precision is torch.bfloat16"),
         ({"grad_dtype": "fp16"}, ValueError, "grad_dtype is 'fp16'"),
         ({"clip_grad_norm": 0.0}, ValueError, "clip_grad_norm is 0"),
-        ({"clip_grad_norm": -1.0}, ValueError, "-1"),
+        ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm is -1"),
         ({"clip_grad_norm": float("nan")}, ValueError, "nan"),
-        ({"clip_grad_norm": "1"}, TypeError, "str"),
+        ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm is '1'"),
+        ({"precision": []}, ValueError, "precision is "),
+        ({"cast_inputs": "no"}, TypeError, "cast_inputs is 'no'"),
+        ({"broadcast": 1}, TypeError, "broadcast is 1"),
+        ({"overlap_step": None}, TypeError, "overlap_step is None"),
+        ({"sync_each": 1}, TypeError, "sync_each is 1"),
+        ({"units": None}, TypeError, "units is None"),
+        ({"units": 3.5}, TypeError, "units is 3.5"),
+        ({"keep_fp32": None}, TypeError, "keep_fp32 is None"),
+        ({"keep_fp32": 3}, TypeError, "keep_fp32 is 3"),
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected at least 1"),
         ({"accumulate": 1.5}, TypeError, "accumulate is 1.5"),
         ({"sync_each": "yes"}, TypeError, "sync_each is 'yes'"),
@@ -99,6 +108,13 @@ def test_twice() -> None:
         shardcore.shard(model, adam(model))
     with pytest.raises(ValueError, match="the optimizer is already sharded"):
         shardcore.shard(make_net(), optimizer)
+    outer = nn.Sequential(model, nn.Linear(5, 5))
+    with pytest.raises(ValueError, match="the module 0 is already sharded; expected to shard the whole model once"):
+        shardcore.shard(outer, adam(outer))
+    sharing = make_net()
+    sharing.head.weight = model.head.weight
+    with pytest.raises(ValueError, match=r"head\.weight belongs to another sharded model"):
+        shardcore.shard(sharing, adam(sharing))
     with pytest.raises(ValueError, match="add_param_group came after shard"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
@@ -125,8 +141,10 @@ def test_models_that_are_sharded_by_others() -> None:
 
 
 def _disagree(rank: int, world_size: int, how: str) -> str:
-    model = make_net()
+    model: Any = make_net()
     stage = 2
+    options: dict[str, Any] = {}
+    kind = {"lr": 1e-2}
     if rank == 1:
         if how == "shape":
             model.head = nn.Linear(24, 6, bias=False)
@@ -143,14 +161,26 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
             model.register_buffer("offset", torch.zeros(4))
         elif how == "stage":
             stage = 1
+        elif how == "kept":
+            options["keep_fp32"] = [nn.LayerNorm]
+        elif how == "no module":
+            model = None
         elif how == "bad":
             stage = 7
-    optimizer = adam(model)
-    before = [p.data_ptr() for p in model.parameters()]
+        elif how == "lr":
+            kind = {"lr": 2e-2}
+        elif how == "amsgrad":
+            kind = {"lr": 1e-2, "amsgrad": True}
+    optimizer = shardcore.FusedAdam((model or make_net()).parameters(), **kind)
+    if rank == 1 and how == "state":
+        loss_of(model, batch_of(0, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.data_ptr() for p in model.parameters()] if model else []
     try:
-        shardcore.shard(model, optimizer, stage)
-    except ValueError as error:
-        assert [p.data_ptr() for p in model.parameters()] == before
+        shardcore.shard(model, optimizer, stage, **options)
+    except (ValueError, TypeError) as error:
+        assert ([p.data_ptr() for p in model.parameters()] if model else []) == before
         return str(error)
     return "no error"
 
@@ -166,6 +196,11 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
         ("buffer", ["buffer offset (4,)", "buffer offset (5,)"]),
         ("stage", ["stage=1", "stage=2"]),
         ("bad", ["stage is 7"]),
+        ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
+        ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
+        ("amsgrad", ["amsgrad=True", "amsgrad=False"]),
+        ("state", ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
+        ("no module", ["model has type NoneType"]),
     ],
 )
 def test_ranks_that_disagree_all_say_where(how: str, texts: list[str]) -> None:
@@ -229,3 +264,62 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     model, _ = shardcore.shard(model, adam(model), precision="fp32")
     with pytest.raises(ValueError, match=r"gradient of embed\.weight has layout torch.sparse_coo; expected a dense gradient"):
         model(torch.tensor([1, 2])).backward()
+
+
+def _bad_option_on_rank_1(rank: int, world_size: int) -> tuple[str, bool]:
+    model, optimizer, _ = train(rank, Run(steps=1))
+    before = model.state_dict()
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    if rank == 1:
+        optimizer.param_groups[0]["lr"] = -1.0
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error), all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    return "no error", False
+
+
+def test_a_step_that_one_rank_refuses_is_refused_on_all() -> None:
+    other, own = run_ranks(2, _bad_option_on_rank_1)
+    assert "lr has -1.0" in own[0]
+    assert "rank 1 refused the step, so no rank was updated" in other[0]
+    assert own[1]
+    assert other[1]
+
+
+def test_a_replaced_optimizer_refuses_to_work() -> None:
+    model = make_net()
+    old = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    calls: list[int] = []
+    old.register_step_post_hook(lambda *_: calls.append(1))
+    model, optimizer = shardcore.shard(model, old, precision="fp32")
+    for method, args in (("step", ()), ("add_param_group", ({},)), ("state_dict", ()), ("load_state_dict", ({},))):
+        with pytest.raises(ValueError, match=f"{method}: this AdamW was replaced by shardcore"):
+            getattr(old, method)(*args)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    old.zero_grad()
+    assert shardcore.full_grad(model.gain) is None
+    optimizer.step()
+    assert calls == [1]
+
+
+def test_grad_scaler_from_stage_1_on() -> None:
+    model, optimizer, _ = train(0, Run(steps=0, stage=2))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
+    with pytest.raises(ValueError, match=r"called by a GradScaler.*from stage 1 on they live in shards"):
+        scaler.step(optimizer)
+
+
+def test_whole_values_of_the_wrong_thing() -> None:
+    model = make_net()
+    model.inp.requires_grad_(False)
+    model, _, _ = train(0, Run(steps=0), model)
+    with pytest.raises(ValueError, match="was frozen when shard"):
+        shardcore.full_grad(model.inp.weight)
+    with pytest.raises(TypeError, match="got a Net; expected a parameter"):
+        shardcore.full_grad(model)
+    with pytest.raises(TypeError, match="got a Parameter; expected a module"), shardcore.full_params(model.head.weight):
+        pass
+    with pytest.raises(ValueError, match="not all of one sharded model"):
+        shardcore.clip_grad_norm_([*model.parameters(), nn.Parameter(torch.zeros(1))], 1.0)

@@ -1,0 +1,142 @@
+"""What shard() accepts: its options, and the optimizer to shard. All checks here change nothing."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardcore.engine.bucket import LIFETIMES
+from shardcore.optim import AdamOptimizer, FusedAdam
+
+logger = logging.getLogger("shardcore")
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError, ValueError or NotImplementedError for an option of shard that it cannot follow."""
+    stage = options["stage"]
+    if not _is_int(stage):
+        raise TypeError(f"shard: stage is {stage!r}; expected 0, 1 or 2")
+    if stage == 3:
+        raise NotImplementedError("shard: stage is 3, which is not built yet; expected 0, 1 or 2")
+    if stage not in LIFETIMES:
+        raise ValueError(f"shard: stage is {stage}; expected 0, 1 or 2")
+    for name in ("precision", "grad_dtype"):
+        if options[name] not in tuple(DTYPES):
+            raise ValueError(f'shard: {name} is {options[name]!r}; expected "bf16" or "fp32"')
+    for name in ("cast_inputs", "broadcast", "overlap_step"):
+        if not isinstance(options[name], bool):
+            raise TypeError(f"shard: {name} is {options[name]!r}; expected True or False")
+    if options["sync_each"] is not None and not isinstance(options["sync_each"], bool):
+        raise TypeError(f"shard: sync_each is {options['sync_each']!r}; expected True, False or None")
+    clip = options["clip_grad_norm"]
+    if clip is not None:
+        if isinstance(clip, bool) or not isinstance(clip, int | float):
+            raise TypeError(f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip")
+        if not clip > 0:
+            raise ValueError(f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to clip")
+    accumulate = options["accumulate"]
+    if not _is_int(accumulate):
+        raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
+    if accumulate < 1:
+        raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
+    if options["overlap_step"]:
+        raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
+    if options["reduction"] == "nccl":
+        raise NotImplementedError('shard: reduction is "nccl", which is not built yet; expected "ordered"')
+    if options["reduction"] != "ordered":
+        raise ValueError(f'shard: reduction is {options["reduction"]!r}; expected "ordered"')
+    offload_options(options["offload"])
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def offload_options(offload: Mapping[str, Any] | None) -> tuple[str | None, bool]:
+    """Return (tier of the optimizer states or None, whether to pin host memory); raise for anything else."""
+    if offload is None:
+        return None, False
+    if not isinstance(offload, Mapping):
+        raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
+    for key in offload:
+        if key in ("gradients", "weights"):
+            raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
+        if key not in ("optimizer", "pin_memory"):
+            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory"')
+    tier = offload.get("optimizer")
+    if tier == "nvme":
+        raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
+    if tier != "cpu":
+        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu"')
+    pin_memory = offload.get("pin_memory", True)
+    if not isinstance(pin_memory, bool):
+        raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
+    return tier, pin_memory
+
+
+def accept_optimizer(optimizer: object) -> AdamOptimizer:
+    """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
+    if isinstance(optimizer, AdamOptimizer):
+        if optimizer._engine is not None:
+            raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
+        for index, group in enumerate(optimizer.param_groups):
+            if group["stochastic_rounding"]:
+                raise ValueError(
+                    f"shard: param_groups[{index}].stochastic_rounding is True; expected False (sharded weights are "
+                    "rounded from float32 masters)"
+                )
+        return optimizer
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise TypeError(
+            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, "
+            "torch.optim.Adam or torch.optim.AdamW"
+        )
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        for key in ("differentiable", "capturable"):
+            if group.get(key):
+                raise ValueError(f"shard: param_groups[{index}].{key} is True; expected False for a sharded optimizer")
+        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+        decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+        groups.append({"params": list(group["params"]), "adam_w_mode": decoupled, **options})
+    return FusedAdam(groups)
+
+
+def replace_optimizer(old: torch.optim.Optimizer, new: AdamOptimizer, speak: bool) -> None:
+    """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and step hooks; `old` refuses to work."""
+    for index, group in enumerate(new.param_groups):
+        shared = old.param_groups[index]
+        shared.update({key: value for key, value in group.items() if key not in shared})
+        new.param_groups[index] = shared
+    new._optimizer_step_pre_hooks = old._optimizer_step_pre_hooks
+    new._optimizer_step_post_hooks = old._optimizer_step_post_hooks
+    kind = type(old).__name__
+    for method in ("step", "add_param_group", "state_dict", "load_state_dict"):
+        old.__dict__[method] = _Replaced(kind, method)
+    old.__dict__["zero_grad"] = new.zero_grad
+    old.__dict__["_opt_called"] = True  # schedulers of the old one ask whether it has stepped; the new one does
+    if speak:
+        logger.warning(
+            "shard: made a shardcore.FusedAdam from %s; use the optimizer that shard() returns (it shares param_groups with "
+            "the old one, which does nothing any more)",
+            kind,
+        )
+
+
+class _Replaced:
+    """What is left of a method of an optimizer that a new one replaced."""
+
+    _wrapped_by_lr_sched = True  # schedulers look for this name on `step`
+
+    def __init__(self, kind: str, method: str) -> None:
+        self.kind, self.method = kind, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            f"{self.method}: this {self.kind} was replaced by shardcore.shard; expected {self.method}() of the optimizer "
+            "that shard returned"
+        )
