@@ -85,6 +85,7 @@ def deepspeed_step(model: nn.Module, stage: int, batch: int) -> Step:
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # DeepSpeed clips to 1.0 unless told not to
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": True},
     }
