@@ -18,9 +18,12 @@
 CLONES static void adam_streams(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
                                 int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
-    m[i] = m[i] * 0.5f + g[i];
-    v[i] = v[i] * 0.5f + g[i];
-    p[i] = p[i] * 0.5f + g[i];
+    const float new_m = m[i] * 0.5f + g[i];
+    const float new_v = v[i] * 0.5f + g[i];
+    const float new_p = p[i] * 0.5f + (new_m - new_v);
+    m[i] = new_m;
+    v[i] = new_v;
+    p[i] = new_p;
   }
 }
 
@@ -31,9 +34,11 @@ CLONES static void offload_streams(uint16_t* __restrict weight, const uint16_t* 
     const uint32_t grad_bits = static_cast<uint32_t>(grad[i]) << 16;
     float g;
     std::memcpy(&g, &grad_bits, sizeof g);
-    m[i] = m[i] * 0.5f + g;
-    v[i] = v[i] * 0.5f + g;
-    const float updated = master[i] * 0.5f + g;
+    const float new_m = m[i] * 0.5f + g;
+    const float new_v = v[i] * 0.5f + g;
+    const float updated = master[i] * 0.5f + (new_m - new_v);
+    m[i] = new_m;
+    v[i] = new_v;
     master[i] = updated;
     uint32_t bits;
     std::memcpy(&bits, &updated, sizeof bits);
