@@ -106,6 +106,10 @@ class Buffers:
         """Make a parameter of its own memory that holds the weight."""
         return torch.nn.Parameter(self.copy_of(self.weight, dtype))
 
+    def streams(self, *dtypes: torch.dtype) -> list[torch.Tensor]:
+        """Make buffers for the limit that hold small numbers: always on huge pages, else it would not be the limit."""
+        return [allocate(self.numel, dtype, huge=True).copy_(self.weight) for dtype in dtypes]
+
     def zeros(self) -> torch.Tensor:
         """Make a float32 state."""
         return allocate(self.numel, torch.float32, self.equal_pages)
@@ -122,7 +126,7 @@ class Case:
 def fp32_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
     """Set up the float32 subject for every engine."""
     cases = {}
-    streams = [buffers.copy_of(buffers.weight, torch.float32) for _ in range(2)] + [buffers.zeros(), buffers.zeros()]
+    streams = buffers.streams(*[torch.float32] * 4)
     cases["limit"] = Case(lambda: limit.adam(*streams), None)
 
     param = buffers.parameter(torch.float32)
@@ -140,9 +144,8 @@ def offload_cases(buffers: Buffers, limit: StreamLimit) -> dict[str, Case]:
     """Set up the offload subject for every engine; gradients come multiplied by the loss scale."""
     scaled = buffers.grad * LOSS_SCALE  # a power of two: exact
     cases = {}
-    halves = [buffers.copy_of(buffers.weight, torch.bfloat16), buffers.copy_of(scaled, torch.bfloat16)]
-    streams = [buffers.copy_of(buffers.weight, torch.float32), buffers.zeros(), buffers.zeros()]
-    cases["limit"] = Case(lambda: limit.offload(*halves, *streams), None)
+    streams = buffers.streams(torch.bfloat16, torch.bfloat16, *[torch.float32] * 3)
+    cases["limit"] = Case(lambda: limit.offload(*streams), None)
 
     param = buffers.parameter(torch.bfloat16)
     param.grad = buffers.copy_of(scaled, torch.bfloat16)
