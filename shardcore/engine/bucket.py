@@ -87,6 +87,7 @@ class Bucket:
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
         self._gaps = tuple(layout.gaps())
+        self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.weight = torch.empty(0)
         self.grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
@@ -118,13 +119,19 @@ class Bucket:
         for piece in self.pieces:
             yield self.params[piece.slot], piece, flat[piece.start : piece.start + piece.numel]
 
-    def zero_unused(self, whole: torch.Tensor, written: Iterable[Managed]) -> None:
-        """Zero the padding and the slots of parameters not in `written`, so that a sum over ranks reads no stale bytes."""
+    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """Return each parameter's slot of a long-lived whole-bucket buffer. Kept: they cost more to make than to fill."""
+        key = (whole.data_ptr(), whole.dtype)
+        if key not in self._views:
+            self._views[key] = [managed.slice_of(whole) for managed in self.params]
+        return self._views[key]
+
+    def zero_unused(self, whole: torch.Tensor) -> None:
+        """Zero the padding and the slots of parameters that are not `used`, so that a sum over ranks reads no stale bytes."""
         for start, end in self._gaps:
             whole[start:end].zero_()
-        keep = set(written)
         for managed in self.params:
-            if managed not in keep:
+            if not managed.used:
                 managed.slice_of(whole).zero_()
 
 

@@ -51,7 +51,7 @@ class _InFlight:
     bucket: Bucket
     sent: torch.Tensor
     received: torch.Tensor
-    work: dist.Work | None
+    works: list[dist.Work]
 
 
 class _Backward:
@@ -136,8 +136,7 @@ class Reducer:
             return
         self._backward = None
         for flight in self._in_flight:
-            if flight.work is not None:
-                flight.work.wait()
+            wait_all(flight.works)
             self.pool.give(flight.sent)
             self.pool.give(flight.received)
         self._in_flight.clear()
@@ -163,7 +162,7 @@ class Reducer:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
-            target = managed.slice_of(self._collect_buffer(bucket))
+            target = bucket.views(self._collect_buffer(bucket))[slot]
             if managed.used:
                 target.add_(grad)
             else:
@@ -255,13 +254,13 @@ class Reducer:
         self._next += 1
         whole = self._collect_buffer(bucket)
         bucket.wire = None
-        bucket.zero_unused(whole, [managed for managed in bucket.params if managed.used])
+        bucket.zero_unused(whole)
         self._launch(bucket, whole)
 
     def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
         with torch.profiler.record_function(f"shardcore::reduce({bucket.unit or 'root'})"):
             if self.comm.world_size == 1:
-                self._finish(_InFlight(bucket, whole, whole, None))
+                self._finish(_InFlight(bucket, whole, whole, []))
                 return
             received = self.pool.take(whole.numel(), whole.dtype)
             self._in_flight.append(_InFlight(bucket, whole, received, self.comm.all_to_all(received, whole)))
@@ -270,8 +269,7 @@ class Reducer:
     def _drain(self, keep: int) -> None:
         while len(self._in_flight) > keep:
             flight = self._in_flight.popleft()
-            if flight.work is not None:
-                flight.work.wait()
+            wait_all(flight.works)
             self._finish(flight)
             self.pool.give(flight.received)
 
