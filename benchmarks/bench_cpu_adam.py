@@ -270,7 +270,7 @@ def main() -> None:
     report = {
         "benchmark": "cpu_adam",
         "machine": describe_machine(),
-        "options": {**vars(options), "out": str(options.out)},
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
         "huge_pages": huge_page_setting(),
         "results": results,
     }

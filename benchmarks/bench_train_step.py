@@ -167,7 +167,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     result = {
         "benchmark": "train_step",
         "machine": describe_machine(),
-        "options": {**vars(options), "out": str(options.out)},
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
         "world_size": rank.world_size,
         "deepspeed": deepspeed.__version__ if deepspeed is not None else None,
         "engines": {
