@@ -46,7 +46,7 @@ class Engine:
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
-        self.state_io = OptimizerStateIO(self)
+        self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a sharded model is an ordinary model: it has no engine."""

@@ -1,55 +1,54 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.updater import Updater
 from shardcore.optim import export_groups, import_groups, import_state
-
-if TYPE_CHECKING:
-    from shardcore.engine.engine import Engine
 
 _OP = "load_state_dict"
 
 
 class OptimizerStateIO:
-    """Reads and writes the states of an engine's buckets as whole tensors."""
+    """Reads and writes the states of an updater's buckets as whole tensors."""
 
-    def __init__(self, engine: "Engine") -> None:
-        """Serve `engine`; parameters are numbered as its optimizer's param_groups list them."""
-        self.engine = engine
+    def __init__(
+        self, updater: Updater, groups: Sequence[dict[str, Any]], whole: Callable[[Bucket, torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Serve `updater`; parameters are numbered as `groups` (live) list them; `whole` gathers an owned range. Collective."""
+        self.updater, self.groups, self.whole = updater, groups, whole
 
     def _numbered(self) -> list[tuple[int, torch.Tensor]]:
-        return list(enumerate(p for group in self.engine.optimizer.param_groups for p in group["params"]))
+        return list(enumerate(p for group in self.groups for p in group["params"]))
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
-        engine = self.engine
-        engine.updater.accept_weight_edits()
+        self.updater.accept_weight_edits()
         number_of = {param: number for number, param in self._numbered()}
         found: dict[int, dict[str, Any]] = {}
-        for bucket in engine.updater.buckets:
+        for bucket in self.updater.buckets:
             stepped = [managed for managed in bucket.params if managed.step > 0]
             if not stepped:
                 continue
-            for key in sorted(engine.store.states(bucket)):  # the order of collectives must not depend on anything else
-                whole = engine.whole(bucket, engine.store.states(bucket)[key])
+            for key in sorted(self.updater.store.states(bucket)):  # the order of collectives must not depend on anything else
+                whole = self.whole(bucket, self.updater.store.states(bucket)[key])
                 for managed in stepped:
                     entry = found.setdefault(number_of[managed.param], {"step": torch.tensor(float(managed.step))})
                     entry[key] = managed.slice_of(whole).clone()
         state = {number: found[number] for number in sorted(found)}
-        return {"state": state, "param_groups": export_groups(engine.optimizer.param_groups)}
+        return {"state": state, "param_groups": export_groups(self.groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit."""
         for key in ("state", "param_groups"):
             if key not in state_dict:
                 raise ValueError(f"{_OP}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
-        groups = self.engine.optimizer.param_groups
+        groups = self.groups
         options = import_groups(_OP, groups, state_dict["param_groups"])
         saved = self._by_param(groups, state_dict)
         lost: list[str] = []
@@ -70,7 +69,7 @@ class OptimizerStateIO:
                 self._scatter(managed, bucket, self._import(managed, bucket, states)[0])
 
     def _optimized(self) -> list[tuple[Managed, Bucket]]:
-        return [(managed, bucket) for bucket in self.engine.updater.buckets for managed in bucket.params]
+        return [(managed, bucket) for bucket in self.updater.buckets for managed in bucket.params]
 
     def _by_param(
         self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
@@ -94,17 +93,16 @@ class OptimizerStateIO:
         return dict(state), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
-        engine = self.engine
         managed.step = int(state["step"]) if state else 0
-        for key in engine.store.states(bucket):
+        for key in self.updater.store.states(bucket):
             values = state.get(key)
             if values is None and key == "master":
                 continue
             flat = torch.zeros(managed.param.numel()) if values is None else values.reshape(-1)
             if key == "master":
-                engine.updater.set_weights(bucket, managed, flat)
+                self.updater.set_weights(bucket, managed, flat)
                 continue
             for owner, piece, _ in bucket.owned_views(bucket.owned_slice(bucket.weight)):
                 if owner is managed:
                     part = flat[piece.param_start : piece.param_start + piece.numel]
-                    engine.store.write(bucket, key, piece.start, part.to(engine.device))
+                    self.updater.store.write(bucket, key, piece.start, part.to(bucket.weight.device))

@@ -84,10 +84,7 @@ def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
         assert torch.allclose(torch.tensor(results[0][key]), value, rtol=1e-5, atol=1e-6), key
 
 
-def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
-    model, optimizer, _ = train(0, Run(steps=1))
-    expected, expected_optimizer, _ = train(0, Run(steps=1))
-
+def _fail_in_backward(model: Any) -> None:
     def fail(grad: torch.Tensor) -> None:
         raise RuntimeError("planted")
 
@@ -95,6 +92,12 @@ def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
     with pytest.raises(RuntimeError, match="planted"):
         loss_of(model, batch_of(5, 0, 0)).backward()
     handle.remove()
+
+
+def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    expected, expected_optimizer, _ = train(0, Run(steps=1))
+    _fail_in_backward(model)
     for each, adam in ((model, optimizer), (expected, expected_optimizer)):
         loss_of(each, batch_of(1, 0, 0)).backward()
         adam.step()
@@ -156,14 +159,7 @@ def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
 
 def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, _ = train(0, Run(steps=1))
-
-    def fail(grad: torch.Tensor) -> None:
-        raise RuntimeError("planted")
-
-    handle = model.blocks[1].up.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        loss_of(model, batch_of(5, 0, 0)).backward()
-    handle.remove()
+    _fail_in_backward(model)
     with pytest.raises(ValueError, match="the last backward ended in an error"):
         optimizer.step()
     assert "its gradients, and those it was to be added to, are dropped" in caplog.text
