@@ -72,12 +72,19 @@ def norm_from_sq(total: torch.Tensor) -> float:
     """float32(sqrt(high + low)) of a float64 CPU tensor (2,), returned as a Python float."""
 
 def ordered_sum(
-    pieces: torch.Tensor, world_size: int, scale: float, out: torch.Tensor, accumulate: bool = False
+    pieces: torch.Tensor,
+    world_size: int,
+    scale: float,
+    out: torch.Tensor,
+    accumulate: bool = False,
+    own: torch.Tensor | None = None,
+    rank: int = 0,
 ) -> torch.Tensor:
     """out = [out +] scale * (pieces[0] + pieces[1] + ...), summed in rank order in float32; returns sq_norm of out.
 
     pieces: contiguous (world_size * n,), float32 | bfloat16 | float16; out: contiguous (n,) of float32 | bfloat16.
     The product with scale is taken in double and rounded once to float32; out is read and written once.
+    own: contiguous (n,), the piece of `rank`, read instead of that part of pieces; it may be out itself.
     """
 
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:

@@ -81,8 +81,14 @@ double norm_from_sq(const py::handle& total_object) {
   return static_cast<double>(static_cast<float>(std::sqrt(data[0] + data[1])));
 }
 
+bool overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto* const x = static_cast<const char*>(a.const_data_ptr());
+  const auto* const y = static_cast<const char*>(b.const_data_ptr());
+  return a.numel() != 0 && b.numel() != 0 && x < y + b.nbytes() && y < x + a.nbytes();
+}
+
 at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, double scale, const py::handle& out_object,
-                       bool accumulate) {
+                       bool accumulate, const py::handle& own_object, int64_t rank) {
   constexpr const char* name = "ordered_sum";
   const at::Tensor pieces = tensor_of(name, "pieces", pieces_object);
   const at::Tensor out = tensor_of(name, "out", out_object);
@@ -100,10 +106,19 @@ at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, doub
     value_error({name, "pieces"}, pieces.numel(), " elements; expected ", world_size, " * ", op.numel,
                 " (world_size pieces, each as out)");
   }
-  const auto* const p = static_cast<const char*>(pieces.const_data_ptr());
-  const auto* const o = static_cast<const char*>(out.const_data_ptr());
-  if (op.numel != 0 && p < o + out.nbytes() && o < p + pieces.nbytes()) {
-    value_error({name, "out"}, "memory that pieces has too; expected a tensor of its own");
+  if (overlap(pieces, out)) value_error({name, "out"}, "memory that pieces has too; expected a tensor of its own");
+  if (!own_object.is_none()) {
+    const at::Tensor own = tensor_of(name, "own", own_object);
+    check_layout({name, "own"}, own, device);
+    check_numel({name, "own"}, own, op.numel, "out");
+    if (own.scalar_type() != pieces.scalar_type()) {
+      type_error({name, "own"}, "dtype ", own.scalar_type(), "; expected that of pieces, ", pieces.scalar_type());
+    }
+    if (rank < 0 || rank >= world_size) value_error({name, "rank"}, rank, "; expected 0 to ", world_size - 1);
+    const bool same = own.const_data_ptr() == out.const_data_ptr() && own.scalar_type() == out.scalar_type();
+    if (overlap(own, out) && !same) value_error({name, "out"}, "part of own's memory; expected all of it, or none");
+    op.own = own.const_data_ptr();
+    op.own_rank = rank;
   }
   op.pieces = pieces.const_data_ptr();
   op.world_size = world_size;
@@ -164,7 +179,7 @@ void bind_ops(py::module_& module) {
   module.def("sq_norm_add", &sq_norm_add, py::arg("parts"));
   module.def("norm_from_sq", &norm_from_sq, py::arg("total"));
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
-             py::arg("accumulate") = false);
+             py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
 }
 

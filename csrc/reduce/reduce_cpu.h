@@ -5,13 +5,14 @@
 
 #include "core/double_double.h"
 #include "core/dtype.h"
+#include "core/macros.h"
 
 namespace shardcore {
 
 class Executor;
 
 struct OrderedSum {
-  const void* pieces;  // (world_size, numel), contiguous
+  const void* pieces;  // (world_size, numel), contiguous; row own_rank is not read if own is given
   DType piece_dtype;
   int64_t world_size;
   int64_t numel;
@@ -19,7 +20,14 @@ struct OrderedSum {
   void* out;  // (numel,), f32 or bf16
   DType out_dtype;
   bool accumulate;
+  const void* own;  // (numel,): the piece of own_rank, where it is already (out itself is allowed); or nullptr
+  int64_t own_rank;
 };
+
+SHARDCORE_HD const void* piece_of(const OrderedSum& op, int64_t rank) {
+  if (op.own != nullptr && rank == op.own_rank) return op.own;
+  return static_cast<const char*>(op.pieces) + rank * op.numel * itemsize(op.piece_dtype);
+}
 
 // out = [out +] float32(scale * (pieces[0] + pieces[1] + ...)): the sum in float32 in rank order, the product in float64,
 // rounded once. Returns the squared norm of what out then holds (same blocks and sums as sq_norm_cpu).

@@ -12,8 +12,8 @@ SHARDCORE_HD float scale_sum(float sum, double scale) { return static_cast<float
 
 // Stores element i of out; returns what was stored.
 SHARDCORE_HD float ordered_sum_element(const OrderedSum& op, int64_t i) {
-  float sum = load_as_f32(op.pieces, op.piece_dtype, i);
-  for (int64_t rank = 1; rank < op.world_size; ++rank) sum += load_as_f32(op.pieces, op.piece_dtype, rank * op.numel + i);
+  float sum = load_as_f32(piece_of(op, 0), op.piece_dtype, i);
+  for (int64_t rank = 1; rank < op.world_size; ++rank) sum += load_as_f32(piece_of(op, rank), op.piece_dtype, i);
   float result = scale_sum(sum, op.scale);
   if (op.accumulate) result = load_as_f32(op.out, op.out_dtype, i) + result;
   store_from_f32(op.out, op.out_dtype, i, result);

@@ -283,8 +283,10 @@ class Reducer:
             if sent.dtype == self.policy.grad_dtype and self.lifetimes.owns_everything and not bucket.reduced:
                 self._replace_grad(bucket, sent)  # its pieces have left: the same memory takes the result
             grad = self._sum_buffer(bucket)
-            own = bucket.shard_slice(grad, self.comm.rank)
-            bucket.sq_norm = _C.ordered_sum(flight.received, world, 1.0 / world, own, bucket.reduced)
+            rank = self.comm.rank
+            start, end = bucket.layout.shard_range(rank)
+            out = bucket.shard_slice(grad, rank)
+            bucket.sq_norm = _C.ordered_sum(flight.received, world, 1.0 / world, out, bucket.reduced, sent[start:end], rank)
             if self.lifetimes.owns_everything:
                 self._gathers += self.comm.all_gather(grad)
         bucket.reduced = True

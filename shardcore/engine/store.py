@@ -76,7 +76,7 @@ class DeviceStore:
 
     def __init__(self, buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> None:
         """Allocate zero states for `buckets` on their weights' device."""
-        self._stepper = _C.AdamStepper()
+        self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
         self._states = {
             bucket: {
                 key: allocate(bucket.owned_numel, torch.float32, bucket.weight.device)
@@ -95,6 +95,8 @@ class DeviceStore:
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """See StateStore. Queued on the current stream on CUDA."""
+        if not spans:
+            return
         params, grads, states = [], [], []
         for span in spans:
             assert span.bucket.grad is not None
@@ -102,4 +104,4 @@ class DeviceStore:
             params.append(span.bucket.owned_slice(span.bucket.weight)[span.start : end])
             grads.append(span.bucket.grad[span.start : end])
             states.append({key: flat[span.start : end] for key, flat in self._states[span.bucket].items()})
-        step_spans(self._stepper, hypers, [span.hyper for span in spans], params, grads, states)
+        step_spans(self._steppers[spans[0].bucket], hypers, [span.hyper for span in spans], params, grads, states)

@@ -52,17 +52,27 @@ class Updater:
             return False
         scale = grad_scale if max_norm is None else grad_scale * clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
-        self.store.step(spans, hypers)
+        if self.lifetimes.owns_everything:
+            self.store.step([span for bucket in active for span in spans[bucket]], hypers)
+        else:
+            self._step_and_gather(active, spans, hypers)
         updated = list(self._with_grad(active))
-        if not self.lifetimes.owns_everything:
-            works = [work for bucket in active for work in self.comm.all_gather(bucket.weight)]
-            wait_all(works)
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in updated])
         for managed in updated:
             managed.step += 1
             managed.version = managed.param._version
         return True
+
+    def _step_and_gather(
+        self, active: Sequence[Bucket], spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper]
+    ) -> None:
+        """Bucket by bucket, so that the new weights of one travel while the next is computed."""
+        works = []
+        for bucket in active:
+            self.store.step(spans[bucket], hypers)
+            works += self.comm.all_gather(bucket.weight)
+        wait_all(works)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
@@ -83,12 +93,13 @@ class Updater:
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous()))
 
-    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[list[Span], list[_C.AdamHyper]]:
+    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""
         hypers: list[_C.AdamHyper] = []
         index_of: dict[tuple[int, int], int] = {}
-        spans: list[Span] = []
+        plan: dict[Bucket, list[Span]] = {}
         for bucket in active:
+            spans = plan[bucket] = []
             previous = -1
             for piece in bucket.pieces:
                 managed = bucket.params[piece.slot]
@@ -106,7 +117,7 @@ class Updater:
                 else:
                     spans.append(Span(bucket, piece.start, piece.numel, hyper))
                 previous = hyper
-        return spans, hypers
+        return plan, hypers
 
     def _skip(self, norm: float) -> None:
         self.skipped_steps += 1

@@ -1,4 +1,5 @@
 // Ordered sum: the bits of the definition on every instruction set, thread count and in the CUDA body; the norm of its result.
+#include <algorithm>
 #include <functional>
 
 #include "core/executor.h"
@@ -17,6 +18,8 @@ struct Case {
   DType pieces, out;
   bool accumulate;
   int64_t misalign;
+  bool own;      // the last rank's piece is given where it is, and is garbage among the pieces
+  double scale;  // of the average
 };
 
 struct ReduceProblem {
@@ -27,10 +30,21 @@ struct ReduceProblem {
     for (int64_t i = 0; i < c.numel * c.world_size; ++i) store_from_f32(pieces.data(), c.pieces, i, random.normal());
     for (int64_t i = 0; i < c.numel; ++i) store_from_f32(out.data(), c.out, i, random.normal());
     initial = out.bytes();
-    op = {pieces.data(), c.pieces, c.world_size, c.numel, 0.3 / static_cast<double>(c.world_size),
-          out.data(),    c.out,    c.accumulate};
+    const double scale = c.scale / static_cast<double>(c.world_size);
+    op = {pieces.data(), c.pieces, c.world_size, c.numel, scale, out.data(), c.out, c.accumulate, nullptr, c.world_size - 1};
   }
+
+  // The last rank's piece moves to `own`; what the pieces hold in its place is garbage.
+  void take_own() {
+    const auto size = static_cast<size_t>(op.numel * itemsize(op.piece_dtype));
+    uint8_t* const place = pieces.as<uint8_t>() + static_cast<size_t>(op.own_rank) * size;
+    own.assign(place, place + size);
+    std::fill(place, place + size, uint8_t{0x77});
+    op.own = own.data();
+  }
+
   Buffer pieces, out;
+  std::vector<uint8_t> own;
   std::vector<uint8_t> initial;
   OrderedSum op;
 };
@@ -57,13 +71,16 @@ std::vector<Case> cases() {
       for (const bool accumulate : {false, true}) {
         for (const int64_t world_size : {1, 2, 5}) {
           for (const int64_t numel : {0, 1, 15, 16, 17, 35, 255, 256, 257, 1000}) {
-            for (const int64_t misalign : {0, 1}) list.push_back({numel, world_size, pieces, out, accumulate, misalign});
+            for (const int64_t misalign : {0, 1}) {
+              list.push_back({numel, world_size, pieces, out, accumulate, misalign, misalign == 0, 0.3});
+              list.push_back({numel, world_size, pieces, out, accumulate, misalign, misalign != 0, 1.0});
+            }
           }
         }
       }
     }
   }
-  list.push_back({200000, 3, DType::bf16, DType::f32, true, 1});
+  list.push_back({200000, 3, DType::bf16, DType::f32, true, 1, true, 1.0});
   return list;
 }
 
@@ -71,6 +88,7 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
   for (const Case& c : cases()) {
     ReduceProblem problem(c);
     const auto want = definition(problem);
+    if (c.own && c.numel != 0) problem.take_own();
     SerialExecutor serial;
     const NormSegment stored{problem.out.data(), c.numel, c.out};
     const DoubleDouble norm = sq_norm_cpu(&stored, 1, serial);
@@ -95,7 +113,7 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
 }
 
 TEST(reduce, other_orders_and_roundings_are_rejected) {
-  const Case c{1000, 5, DType::f32, DType::f32, true, 0};
+  const Case c{1000, 5, DType::f32, DType::f32, true, 0, false, 0.3};
   ReduceProblem problem(c);
   const auto want = definition(problem);
   const OrderedSum& op = problem.op;
@@ -125,9 +143,39 @@ TEST(reduce, other_orders_and_roundings_are_rejected) {
   }
 }
 
+TEST(reduce, scales_that_float32_holds_round_once_as_others_do) {
+  for (const double scale : {0.5, 0.25, 1.0 / 1024, 3.0}) {
+    for (const float value : {1.0e-45f, 3.0e-45f, 1.1754944e-38f, 1.7e-38f, 3.4028235e38f, 1.0f / 3.0f}) {
+      ReduceProblem problem({257, 2, DType::f32, DType::f32, false, 0, false, 2 * scale});
+      std::fill(problem.pieces.as<float>(), problem.pieces.as<float>() + 257, value);
+      std::fill(problem.pieces.as<float>() + 257, problem.pieces.as<float>() + 514, 0.0f);
+      const auto want = definition(problem);
+      SerialExecutor serial;
+      for_each_isa([&](const std::string&) {
+        problem.out.set_bytes(problem.initial);
+        ordered_sum_cpu(problem.op, serial);
+        ASSERT_EQ(problem.out.bytes(), want) << value << " * " << scale;
+      });
+    }
+  }
+}
+
+TEST(reduce, the_result_may_take_the_place_of_the_own_piece) {
+  ReduceProblem problem({1000, 3, DType::f32, DType::f32, false, 0, false, 1.0});
+  const auto want = definition(problem);
+  problem.take_own();
+  SerialExecutor serial;
+  for_each_isa([&](const std::string&) {
+    problem.out.set_bytes(problem.own);
+    problem.op.own = problem.op.out;
+    ordered_sum_cpu(problem.op, serial);
+    ASSERT_EQ(problem.out.bytes(), want);
+  });
+}
+
 TEST(reduce, not_finite_pieces_show_in_the_norm) {
   for (const float bad : {kInf, -kInf, kNan}) {
-    ReduceProblem problem({1000, 2, DType::bf16, DType::f32, false, 0});
+    ReduceProblem problem({1000, 2, DType::bf16, DType::f32, false, 0, false, 1.0});
     store_from_f32(problem.pieces.data(), DType::bf16, 1999, bad);
     SerialExecutor serial;
     EXPECT_FALSE(std::isfinite(ordered_sum_cpu(problem.op, serial).high));

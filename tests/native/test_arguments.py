@@ -134,6 +134,7 @@ def test_any_python_int_is_a_seed():
 
 
 OUT = torch.zeros(4)
+SIX = torch.ones(6)
 OPS = [
     (
         lambda: _C.sq_norm([ONE, torch.ones(2, dtype=torch.int32)]),
@@ -177,6 +178,26 @@ OPS = [
         lambda: _C.ordered_sum(OUT, 1, 1.0, OUT),
         ValueError,
         "ordered_sum: out has memory that pieces has too; expected a tensor of its own",
+    ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, OUT, own=torch.ones(5)),
+        ValueError,
+        "ordered_sum: own has 5 elements; expected 4 (as out)",
+    ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, OUT, own=torch.ones(4).half()),
+        TypeError,
+        "ordered_sum: own has dtype Half; expected that of pieces, Float",
+    ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, OUT, own=ONE, rank=2),
+        ValueError,
+        "ordered_sum: rank has 2; expected 0 to 1",
+    ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, SIX[1:5], own=SIX[:4]),
+        ValueError,
+        "ordered_sum: out has part of own's memory; expected all of it, or none",
     ),
     (lambda: _C.cast([OUT], []), ValueError, "cast: srcs has 0 items; expected 1 (one for each of dsts)"),
     (lambda: _C.cast([OUT], [torch.ones(5)]), ValueError, "cast: srcs[0] has 5 elements; expected 4 (as dsts)"),

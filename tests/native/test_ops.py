@@ -99,6 +99,23 @@ def test_ordered_sum_has_the_bits_of_the_definition(pieces_dtype, out_dtype, acc
                     assert torch.equal(sq, _C.sq_norm([out]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ordered_sum_takes_the_own_piece_from_where_it_lies(dtype, rank):
+    rng = torch.Generator().manual_seed(5)
+    pieces = tensor(3 * 70_001, dtype, rng)
+    want, out = torch.empty(70_001, dtype=dtype), torch.empty(70_001, dtype=dtype)
+    sq = _C.ordered_sum(pieces, 3, 1 / 3, want)
+    place = pieces.view(3, -1)[rank]
+    own = place.clone()
+    place.fill_(math.nan)
+    for target in (out, own):  # memory of its own, or the piece's
+        assert torch.equal(_C.ordered_sum(pieces, 3, 1 / 3, target, own=own, rank=rank), sq)
+        assert torch.equal(target, want)
+    _C.ordered_sum(pieces, 3, 1 / 3, out, own=out, rank=(rank + 1) % 3)
+    assert out.isnan().all()  # the piece of another rank is not replaced
+
+
 def test_ordered_sum_is_ordered():
     pieces = torch.tensor([1e8, 1.0, -1e8])
     out = torch.empty(1)
