@@ -11,8 +11,8 @@ import torch
 class AdamHyper:
     """The scalars of one Adam step, made in double and rounded once to float32 (csrc/adam/adam_scalars.h).
 
-    ``step`` counts from 1. ``grad_scale`` multiplies the gradient; ``seed`` (with ``keys`` of ``AdamStepper.step``)
-    switches on stochastic rounding of bfloat16 parameters that have no master.
+    ``step`` counts from 1. ``grad_scale`` multiplies the gradient. ``stochastic_rounding`` is for bfloat16 parameters that
+    have no master; ``seed`` (with ``keys`` of ``AdamStepper.step``) keys it, and the rounding of reduced moments.
     """
 
     def __init__(
@@ -28,7 +28,8 @@ class AdamHyper:
         adam_w_mode: bool = True,
         bias_correction: bool = True,
         maximize: bool = False,
-        seed: int | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None: ...
 
 class AdamStepper:
@@ -46,14 +47,18 @@ class AdamStepper:
         masters: Sequence[torch.Tensor | None] | None = None,
         max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
         keys: Sequence[tuple[int, int]] | None = None,
+        exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
+        exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
         All tensors: contiguous, on one device, equal numel at equal index. params, grads: float32 | bfloat16 | float16,
-        each independent. masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs: float32. Where masters[i] is given it is what
-        the formula reads and writes, and params[i] is only written (rounded from it). max_exp_avg_sqs[i] given means
-        amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] = (parameter index, index in the whole parameter
-        of element 0): the random key of stochastic rounding.
+        each independent. exp_avgs and exp_avg_sqs: both float32, both bfloat16 (the second always rounded stochastically),
+        or int8 and uint8 codes with exp_avg_scales and exp_avg_sq_scales, float32, one for 256 elements (maps:
+        csrc/adam/state_codec.h). masters[i]: float32, then it is what the formula reads and writes, and params[i] is only
+        written (rounded from it); or int16, the remainder that makes a bfloat16 params[i] a float32 master, lossless.
+        max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] =
+        (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding.
         """
     @property
     def table_builds(self) -> int:
@@ -86,6 +91,22 @@ def ordered_sum(
     The product with scale is taken in double and rounded once to float32; out is read and written once.
     own: contiguous (n,), the piece of `rank`, read instead of that part of pieces; it may be out itself.
     """
+
+def encode_moment(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """8-bit codes and scales of a moment, rounded to nearest: int8 for exp_avg, uint8 for exp_avg_sq.
+
+    values: contiguous float32 CPU tensor (n,). Returns codes (n,) and float32 scales, one for 256 elements. What
+    decode_moment made comes back to the same codes and scales.
+    """
+
+def decode_moment(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The float32 values (n,) of int8 (exp_avg) or uint8 (exp_avg_sq) codes (n,) on the CPU."""
+
+def join_split(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The float32 master (n,) of a bfloat16 weight (n,) and its int16 remainder (n,) on the CPU."""
+
+def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bfloat16 weight (to nearest, ties away from zero) and the int16 remainder of a float32 master (n,) on the CPU."""
 
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights

@@ -4,8 +4,6 @@
 // contract or approximate (csrc/flags.txt). NaN propagates.
 #pragma once
 
-#include <cmath>
-
 #include "adam/adam_scalars.h"
 #include "core/macros.h"
 

@@ -1,4 +1,5 @@
 // AdamHyper and AdamStepper.
+#include <algorithm>
 #include <cmath>
 #include <optional>
 
@@ -6,6 +7,7 @@
 #include "adam/make_scalars.h"
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
+#include "core/tile.h"
 
 #ifdef SHARDCORE_WITH_CUDA
 #include "adam/adam_cuda.h"
@@ -21,7 +23,7 @@ struct PyAdamHyper {
 };
 
 PyAdamHyper make_hyper(double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
-                       bool adam_w_mode, bool bias_correction, bool maximize, const std::optional<py::int_>& seed) {
+                       bool adam_w_mode, bool bias_correction, bool maximize, bool stochastic_rounding, const py::int_& seed) {
   const auto check = [](const char* name, double value, bool valid, const char* expected) {
     if (!valid) value_error({"AdamHyper", name}, value, "; expected ", expected);
   };
@@ -42,8 +44,8 @@ PyAdamHyper make_hyper(double lr, double beta1, double beta2, double eps, double
   hyper.adam_w_mode = adam_w_mode;
   hyper.bias_correction = bias_correction;
   hyper.maximize = maximize;
-  hyper.stochastic_rounding = seed.has_value();
-  if (seed) hyper.seed = PyLong_AsUnsignedLongLongMask(seed->ptr());
+  hyper.stochastic_rounding = stochastic_rounding;
+  hyper.seed = PyLong_AsUnsignedLongLongMask(seed.ptr());
   return {make_adam_scalars(hyper)};
 }
 
@@ -105,8 +107,29 @@ std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, 
 
 // The lists of one call. Holds references, so tensors stay while the GIL is released.
 struct AdamLists {
-  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs;
+  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
 };
+
+// The dtypes of a moment kept as each StateDType.
+struct MomentDTypes {
+  StateDType kind;
+  at::ScalarType exp_avg, exp_avg_sq;
+};
+constexpr MomentDTypes kMomentDTypes[] = {{StateDType::f32, at::kFloat, at::kFloat},
+                                          {StateDType::bf16, at::kBFloat16, at::kBFloat16},
+                                          {StateDType::q8, at::kChar, at::kByte}};
+
+const MomentDTypes& moment_dtypes(const Where& where, at::ScalarType exp_avg) {
+  for (const MomentDTypes& dtypes : kMomentDTypes) {
+    if (dtypes.exp_avg == exp_avg) return dtypes;
+  }
+  type_error(where, "dtype ", exp_avg, "; expected Float, BFloat16 or Char (8-bit codes)");
+}
+
+void check_dtype(const Where& where, const at::Tensor& tensor, at::ScalarType expected, const char* why) {
+  if (tensor.scalar_type() != expected)
+    type_error(where, "dtype ", tensor.scalar_type(), "; expected ", expected, " (", why, ")");
+}
 
 // Checks index i of all lists and returns it as plain data.
 AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
@@ -123,19 +146,55 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
     check_numel(where, tensor, t.numel, "params");
     return where;
   };
-  const auto state = [&](const char* name, const std::vector<at::Tensor>& list) -> float* {
-    if (list.empty() || !list[i].defined()) return nullptr;
-    check_f32(data(name, list[i]), list[i]);
-    return static_cast<float*>(list[i].data_ptr());
-  };
+  const auto given = [&](const std::vector<at::Tensor>& list) { return !list.empty() && list[i].defined(); };
   t.grad_dtype = float_dtype(data("grads", lists.grads[i]), lists.grads[i]);
   t.param = param.data_ptr();
   t.grad = lists.grads[i].const_data_ptr();
-  t.exp_avg = state("exp_avgs", lists.exp_avgs);
-  t.exp_avg_sq = state("exp_avg_sqs", lists.exp_avg_sqs);
-  t.master = state("masters", lists.masters);
-  t.max_exp_avg_sq = state("max_exp_avg_sqs", lists.max_exp_avg_sqs);
-  if (t.master == t.param) t.master = nullptr;  // a float32 parameter given as its own master
+
+  const at::Tensor& exp_avg = lists.exp_avgs[i];
+  const at::Tensor& exp_avg_sq = lists.exp_avg_sqs[i];
+  const MomentDTypes& dtypes = moment_dtypes(data("exp_avgs", exp_avg), exp_avg.scalar_type());
+  check_dtype(data("exp_avg_sqs", exp_avg_sq), exp_avg_sq, dtypes.exp_avg_sq, "as exp_avgs says");
+  t.state_dtype = dtypes.kind;
+  t.exp_avg = exp_avg.data_ptr();
+  t.exp_avg_sq = exp_avg_sq.data_ptr();
+  const auto scale = [&](const char* name, const std::vector<at::Tensor>& list) -> float* {
+    const Where where{kOp, name, index};
+    if (given(list) != (t.state_dtype == StateDType::q8)) {
+      value_error(where, given(list) ? "a tensor" : "None", "; expected ", given(list) ? "None" : "a tensor",
+                  " (scales go with 8-bit codes)");
+    }
+    if (!given(list)) return nullptr;
+    check_layout(where, list[i], device);
+    check_f32(where, list[i]);
+    if (list[i].numel() != blocks_of(t.numel)) {
+      value_error(where, list[i].numel(), " elements; expected ", blocks_of(t.numel), " (one for 256 elements of params)");
+    }
+    return static_cast<float*>(list[i].data_ptr());
+  };
+  t.exp_avg_scale = scale("exp_avg_scales", lists.exp_avg_scales);
+  t.exp_avg_sq_scale = scale("exp_avg_sq_scales", lists.exp_avg_sq_scales);
+
+  if (given(lists.max_exp_avg_sqs)) {
+    const at::Tensor& largest = lists.max_exp_avg_sqs[i];
+    check_f32(data("max_exp_avg_sqs", largest), largest);
+    if (t.state_dtype != StateDType::f32) {
+      value_error({kOp, "max_exp_avg_sqs", index}, "a tensor; expected None (amsgrad needs float32 moments)");
+    }
+    t.max_exp_avg_sq = static_cast<float*>(largest.data_ptr());
+  }
+  if (given(lists.masters)) {
+    const at::Tensor& master = lists.masters[i];
+    const Where where = data("masters", master);
+    t.master = master.data_ptr();
+    t.master_kind = master.scalar_type() == at::kShort ? Master::split : Master::f32;
+    if (t.master_kind == Master::split && t.param_dtype != DType::bf16) {
+      type_error(where, "dtype Short (a split master) for a parameter of ", param.scalar_type(),
+                 "; expected BFloat16 parameters");
+    }
+    if (t.master_kind == Master::f32) check_f32(where, master);
+    if (t.master == t.param) t.master = nullptr, t.master_kind = Master::none;  // a float32 parameter given as its own master
+  }
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   t.aligned16 = ((address(t.param) | address(t.grad) | address(t.exp_avg) | address(t.exp_avg_sq) | address(t.master) |
                   address(t.max_exp_avg_sq)) &
@@ -143,11 +202,19 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
   return t;
 }
 
+// Why the step of this tensor needs random bits, or null.
+const char* why_random(const AdamSegment& t, const AdamScalars& s) {
+  if (t.state_dtype != StateDType::f32) return "has moments that are rounded stochastically";
+  return rounds_weights_stochastically(t, s.stochastic_rounding != 0) ? "is bfloat16 without a master, rounded stochastically"
+                                                                      : nullptr;
+}
+
 class AdamStepper {
  public:
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
-            const py::object& max_exp_avg_sqs, const py::object& keys) {
+            const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
+            const py::object& exp_avg_sq_scales) {
     AdamLists lists;
     lists.params = tensors_of(kOp, "params", params);
     const size_t count = lists.params.size();
@@ -163,6 +230,8 @@ class AdamStepper {
     lists.exp_avg_sqs = read("exp_avg_sqs", exp_avg_sqs, false);
     lists.masters = read("masters", masters, true);
     lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
+    lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
+    lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
     const std::vector<AdamScalars> scalars = scalars_of(hypers);
     const std::vector<int32_t> indices = hyper_indices_of(hyper_index, count, scalars.size());
     const std::vector<Key> key_list = keys.is_none() ? std::vector<Key>() : keys_of(keys, count);
@@ -177,9 +246,12 @@ class AdamStepper {
       if (!key_list.empty()) {
         t.param_index = key_list[i].param_index;
         t.first_element = key_list[i].first_element;
-      } else if (scalars[static_cast<size_t>(t.hyper_index)].stochastic_rounding && t.param_dtype == DType::bf16 && !t.master) {
-        value_error({kOp, "keys"}, "None; expected a key for each of params (hypers[", t.hyper_index,
-                    "] has a seed, and params[", i, "] is bfloat16 without a master)");
+      } else if (const char* why = why_random(t, scalars[static_cast<size_t>(t.hyper_index)])) {
+        value_error({kOp, "keys"}, "None; expected a key for each of params (params[", i, "] ", why, ")");
+      }
+      if (t.state_dtype == StateDType::q8 && t.first_element % kBlock != 0) {
+        value_error({kOp, "keys", static_cast<int64_t>(i)}, "first element ", t.first_element,
+                    "; expected a multiple of 256 (8-bit blocks must not be cut)");
       }
     }
     for (const at::Tensor& param : lists.params) mark_written(param);  // states are not part of any graph
@@ -205,9 +277,12 @@ class AdamStepper {
       ++table_builds_;
     }
     if (table_.num_chunks == 0) return;
+    const bool reduced = std::any_of(segments_.begin(), segments_.end(), [](const AdamSegment& t) {
+      return t.state_dtype != StateDType::f32 || t.master_kind == Master::split;
+    });
     const at::Tensor scalars_bytes = upload(scalars.data(), scalars.size() * sizeof(AdamScalars), device);
     adam_cuda(table_.segments(), table_.chunks(), table_.num_chunks,
-              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), stream);
+              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), reduced, stream);
   }
 
   std::vector<AdamSegment> segments_;  // what table_ was made from
@@ -224,12 +299,13 @@ void bind_adam(py::module_& module) {
   py::class_<PyAdamHyper>(module, "AdamHyper")
       .def(py::init(&make_hyper), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0, py::arg("adam_w_mode") = true,
-           py::arg("bias_correction") = true, py::arg("maximize") = false, py::arg("seed") = py::none());
+           py::arg("bias_correction") = true, py::arg("maximize") = false, py::arg("stochastic_rounding") = false,
+           py::arg("seed") = 0);
   py::class_<AdamStepper>(module, "AdamStepper")
       .def(py::init<>())
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
-           py::arg("keys") = py::none())
+           py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
       .def_property_readonly("table_builds", &AdamStepper::table_builds);
 }
 

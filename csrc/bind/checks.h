@@ -63,5 +63,6 @@ Executor& torch_executor();
 void bind_adam(py::module_& module);
 void bind_ops(py::module_& module);
 void bind_host_tier(py::module_& module);
+void bind_moments(py::module_& module);
 
 }  // namespace shardcore::bind

@@ -61,6 +61,13 @@ SHARDCORE_HD uint16_t f32_to_f16(float x) {
   return static_cast<uint16_t>(h | ((u >> 16) & 0x8000u));
 }
 
+// A split master: a bfloat16 weight (f32_to_bf16 of the master) and the int16 that makes it the float32 master again, lossless.
+SHARDCORE_HD float split_to_f32(uint16_t weight, int16_t remainder) {
+  return bits_float((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+SHARDCORE_HD int16_t split_remainder(float master) { return static_cast<int16_t>(float_bits(master) & 0xffffu); }
+
 // Element i of an array of the given dtype, as float32.
 SHARDCORE_HD float load_as_f32(const void* data, DType dtype, int64_t i) {
   if (dtype == DType::f32) return static_cast<const float*>(data)[i];

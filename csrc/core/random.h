@@ -21,12 +21,15 @@ SHARDCORE_HD uint64_t child_key(uint64_t parent, uint64_t child) {
   return mix64(parent + 0x9e3779b97f4a7c15ull + mix64(child + 0x9e3779b97f4a7c15ull));
 }
 
-// 16 uniform bits for element `lane` (0..255) of a block.
-SHARDCORE_HD uint32_t random16(uint64_t block_key, uint32_t lane) {
+// 32 uniform bits for element `lane` (0..255) of a block.
+SHARDCORE_HD uint32_t random32(uint64_t block_key, uint32_t lane) {
   uint32_t x = static_cast<uint32_t>(block_key) + lane * 0x9e3779b9u;
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15) ^ static_cast<uint32_t>(block_key >> 32)) * 0x846ca68bu;
-  return x >> 16;
+  return x ^ (x >> 16);
 }
+
+// 16 of them.
+SHARDCORE_HD uint32_t random16(uint64_t block_key, uint32_t lane) { return random32(block_key, lane) >> 16; }
 
 }  // namespace shardcore

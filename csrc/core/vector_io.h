@@ -36,6 +36,24 @@ SHARDCORE_HD void store16(void* p, const Bytes16& bytes) {
 #endif
 }
 
+// 8 bytes: 8 elements of an 8-bit stream.
+SHARDCORE_HD void load8(const void* p, uint32_t (&words)[2]) {
+#if defined(__CUDA_ARCH__)
+  const uint2 v = *static_cast<const uint2*>(p);
+  words[0] = v.x, words[1] = v.y;
+#else
+  memcpy(words, __builtin_assume_aligned(p, 8), 8);
+#endif
+}
+
+SHARDCORE_HD void store8(void* p, const uint32_t (&words)[2]) {
+#if defined(__CUDA_ARCH__)
+  *static_cast<uint2*>(p) = make_uint2(words[0], words[1]);
+#else
+  memcpy(__builtin_assume_aligned(p, 8), words, 8);
+#endif
+}
+
 SHARDCORE_HD void unpack_f32(const Bytes16& bytes, float (&x)[4]) {
   for (int k = 0; k < 4; ++k) x[k] = bits_float(bytes.words[k]);
 }
@@ -52,6 +70,15 @@ SHARDCORE_HD void unpack_16bit(const Bytes16& bytes, DType dtype, int half, floa
     const uint32_t word = bytes.words[2 * half + k / 2];
     const uint16_t h = static_cast<uint16_t>(k % 2 ? word >> 16 : word);
     x[k] = dtype == DType::bf16 ? bf16_to_f32(h) : f16_to_f32(h);
+  }
+}
+
+// A split master: bfloat16 weights and their remainders.
+SHARDCORE_HD void unpack_split(const Bytes16& weight, const Bytes16& rest, int half, float (&x)[4]) {
+  for (int k = 0; k < 4; ++k) {
+    const int word = 2 * half + k / 2;
+    const int shift = 16 * (k % 2);
+    x[k] = split_to_f32(static_cast<uint16_t>(weight.words[word] >> shift), static_cast<int16_t>(rest.words[word] >> shift));
   }
 }
 

@@ -15,11 +15,7 @@ __global__ void __launch_bounds__(kNormThreads) ordered_sum_kernel(const Ordered
   DoubleDouble total{0.0, 0.0};
   for (int64_t first = chunk_first + threadIdx.x / 32 * kBlock; first < last; first += kNormWarps * kBlock) {
     double squares[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const int64_t i = first + lane + 32 * k;
-      squares[k] = i < last ? square_f64(ordered_sum_element(op, i)) : 0.0;
-    }
+    ordered_sum_lane(op, first + lane, last, squares);
     total = dd_add(total, sq_norm_warp(sq_norm_lane(squares)));
   }
   total = add_warps(total);

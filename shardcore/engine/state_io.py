@@ -89,7 +89,9 @@ class OptimizerStateIO:
         self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[str]]:
         entry = saved.get(managed.param, {})
-        state, lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, bucket.needs_master)
+        state, lost = import_state(
+            _OP, f"state of {managed.name}", entry, managed.param, "fp32" if bucket.needs_master else None
+        )
         return dict(state), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from shardcore._native import _C
 from shardcore.optim.batch import Update, check_device, collect
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import check_max_norm, clip_coefficient, global_norm
-from shardcore.optim.options import check_options, check_param, number
+from shardcore.optim.options import check_master, check_options, check_param, number
 from shardcore.optim.state import ParamState
 
 logger = logging.getLogger("shardcore")
@@ -137,6 +137,9 @@ class AdamOptimizer(torch.optim.Optimizer):
                 f"{self._op}: {where}capturable has True for CPU parameters; expected False (only CUDA graphs capture)"
             )
         check_options(self._op, group, where)
+        if group["master"] == "split":
+            for i, p in enumerate(params):
+                check_master(self._op, f"{where}params[{i}]", p[1] if isinstance(p, tuple) else p, group["master"])
 
     @overload
     def step(
@@ -245,7 +248,8 @@ class AdamOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the form of torch.optim.Adam and AdamW, which can load it.
 
-        The step tensors are new; the other tensors are the live ones, as in torch.
+        The step tensors are new; the other tensors are the live ones, as in torch, but for 8-bit moments and split
+        masters, which are shown as float32 (loading them back is exact).
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -259,15 +263,16 @@ class AdamOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         states = ((i, self.state[p]) for i, p in enumerate(params) if p in self.state)
         return {
-            "state": {i: export_state(state) for i, state in states if state},
+            "state": {i: export_state(state, params[i]) for i, state in states if state},
             "param_groups": export_groups(self.param_groups),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.
 
-        Tensors are copied to the parameters' devices as float32, whatever the parameters' dtype; what that loses is said
-        in a UserWarning. Raises ValueError or TypeError for other shapes, numbers, keys.
+        Tensors are copied to the parameters' devices, kept as state_dtype and master say, whatever the parameters' dtype;
+        what that loses is said in a UserWarning. With master="split" a loaded master also sets the weights, which are its
+        upper half. Raises ValueError or TypeError for other shapes, numbers, keys.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
@@ -289,7 +294,10 @@ class AdamOptimizer(torch.optim.Optimizer):
                     f"{self._op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns"
                 )
         options = import_groups(self._op, self.param_groups, state_dict["param_groups"])
-        states = import_states(self._op, self.param_groups, state_dict)
+        states, masters = import_states(self._op, self.param_groups, state_dict)
+        if masters:
+            with torch.no_grad():
+                _C.cast(list(masters), [master.detach().to(p.device).contiguous() for p, master in masters.items()])
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
         self.state = defaultdict(ParamState, states)
@@ -332,10 +340,15 @@ class FusedAdam(AdamOptimizer):
     adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient (Adam).
     bias_correction: False leaves out the division by 1 - beta**step.
     master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, taken at their first step, and updates that;
-        the weights are rounded from it. Weights changed by others after that are overwritten.
+        the weights are rounded from it. Weights changed by others after that are overwritten. "split" keeps, for bfloat16
+        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes a parameter less. Weights
+        changed by others keep their change.
+    state_dtype: how exp_avg and exp_avg_sq are kept. "fp32"; "bf16" (2 bytes each, the second rounded stochastically);
+        "8bit" (1 byte each, with a float32 scale for 256 elements, rounded stochastically). Reduced moments are keyed by
+        seed as stochastic_rounding is, and exclude amsgrad. A NaN in an 8-bit moment makes its 256 elements NaN.
     stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
         parameter, element): the same bits everywhere.
-    capturable, state_dtype: other values than the defaults are not built yet and refused.
+    capturable: True is not built yet and refused.
 
     Raises ValueError or TypeError for what cannot work; NotImplementedError for what is not built yet.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);

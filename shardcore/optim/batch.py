@@ -13,6 +13,7 @@ import torch
 from shardcore._native import _C
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
 from shardcore.optim.state import ParamState, StepCount, new_state
+from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
 
@@ -97,9 +98,12 @@ class _Call:
     hyper_index: list[int] = field(default_factory=list)
     masters: list[torch.Tensor | None] = field(default_factory=list)
     max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
+    exp_avg_scales: list[torch.Tensor | None] = field(default_factory=list)
+    exp_avg_sq_scales: list[torch.Tensor | None] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     with_masters: bool = False
     with_max: bool = False
+    with_scales: bool = False
     with_keys: bool = False
 
 
@@ -121,7 +125,8 @@ class Update:
 
     def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any], grad_scale: float) -> None:
         group = active.group
-        has_master, amsgrad, stochastic = group["master"] is not None, group["amsgrad"], group["stochastic_rounding"]
+        master, amsgrad, state_dtype = group["master"], group["amsgrad"], group["state_dtype"]
+        dtypes = MOMENT_DTYPES[state_dtype]
         hyper_of_count: dict[int, int] = {}
         last_count: StepCount | None = None
         hyper = -1
@@ -130,12 +135,13 @@ class Update:
             if param.device != device:
                 device = param.device
                 call = self._calls.setdefault(device, _Call())
-                call.with_masters |= has_master
+                call.with_masters |= master is not None
                 call.with_max |= amsgrad
-                call.with_keys |= stochastic
+                call.with_scales |= dtypes.scaled
+                call.with_keys |= group["stochastic_rounding"] or state_dtype != "fp32"
             state = states.get(param)
             if type(state) is not ParamState or len(state) < 3:
-                state = self._adopt(index, param, state)
+                state = self._adopt(index, param, state, state_dtype)
             count = state.count
             if count is not last_count:
                 shared = self._counts.setdefault(count.value, count)
@@ -150,14 +156,37 @@ class Update:
             call.indices.append(index)
             call.params.append(param)
             call.grads.append(grad)
-            call.exp_avgs.append(state.moment("exp_avg"))
+            exp_avg = state.moment("exp_avg")
+            if exp_avg.dtype is not dtypes.exp_avg:
+                raise self._other_state(index, exp_avg.dtype, state_dtype)
+            call.exp_avgs.append(exp_avg)
             call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
             call.hyper_index.append(hyper)
             call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
-            mastered = has_master and param.dtype in MASTERED_DTYPES
-            call.masters.append(self._extra(state, "master", param, param) if mastered else None)
+            call.exp_avg_scales.append(state.extra("exp_avg_scale"))
+            call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
+            call.masters.append(self._master(state, param, master) if master is not None else None)
 
-    def _adopt(self, index: int, param: torch.Tensor, state: Any) -> ParamState:
+    def _other_state(self, index: int, found: torch.dtype, state_dtype: str) -> TypeError:
+        expected = MOMENT_DTYPES[state_dtype].exp_avg
+        return TypeError(
+            f"{self._op}: state[params[{index}]].exp_avg has dtype {dtype_name(found)}; expected {dtype_name(expected)} for "
+            f"state_dtype={state_dtype!r} (the option was changed after the first step; use load_state_dict to convert states)"
+        )
+
+    def _master(self, state: ParamState, param: torch.Tensor, kind: str) -> torch.Tensor | None:
+        """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
+        if param.dtype not in MASTERED_DTYPES:
+            return None
+        if kind == "fp32":
+            return self._extra(state, "master", param, param)
+        remainder = state.extra("remainder")
+        if remainder is None:
+            remainder = zeros(param.shape, torch.int16, param.device)
+            self._new_tensors.append((state, "remainder", remainder))
+        return remainder
+
+    def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
         """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
         if state:
             missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
@@ -169,8 +198,7 @@ class Update:
         else:
             adopted = ParamState()
             adopted.count = self._zero
-            adopted["exp_avg"] = new_state(param)
-            adopted["exp_avg_sq"] = new_state(param)
+            adopted.update(new_moments(param, state_dtype))
         self._new_states[param] = adopted
         return adopted
 
@@ -198,6 +226,8 @@ class Update:
                 masters=call.masters if call.with_masters else None,
                 max_exp_avg_sqs=call.max_exp_avg_sqs if call.with_max else None,
                 keys=[(index, 0) for index in call.indices] if call.with_keys else None,
+                exp_avg_scales=call.exp_avg_scales if call.with_scales else None,
+                exp_avg_sq_scales=call.exp_avg_sq_scales if call.with_scales else None,
             )
             # The kernel writes behind autograd's back; a graph that saved a weight must learn that it has changed.
             torch.autograd.graph.increment_version(call.params)

@@ -13,11 +13,13 @@ import torch
 
 from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
 from shardcore.optim.state import TENSOR_KEYS, ParamState, StepCount, check_tensor, new_state, share_counts, step_count
+from shardcore.optim.storage import MOMENTS, SCALES, joined_master, moment_values, split_remainder, stored_moment
 
 # Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
 _TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
 _OWN = ("master", "state_dtype", "capturable")
+_KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
 _TORCH_NAMES = (
     "param_names",
@@ -81,17 +83,29 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     return imported
 
 
-def export_state(state: ParamState) -> dict[str, Any]:
-    """Return a state for a state dict: a plain dict with a step tensor of its own; the other tensors are the live ones."""
-    return state.copy()
+def export_state(state: ParamState, param: torch.Tensor) -> dict[str, Any]:
+    """Return a state for a state dict: a plain dict with a step tensor of its own.
+
+    8-bit moments become the float32 values they stand for, a remainder the float32 master; other tensors are the live ones.
+    """
+    exported: dict[str, Any] = {}
+    for key in state:
+        if key == "remainder":
+            exported["master"] = joined_master(param, state[key])
+        elif key not in SCALES.values():
+            exported[key] = moment_values(state, key)
+    return exported
 
 
-def import_state(op: str, name: str, saved: object, param: torch.Tensor, keeps_master: bool) -> tuple[ParamState, list[str]]:
+def import_state(
+    op: str, name: str, saved: object, param: torch.Tensor, master: str | None, state_dtype: str = "fp32"
+) -> tuple[ParamState, list[str]]:
     """Return a new state for param made from ``saved`` (torch's or ours), and what was lost on the way, in words.
 
-    param gives shape and device. Moments arrive in any floating dtype and become float32. A master is taken only in
-    float32: in another dtype it went through torch.optim's loading and no step of torch's kept it up, so it is left out
-    and made again from the weights. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
+    param gives shape and device; master ("fp32", "split" or None) and state_dtype say how to keep it. Moments arrive in any
+    floating dtype. A master is taken only in float32: in another dtype it went through torch.optim's loading and no step of
+    torch's kept it up, so it is left out and made again from the weights. With "split" the state gets the remainder, whose
+    weight is the master rounded. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
@@ -110,47 +124,56 @@ def import_state(op: str, name: str, saved: object, param: torch.Tensor, keeps_m
         if key not in saved:
             continue
         value = check_tensor(op, f"{name}.{key}", saved[key], param.shape)
-        if key == "master" and not keeps_master:
+        if key in MOMENTS:
+            kept, exact = stored_moment(key, value, state_dtype, param.device)
+            if not exact:
+                lost.append(f"{name}.{key} is rounded from {dtype_name(value.dtype)} to {_KEPT[state_dtype]}")
+            state.update(kept)
+        elif key == "master" and master is None:
             lost.append(f"{name}.master is left out: this optimizer keeps none for it (the weights go on as they are)")
         elif key == "master" and value.dtype is not torch.float32:
             lost.append(
                 f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts again from the weights"
             )
+        elif key == "master" and master == "split":
+            state["remainder"] = split_remainder(value, param.device)
         else:
-            if value.dtype is torch.float64:
-                lost.append(f"{name}.{key} is rounded from float64 to float32")
-            dict.__setitem__(state, key, new_state(param, value))
+            state[key] = new_state(param, value)
     return state, lost
 
 
 def import_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> dict[torch.Tensor, ParamState]:
+) -> tuple[dict[torch.Tensor, ParamState], dict[torch.Tensor, torch.Tensor]]:
     """Return the states that loading state_dict gives to the parameters of groups; nothing is changed.
 
-    state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    Also returned: the float32 masters of parameters whose state has a remainder. Their weights are part of the master and
+    must be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
     """
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):
         raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
-    targets: dict[Any, tuple[torch.Tensor, bool]] = {}
+    targets: dict[Any, tuple[torch.Tensor, str | None, str]] = {}
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
         for key, param in zip(given["params"], group["params"], strict=True):
-            targets[key] = param, group["master"] is not None and param.dtype in MASTERED_DTYPES
+            targets[key] = param, group["master"] if param.dtype in MASTERED_DTYPES else None, group["state_dtype"]
     if len(targets) != sum(len(group["params"]) for group in groups):
         raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
     states: dict[torch.Tensor, ParamState] = {}
+    masters: dict[torch.Tensor, torch.Tensor] = {}
     lost: list[str] = []
     for key, value in saved.items():
         if key not in targets:
             raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
-        param, keeps_master = targets[key]
-        state, lost_here = import_state(op, f"state[{key!r}]", value, param, keeps_master)
+        param, master, state_dtype = targets[key]
+        state, lost_here = import_state(op, f"state[{key!r}]", value, param, master, state_dtype)
         lost += lost_here
         if state:
             states[param] = state
+        if "remainder" in state:
+            masters[param] = value["master"]
     share_counts(states.values())
     if lost:
         more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
         warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=3)
-    return states
+    return states, masters

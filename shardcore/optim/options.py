@@ -84,12 +84,11 @@ def _check_storage(op: str, group: Mapping[str, Any], where: str) -> None:
             raise TypeError(f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}")
         if value not in known:
             raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {known}")
-    if master == "split":
-        raise NotImplementedError(
-            f"{op}: {where}master has 'split', which is not built yet; expected 'fp32' (the same bits) or None"
+    if state_dtype != "fp32" and group["amsgrad"]:
+        raise ValueError(
+            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected state_dtype='fp32' "
+            "(a running maximum of rounded moments only grows)"
         )
-    if state_dtype != "fp32":
-        raise NotImplementedError(f"{op}: {where}state_dtype has {state_dtype!r}, which is not built yet; expected 'fp32'")
     if group["stochastic_rounding"] and master is not None:
         raise ValueError(
             f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
@@ -113,6 +112,15 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
         )
 
 
+def check_master(op: str, name: str, param: torch.Tensor, master: str | None) -> None:
+    """Raise ValueError for a parameter that cannot have the kind of master that its group asks for."""
+    if master == "split" and param.dtype is torch.float16:
+        raise ValueError(
+            f"{op}: {name} has dtype float16 with master='split'; expected bfloat16 "
+            "(a remainder makes no float32 of float16), or master='fp32'"
+        )
+
+
 def hyper_of(group: Mapping[str, Any], step: int, grad_scale: float) -> "_C.AdamHyper":
     """Make the scalars of one step (counted from 1) from a group that check_options has passed.
 
@@ -130,5 +138,6 @@ def hyper_of(group: Mapping[str, Any], step: int, grad_scale: float) -> "_C.Adam
         adam_w_mode=group["adam_w_mode"],
         bias_correction=group["bias_correction"],
         maximize=group["maximize"],
-        seed=group["seed"] if group["stochastic_rounding"] else None,
+        stochastic_rounding=group["stochastic_rounding"],
+        seed=group["seed"],
     )

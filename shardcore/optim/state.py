@@ -2,8 +2,9 @@
 
 Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
 fresh float32 tensor, as torch.optim keeps it. Parameters with equal counts share one StepCount, so that a step over
-100,000 tensors moves one integer. exp_avg, exp_avg_sq, max_exp_avg_sq, master: float32, contiguous, the parameter's
-shape and device.
+100,000 tensors moves one integer. The other keys hold contiguous tensors on the parameter's device: exp_avg and exp_avg_sq
+of its shape (float32, bfloat16, or int8 and uint8 codes with float32 exp_avg_scale and exp_avg_sq_scale, one for 256
+elements), max_exp_avg_sq (float32), and either master (float32) or remainder (int16).
 """
 
 import math
@@ -12,13 +13,11 @@ from typing import Any
 
 import torch
 
-from shardcore._native import _C
 from shardcore.optim.options import dtype_name, number
+from shardcore.optim.storage import zeros
 
+# As state dicts have them (shardcore.optim.storage: what else a state may keep).
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-
-# From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
-_HUGE_BYTES = 4 << 20
 
 
 class StepCount:
@@ -71,7 +70,7 @@ class ParamState(dict[str, Any]):
         return tensor
 
     def extra(self, key: str) -> torch.Tensor | None:
-        """Return the tensor at "master" or "max_exp_avg_sq", or None if there is none yet."""
+        """Return the tensor at another key, or None if there is none yet."""
         tensor: torch.Tensor | None = super().get(key)
         return tensor
 
@@ -148,11 +147,7 @@ def _rebuild() -> ParamState:
 
 def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
     """Return a new float32 tensor of param's shape on param's device: zeros, or a copy of source."""
-    numel = param.numel()
-    if param.device.type == "cpu" and numel * 4 >= _HUGE_BYTES:
-        state = _C.empty_huge(numel, torch.float32).view(param.shape)
-    else:
-        state = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+    state = zeros(param.shape, torch.float32, param.device)
     if source is not None:
         state.copy_(source.detach())
     return state

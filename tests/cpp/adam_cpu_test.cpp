@@ -2,6 +2,8 @@
 // else.
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include "core/thread_pool.h"
 #include "cpp/adam_problem.h"
 
@@ -20,32 +22,95 @@ std::vector<int64_t> sizes() {
   return list;
 }
 
+float* f32(void* data) { return static_cast<float*>(data); }
+
 // One element at a time, by the formula and the scalar conversions: what every path must equal.
-void run_reference(AdamProblem& problem, const std::vector<AdamHyper>& hypers) {
-  const std::vector<AdamScalars> scalars = AdamProblem::scalars_of(hypers);
-  for (AdamSegment& t : problem.segments()) {
-    const AdamScalars& s = scalars[static_cast<size_t>(t.hyper_index)];
-    for (int64_t i = 0; i < t.numel; ++i) {
-      float p = t.master ? t.master[i] : load_as_f32(t.param, t.param_dtype, i);
-      const float g = load_as_f32(t.grad, t.grad_dtype, i);
-      float* const vmax = t.max_exp_avg_sq ? t.max_exp_avg_sq + i : nullptr;
-      if (s.l2 != 0.0f) {
-        vmax ? adam_element<true, true>(s, g, p, t.exp_avg[i], t.exp_avg_sq[i], vmax)
-             : adam_element<true, false>(s, g, p, t.exp_avg[i], t.exp_avg_sq[i], vmax);
-      } else {
-        vmax ? adam_element<false, true>(s, g, p, t.exp_avg[i], t.exp_avg_sq[i], vmax)
-             : adam_element<false, false>(s, g, p, t.exp_avg[i], t.exp_avg_sq[i], vmax);
-      }
-      if (t.master) t.master[i] = p;
-      if (s.stochastic_rounding && !t.master && t.param_dtype == DType::bf16) {
-        const int64_t element = t.first_element + i;
-        const uint64_t key = rounding_block_key(child_key(s.random_key, t.param_index), element);
-        static_cast<uint16_t*>(t.param)[i] = f32_to_bf16_stochastic(p, key, element);
-      } else {
-        store_from_f32(t.param, t.param_dtype, i, p);
-      }
+class Reference {
+ public:
+  Reference(AdamSegment& segment, const AdamScalars& scalars) : t_(segment), s_(scalars) {}
+
+  void run() {
+    for (int64_t first = 0; first < t_.numel; first += kBlock) block(first, std::min(t_.numel, first + kBlock));
+  }
+
+ private:
+  void block(int64_t first, int64_t last) {
+    std::vector<float> ms, vs;
+    for (int64_t i = first; i < last; ++i) {
+      float m = moment(t_.exp_avg, i,
+                       [&](uint8_t c) { return decode_exp_avg(static_cast<int8_t>(c), t_.exp_avg_scale[i / kBlock]); });
+      float v = moment(t_.exp_avg_sq, i, [&](uint8_t c) { return decode_exp_avg_sq(c, t_.exp_avg_sq_scale[i / kBlock]); });
+      element(i, m, v);
+      ms.push_back(m);
+      vs.push_back(v);
+    }
+    const float m_scale = largest(ms), v_scale = largest(vs);
+    for (int64_t i = first; i < last; ++i)
+      store(i, ms[static_cast<size_t>(i - first)], vs[static_cast<size_t>(i - first)], m_scale, v_scale);
+    if (t_.state_dtype != StateDType::q8) return;
+    t_.exp_avg_scale[first / kBlock] = m_scale;
+    t_.exp_avg_sq_scale[first / kBlock] = v_scale;
+  }
+
+  template <typename Decode>
+  float moment(const void* data, int64_t i, const Decode& decode) const {
+    if (t_.state_dtype == StateDType::q8) return decode(static_cast<const uint8_t*>(data)[i]);
+    return load_as_f32(data, t_.state_dtype == StateDType::f32 ? DType::f32 : DType::bf16, i);
+  }
+
+  static float largest(const std::vector<float>& x) {  // NaN if there is one
+    float result = 0.0f;
+    for (const float value : x) result = std::isnan(value) || std::fabs(value) > result ? std::fabs(value) : result;
+    for (const float value : x) result = std::isnan(value) ? kNan : result;
+    return result;
+  }
+
+  void element(int64_t i, float& m, float& v) {
+    auto* const weight = static_cast<uint16_t*>(t_.param);
+    auto* const rest = static_cast<int16_t*>(t_.master);
+    float p = t_.master_kind == Master::f32     ? f32(t_.master)[i]
+              : t_.master_kind == Master::split ? split_to_f32(weight[i], rest[i])
+                                                : load_as_f32(t_.param, t_.param_dtype, i);
+    const float g = load_as_f32(t_.grad, t_.grad_dtype, i);
+    float* const vmax = t_.max_exp_avg_sq ? t_.max_exp_avg_sq + i : nullptr;
+    if (s_.l2 != 0.0f) {
+      vmax ? adam_element<true, true>(s_, g, p, m, v, vmax) : adam_element<true, false>(s_, g, p, m, v, vmax);
+    } else {
+      vmax ? adam_element<false, true>(s_, g, p, m, v, vmax) : adam_element<false, false>(s_, g, p, m, v, vmax);
+    }
+    if (t_.master_kind == Master::f32) f32(t_.master)[i] = p;
+    if (t_.master_kind == Master::split) rest[i] = split_remainder(p);
+    if (s_.stochastic_rounding && t_.master_kind == Master::none && t_.param_dtype == DType::bf16) {
+      const int64_t element = t_.first_element + i;
+      weight[i] = f32_to_bf16_stochastic(p, rounding_block_key(param_key_, element), element);
+    } else {
+      store_from_f32(t_.param, t_.param_dtype, i, p);
     }
   }
+
+  void store(int64_t i, float m, float v, float m_scale, float v_scale) {
+    const int64_t element = t_.first_element + i;
+    const uint32_t bits = random32(rounding_block_key(state_key(param_key_), element), static_cast<uint32_t>(element & 255));
+    if (t_.state_dtype == StateDType::f32) {
+      f32(t_.exp_avg)[i] = m;
+      f32(t_.exp_avg_sq)[i] = v;
+    } else if (t_.state_dtype == StateDType::bf16) {
+      static_cast<uint16_t*>(t_.exp_avg)[i] = f32_to_bf16(m);
+      static_cast<uint16_t*>(t_.exp_avg_sq)[i] = f32_to_bf16_plus(v, bits >> 16);
+    } else {
+      static_cast<int8_t*>(t_.exp_avg)[i] = encode_exp_avg(m, 1.0f / m_scale, bits & 0xffffu);
+      static_cast<uint8_t*>(t_.exp_avg_sq)[i] = encode_exp_avg_sq(v, 1.0f / v_scale, bits >> 16);
+    }
+  }
+
+  AdamSegment& t_;
+  const AdamScalars& s_;
+  uint64_t param_key_ = child_key(s_.random_key, t_.param_index);
+};
+
+void run_reference(AdamProblem& problem, const std::vector<AdamHyper>& hypers) {
+  const std::vector<AdamScalars> scalars = AdamProblem::scalars_of(hypers);
+  for (AdamSegment& t : problem.segments()) Reference(t, scalars[static_cast<size_t>(t.hyper_index)]).run();
 }
 
 // Every mix of dtypes, master, amsgrad and hyper for one size and misalignment.
@@ -53,7 +118,7 @@ std::vector<TensorSpec> every_mix(int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
   for (const DType param : kDTypes) {
     for (const DType grad : kDTypes) {
-      for (const bool master : {false, true}) {
+      for (const Master master : {Master::none, Master::f32}) {
         for (const bool amsgrad : {false, true}) {
           for (int32_t hyper = 0; hyper < 4; ++hyper) {
             specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 100 * numel});
@@ -63,6 +128,23 @@ std::vector<TensorSpec> every_mix(int64_t numel, int64_t misalign) {
     }
   }
   return specs;
+}
+
+TEST(adam_cpu, reduced_moments_and_split_masters_have_the_reference_bits_on_every_isa) {
+  for (const int64_t misalign : {0, 1, 3}) {
+    for (const int64_t numel : sizes()) {
+      for (const auto values : {AdamProblem::Values::normal, AdamProblem::Values::with_specials}) {
+        AdamProblem problem(every_reduced_mix(numel, misalign), static_cast<uint32_t>(numel * 7 + misalign), values);
+        run_reference(problem, various_hypers());
+        const auto want = problem.result();
+        for_each_isa([&](const std::string& isa) {
+          problem.reset();
+          problem.run_cpu(various_hypers());
+          ASSERT_EQ(problem.result(), want) << isa << ": " << numel << " elements, misaligned by " << misalign;
+        });
+      }
+    }
+  }
 }
 
 TEST(adam_cpu, every_mix_size_and_alignment_has_the_reference_bits_on_every_isa) {
@@ -104,9 +186,9 @@ TEST(adam_cpu, the_hash_of_a_fixed_problem_is_the_same_on_every_architecture) {
     for (int64_t i = 0; i < t.numel; ++i) {
       store_from_f32(t.param, t.param_dtype, i, next());
       store_from_f32(const_cast<void*>(t.grad), t.grad_dtype, i, next());
-      t.exp_avg[i] = next() / 4;
-      t.exp_avg_sq[i] = std::fabs(next()) / 4;
-      if (t.master) t.master[i] = next();
+      f32(t.exp_avg)[i] = next() / 4;
+      f32(t.exp_avg_sq)[i] = std::fabs(next()) / 4;
+      if (t.master) f32(t.master)[i] = next();
       if (t.max_exp_avg_sq) t.max_exp_avg_sq[i] = std::fabs(next()) / 4;
     }
   }
@@ -140,7 +222,7 @@ std::vector<TensorSpec> mixed_list() {
     TensorSpec spec{numel};
     spec.param = kDTypes[random.integer(3)];
     spec.grad = kDTypes[random.integer(3)];
-    spec.master = random.integer(2) != 0;
+    spec.master = random.integer(2) != 0 ? Master::f32 : Master::none;
     spec.amsgrad = random.integer(2) != 0;
     spec.misalign = random.integer(3);
     spec.hyper = static_cast<int32_t>(random.integer(4));
@@ -204,29 +286,35 @@ TEST(adam_cpu, elements_beyond_2_to_the_31) {
   t.aligned16 = true;
   t.param = reserve(numel * 2);
   t.grad = reserve(numel * 4);
-  t.exp_avg = static_cast<float*>(reserve(numel * 4));
-  t.exp_avg_sq = static_cast<float*>(reserve(numel * 4));
-  t.master = static_cast<float*>(reserve(numel * 4));
+  t.exp_avg = reserve(numel * 4);
+  t.exp_avg_sq = reserve(numel * 4);
+  t.master = reserve(numel * 4);
+  t.master_kind = Master::f32;
   AdamHyper hyper;
   hyper.lr = 0.5;
   const AdamScalars s = make_adam_scalars(hyper);
   auto* const grad = const_cast<float*>(static_cast<const float*>(t.grad));
   const int64_t first = numel / kAdamChunk * kAdamChunk;
+  const auto clear = [&] {
+    for (int64_t i = first; i < numel; ++i) {
+      grad[i] = 1.0f;
+      f32(t.exp_avg)[i] = f32(t.exp_avg_sq)[i] = f32(t.master)[i] = 0.0f;
+    }
+  };
   for_each_isa([&](const std::string&) {
-    for (int64_t i = first; i < numel; ++i) grad[i] = 1.0f, t.exp_avg[i] = t.exp_avg_sq[i] = t.master[i] = 0.0f;
+    clear();
     SHARDCORE_PICK(adam_span)(t, s, first, numel);
     for (int64_t i = first; i < numel; ++i) ASSERT_EQ(bf16_to_f32(static_cast<uint16_t*>(t.param)[i]), -0.5f) << i;
   });
-  for (int64_t i = first; i < numel; ++i) t.exp_avg[i] = t.exp_avg_sq[i] = t.master[i] = 0.0f;
+  clear();
   const auto chunks = make_chunks(
       1, [&](int64_t) { return numel; }, kAdamChunk);
   for (int thread = 0; thread < kAdamThreads; ++thread) {
-    adam_cuda_body(&t, chunks.data(), &s, static_cast<int64_t>(chunks.size()) - 1, thread);
+    adam_cuda_body<false>(&t, chunks.data(), &s, static_cast<int64_t>(chunks.size()) - 1, thread, NoWarp{});
   }
-  for (int64_t i = first; i < numel; ++i) ASSERT_EQ(t.master[i], -0.5f) << i;
+  for (int64_t i = first; i < numel; ++i) ASSERT_EQ(f32(t.master)[i], -0.5f) << i;
   munmap(t.param, static_cast<size_t>(numel * 2));
-  for (void* data : {static_cast<void*>(grad), static_cast<void*>(t.exp_avg), static_cast<void*>(t.exp_avg_sq),
-                     static_cast<void*>(t.master)}) {
+  for (void* data : {static_cast<void*>(grad), t.exp_avg, t.exp_avg_sq, t.master}) {
     munmap(data, static_cast<size_t>(numel * 4));
   }
 }

@@ -9,7 +9,7 @@ std::vector<TensorSpec> every_mix(int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
   for (const DType param : kDTypes) {
     for (const DType grad : kDTypes) {
-      for (const bool master : {false, true}) {
+      for (const Master master : {Master::none, Master::f32}) {
         for (int32_t hyper = 0; hyper < 4; ++hyper) {
           specs.push_back(
               {numel, param, grad, master, specs.size() % 2 == 0, misalign, hyper, specs.size(), 77 * numel + hyper});
@@ -46,6 +46,22 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_special_values_and_empty_tensors) {
   problem.reset();
   problem.run_cuda_body(various_hypers());
   EXPECT_EQ(problem.result(), want);
+}
+
+TEST(adam_cuda_body, has_the_cpu_bits_for_reduced_moments_and_split_masters) {
+  constexpr int64_t kRound = 8 * kAdamThreads;
+  for (const int64_t misalign : {0, 1, 8}) {
+    for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{255}, int64_t{256}, int64_t{257}, kRound + 3,
+                                kAdamChunk + int64_t{300}}) {
+      const auto values = numel % 2 ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
+      AdamProblem problem(every_reduced_mix(numel, misalign), static_cast<uint32_t>(numel + misalign), values);
+      problem.run_cpu(various_hypers());
+      const auto want = problem.result();
+      problem.reset();
+      problem.run_cuda_body(various_hypers());
+      ASSERT_EQ(problem.result(), want) << numel << " elements, misaligned by " << misalign;
+    }
+  }
 }
 
 TEST(adam_cuda_body, a_missing_block_is_rejected) {

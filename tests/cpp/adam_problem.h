@@ -3,6 +3,7 @@
 
 #include <deque>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include "adam/adam_cpu.h"
@@ -10,7 +11,9 @@
 #include "adam/make_scalars.h"
 #include "core/chunks.h"
 #include "core/executor.h"
+#include "core/tile.h"
 #include "cpp/common.h"
+#include "cpp/host_warps.h"
 
 namespace shardcore::testing {
 
@@ -18,12 +21,13 @@ struct TensorSpec {
   int64_t numel = 0;
   DType param = DType::f32;
   DType grad = DType::f32;
-  bool master = false;
+  Master master = Master::none;
   bool amsgrad = false;
   int64_t misalign = 0;  // elements
   int32_t hyper = 0;
   uint64_t param_index = 0;
   int64_t first_element = 0;
+  StateDType state = StateDType::f32;
 };
 
 class AdamProblem {
@@ -41,20 +45,46 @@ class AdamProblem {
       t.hyper_index = spec.hyper;
       t.param_index = spec.param_index;
       t.first_element = spec.first_element;
+      t.master_kind = spec.master;
+      t.state_dtype = spec.state;
       t.aligned16 = spec.misalign == 0;
-      const auto make = [&](DType dtype, const std::function<float()>& element) {
-        Buffer& buffer = buffers_.emplace_back(spec.numel * itemsize(dtype), spec.misalign * itemsize(dtype));
-        for (int64_t i = 0; i < spec.numel; ++i) store_from_f32(buffer.data(), dtype, i, element());
-        dtypes_.push_back(dtype);
-        numels_.push_back(spec.numel);
+      const auto make_bytes = [&](int64_t count, int64_t size) {  // any bytes are valid
+        Buffer& buffer = buffers_.emplace_back(count * size, spec.misalign * size);
+        for (int64_t i = 0; i < count * size; ++i) buffer.as<uint8_t>()[i] = static_cast<uint8_t>(random.bits());
+        kinds_.push_back(size == 2 ? Kind::remainder : Kind::codes);
+        numels_.push_back(count);
         return buffer.data();
       };
+      const auto make_count = [&](int64_t count, DType dtype, const std::function<float()>& element) {
+        Buffer& buffer = buffers_.emplace_back(count * itemsize(dtype), spec.misalign * itemsize(dtype));
+        for (int64_t i = 0; i < count; ++i) store_from_f32(buffer.data(), dtype, i, element());
+        kinds_.push_back(static_cast<Kind>(dtype));
+        numels_.push_back(count);
+        return buffer.data();
+      };
+      const auto make = [&](DType dtype, const std::function<float()>& element) {
+        return make_count(spec.numel, dtype, element);
+      };
+      const auto magnitude = [&] { return std::fabs(value(0.5f)); };
+      const size_t weight = buffers_.size();
       t.param = make(spec.param, [&] { return value(1.0f); });
       t.grad = make(spec.grad, [&] { return value(1.0f); });
-      t.exp_avg = static_cast<float*>(make(DType::f32, [&] { return value(0.5f); }));
-      t.exp_avg_sq = static_cast<float*>(make(DType::f32, [&] { return std::fabs(value(0.5f)); }));
-      if (spec.master) t.master = static_cast<float*>(make(DType::f32, [&] { return value(1.0f); }));
-      if (spec.amsgrad) t.max_exp_avg_sq = static_cast<float*>(make(DType::f32, [&] { return std::fabs(value(0.5f)); }));
+      if (spec.state == StateDType::q8) {
+        t.exp_avg = make_bytes(spec.numel, 1);
+        t.exp_avg_sq = make_bytes(spec.numel, 1);
+        t.exp_avg_scale = static_cast<float*>(make_count(blocks_of(spec.numel), DType::f32, magnitude));
+        t.exp_avg_sq_scale = static_cast<float*>(make_count(blocks_of(spec.numel), DType::f32, magnitude));
+      } else {
+        const DType state = spec.state == StateDType::f32 ? DType::f32 : DType::bf16;
+        t.exp_avg = make(state, [&] { return value(0.5f); });
+        t.exp_avg_sq = make(state, magnitude);
+      }
+      if (spec.master == Master::f32) t.master = make(DType::f32, [&] { return value(1.0f); });
+      if (spec.master == Master::split) {
+        weight_of_[buffers_.size()] = weight;
+        t.master = make_bytes(spec.numel, 2);
+      }
+      if (spec.amsgrad) t.max_exp_avg_sq = static_cast<float*>(make(DType::f32, magnitude));
       segments_.push_back(t);
     }
     for (Buffer& buffer : buffers_) initial_.push_back(buffer.bytes());
@@ -83,8 +113,14 @@ class AdamProblem {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
     for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= 0; --block) {
-      for (int thread = kAdamThreads - 1; thread >= 0; --thread) {
-        adam_cuda_body(segments_.data(), chunks.data(), scalars.data(), block, thread);
+      if (segments_[static_cast<size_t>(chunks[static_cast<size_t>(block)].tensor)].state_dtype == StateDType::q8) {
+        HostWarps(kAdamThreads / 32).run([&](int thread, const HostWarp& warp) {
+          adam_cuda_body<true>(segments_.data(), chunks.data(), scalars.data(), block, thread, warp);
+        });
+        continue;
+      }
+      for (int thread = kAdamThreads - 1; thread >= 0; --thread) {  // no thread waits for another
+        adam_cuda_body<true>(segments_.data(), chunks.data(), scalars.data(), block, thread, NoWarp{});
       }
     }
   }
@@ -94,7 +130,13 @@ class AdamProblem {
     std::vector<std::vector<uint8_t>> bytes;
     for (size_t i = 0; i < buffers_.size(); ++i) {
       EXPECT_TRUE(buffers_[i].sentinels_intact()) << "buffer " << i;
-      canonicalize_nans(buffers_[i].data(), dtypes_[i], numels_[i]);
+      if (kinds_[i] == Kind::remainder) {  // of a NaN master: the rest of its payload
+        for (int64_t k = 0; k < numels_[i]; ++k) {
+          if (std::isnan(bf16_to_f32(buffers_[weight_of_[i]].as<uint16_t>()[k]))) buffers_[i].as<int16_t>()[k] = 0;
+        }
+      } else if (kinds_[i] != Kind::codes) {
+        canonicalize_nans(buffers_[i].data(), static_cast<DType>(kinds_[i]), numels_[i]);
+      }
       bytes.push_back(buffers_[i].bytes());
     }
     return bytes;
@@ -108,7 +150,9 @@ class AdamProblem {
 
  private:
   std::deque<Buffer> buffers_;
-  std::vector<DType> dtypes_;
+  enum class Kind : uint8_t { f32, bf16, f16, remainder, codes };  // the first three as DType
+  std::vector<Kind> kinds_;
+  std::map<size_t, size_t> weight_of_;  // the buffer of the weight that a remainder belongs to
   std::vector<int64_t> numels_;
   std::vector<std::vector<uint8_t>> initial_;
   std::vector<AdamSegment> segments_;
@@ -125,6 +169,24 @@ inline std::vector<AdamHyper> various_hypers() {
   AdamHyper stochastic = adamw;
   stochastic.stochastic_rounding = true, stochastic.seed = 7;
   return {adamw, l2, maximize, stochastic};
+}
+
+// Every mix with reduced moments or a split master.
+inline std::vector<TensorSpec> every_reduced_mix(int64_t numel, int64_t misalign) {
+  std::vector<TensorSpec> specs;
+  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
+    for (const Master master : {Master::none, Master::f32, Master::split}) {
+      for (const DType param : kDTypes) {
+        if (master == Master::split ? param != DType::bf16 : state == StateDType::f32) continue;
+        for (const DType grad : kDTypes) {
+          const auto hyper = static_cast<int32_t>(specs.size() % 4);
+          const bool amsgrad = state == StateDType::f32 && specs.size() % 2 == 0;
+          specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 256 * numel, state});
+        }
+      }
+    }
+  }
+  return specs;
 }
 
 }  // namespace shardcore::testing

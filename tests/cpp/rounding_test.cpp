@@ -23,12 +23,14 @@ std::vector<uint16_t> stepped(uint64_t seed, int64_t step, uint64_t param_index,
   AdamSegment& whole = list[0];
   whole.param_index = param_index;
   whole.first_element = first_element;
-  std::fill(whole.exp_avg, whole.exp_avg + kNumel, 0.0f);
+  auto* const exp_avg = static_cast<float*>(whole.exp_avg);
+  auto* const exp_avg_sq = static_cast<float*>(whole.exp_avg_sq);
+  std::fill(exp_avg, exp_avg + kNumel, 0.0f);
   auto* const param = static_cast<uint16_t*>(whole.param);
   AdamSegment rest = whole;
   rest.param = param + cut;
   rest.grad = static_cast<const float*>(rest.grad) + cut;
-  rest.exp_avg += cut, rest.exp_avg_sq += cut, rest.first_element += cut, rest.numel -= cut;
+  rest.exp_avg = exp_avg + cut, rest.exp_avg_sq = exp_avg_sq + cut, rest.first_element += cut, rest.numel -= cut;
   whole.numel = cut;
   list.push_back(rest);
   // Bias correction depends on the step: switch it off, so that only the random bits differ between steps.

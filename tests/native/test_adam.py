@@ -118,7 +118,7 @@ def list_of_every_size(misalign):
 @pytest.mark.parametrize("misalign", [0, 1, 3])
 def test_isas_and_threads_give_the_same_bits_and_write_nothing_else(misalign):
     lists = list_of_every_size(misalign)
-    hypers = [make_hyper(), make_hyper(adam_w_mode=False), make_hyper(seed=11)]
+    hypers = [make_hyper(), make_hyper(adam_w_mode=False), make_hyper(stochastic_rounding=True, seed=11)]
     index = [i % 3 for i in range(len(lists.params))]
     keys = [(i, 1000 * i) for i in range(len(lists.params))]
     seen = []
@@ -189,7 +189,7 @@ def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
         pieces = Lists(
             *([t for t in getattr(lists, name)[0].split([cut, 3000 - cut])] for name in names), [None] * 2, [None] * 2
         )
-        pieces.step([make_hyper(**({"seed": 3} | changes))], keys=[(index, 0), (index, cut)])
+        pieces.step([make_hyper(stochastic_rounding=True, **({"seed": 3} | changes))], keys=[(index, 0), (index, cut)])
         return lists.params[0].clone()
 
     base = stepped(0)
@@ -210,7 +210,7 @@ def test_stochastic_rounding_is_unbiased():
     nearest = lists.clone()
     nearest.step([make_hyper(**options)])
     assert torch.all(nearest.params[0] == 1.0)
-    lists.step([make_hyper(**options, seed=0)], keys=[(0, 0)])
+    lists.step([make_hyper(**options, stochastic_rounding=True)], keys=[(0, 0)])
     down = (lists.params[0] == 1.0 - 2.0**-8).double().mean().item()
     assert torch.all((lists.params[0] == 1.0) | (lists.params[0] == 1.0 - 2.0**-8))
     assert abs(down - 0.15) < 5 * (0.15 * 0.85 / numel) ** 0.5

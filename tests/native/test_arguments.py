@@ -26,6 +26,14 @@ def step_with(**changes):
 
 
 ONE = torch.ones(4)
+SIX = torch.ones(6)
+EIGHT_BIT = {
+    "exp_avgs": [ONE.to(torch.int8), SIX],
+    "exp_avg_sqs": [ONE.to(torch.uint8), SIX],
+    "exp_avg_scales": [torch.ones(1), None],
+    "exp_avg_sq_scales": [torch.ones(1), None],
+    "keys": [(0, 0), (1, 0)],
+}
 KEY_EXPECTED = "expected (parameter index, index of element 0 in the whole parameter), both 0 or more"
 STEP_VALUE_ERRORS = [
     ({"grads": [ONE]}, "AdamStepper.step: grads has 1 items; expected 2 (one for each of params)"),
@@ -60,9 +68,34 @@ STEP_VALUE_ERRORS = [
         f"AdamStepper.step: keys[1] has 3; {KEY_EXPECTED}",
     ),
     (
-        {"hypers": [make_hyper(seed=1)], "params": [ONE, torch.ones(6, dtype=torch.bfloat16)]},
-        "AdamStepper.step: keys has None; expected a key for each of params (hypers[0] has a seed, and params[1] is bfloat16 "
-        "without a master)",
+        {"hypers": [make_hyper(stochastic_rounding=True)], "params": [ONE, torch.ones(6, dtype=torch.bfloat16)]},
+        "AdamStepper.step: keys has None; expected a key for each of params (params[1] is bfloat16 without a master, "
+        "rounded stochastically)",
+    ),
+    (
+        {"exp_avgs": [ONE.bfloat16(), SIX], "exp_avg_sqs": [ONE.bfloat16(), SIX]},
+        "AdamStepper.step: keys has None; expected a key for each of params (params[0] has moments that are rounded "
+        "stochastically)",
+    ),
+    (
+        {"exp_avgs": [ONE.to(torch.int8), SIX], "exp_avg_sqs": [ONE.to(torch.uint8), SIX]},
+        "AdamStepper.step: exp_avg_scales[0] has None; expected a tensor (scales go with 8-bit codes)",
+    ),
+    (
+        {"exp_avg_scales": [None, torch.ones(1)]},
+        "AdamStepper.step: exp_avg_scales[1] has a tensor; expected None (scales go with 8-bit codes)",
+    ),
+    (
+        EIGHT_BIT | {"exp_avg_sq_scales": [torch.ones(2), None]},
+        "AdamStepper.step: exp_avg_sq_scales[0] has 2 elements; expected 1 (one for 256 elements of params)",
+    ),
+    (
+        EIGHT_BIT | {"keys": [(0, 128), (1, 0)]},
+        "AdamStepper.step: keys[0] has first element 128; expected a multiple of 256 (8-bit blocks must not be cut)",
+    ),
+    (
+        EIGHT_BIT | {"max_exp_avg_sqs": [ONE, None]},
+        "AdamStepper.step: max_exp_avg_sqs[0] has a tensor; expected None (amsgrad needs float32 moments)",
     ),
 ]
 
@@ -91,7 +124,15 @@ STEP_TYPE_ERRORS = [
     ),
     (
         {"exp_avgs": [torch.ones(4, dtype=torch.bfloat16), torch.ones(6)]},
-        "AdamStepper.step: exp_avgs[0] has dtype BFloat16; expected Float",
+        "AdamStepper.step: exp_avg_sqs[0] has dtype Float; expected BFloat16 (as exp_avgs says)",
+    ),
+    (
+        {"exp_avgs": [torch.ones(4, dtype=torch.float16), torch.ones(6)]},
+        "AdamStepper.step: exp_avgs[0] has dtype Half; expected Float, BFloat16 or Char (8-bit codes)",
+    ),
+    (
+        {"masters": [None, torch.ones(6, dtype=torch.int16)]},
+        "AdamStepper.step: masters[1] has dtype Short (a split master) for a parameter of Float; expected BFloat16 parameters",
     ),
     ({"masters": [None, torch.ones(6).half()]}, "AdamStepper.step: masters[1] has dtype Half; expected Float"),
 ]
@@ -134,7 +175,6 @@ def test_any_python_int_is_a_seed():
 
 
 OUT = torch.zeros(4)
-SIX = torch.ones(6)
 OPS = [
     (
         lambda: _C.sq_norm([ONE, torch.ones(2, dtype=torch.int32)]),

@@ -20,5 +20,5 @@ def same(a, b):
 def snapshot(optimizer):
     tensors = [p.detach().clone() for g in optimizer.param_groups for p in g["params"]]
     for state in optimizer.state.values():
-        tensors += [value.clone() for value in state.values()]
+        tensors += [state[key].clone() for key in sorted(state)]
     return tensors

@@ -51,9 +51,9 @@ BAD_OPTIONS = [
     ({"state_dtype": torch.bfloat16}, TypeError),
     ({"capturable": True}, ValueError),
     ({"capturable": 1}, TypeError),
-    ({"master": "split"}, NotImplementedError),
-    ({"state_dtype": "bf16"}, NotImplementedError),
-    ({"state_dtype": "8bit"}, NotImplementedError),
+    ({"amsgrad": True, "state_dtype": "bf16"}, ValueError),
+    ({"amsgrad": True, "state_dtype": "8bit"}, ValueError),
+    ({"stochastic_rounding": True, "master": "split"}, ValueError),
 ]
 
 

@@ -1,0 +1,110 @@
+// One chunk of an Adam segment as a CUDA thread sees it: pointers moved to its first element, and single elements in and out.
+#pragma once
+
+#include <cstdint>
+
+#include "adam/adam_scalars.h"
+#include "adam/adam_segment.h"
+#include "adam/state_codec.h"
+#include "core/tile.h"
+#include "core/vector_io.h"
+
+namespace shardcore {
+
+constexpr int kAdamThreads = 128;
+constexpr int kAdamChunk = 8 * 8 * kAdamThreads;
+
+struct AdamChunkView {
+  char* param;
+  const char* grad;
+  char* exp_avg;
+  char* exp_avg_sq;
+  char* master;
+  float* max_exp_avg_sq;
+  float* exp_avg_scale;
+  float* exp_avg_sq_scale;
+  int numel;
+  DType param_dtype;
+  DType grad_dtype;
+  Master master_kind;
+  StateDType state_dtype;
+  bool stochastic;  // weights
+  uint64_t param_key;
+  int64_t first_element;  // of the chunk, in the whole parameter
+};
+
+SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, const AdamScalars& s) {
+  const auto moved = [first](void* data, int64_t size) { return data ? static_cast<char*>(data) + first * size : nullptr; };
+  const auto moved_f32 = [](float* data, int64_t count) { return data ? data + count : nullptr; };
+  AdamChunkView view;
+  view.param_dtype = t.param_dtype;
+  view.grad_dtype = t.grad_dtype;
+  view.master_kind = t.master_kind;
+  view.state_dtype = t.state_dtype;
+  view.param = moved(t.param, itemsize(t.param_dtype));
+  view.grad = static_cast<const char*>(t.grad) + first * itemsize(t.grad_dtype);
+  view.exp_avg = moved(t.exp_avg, itemsize(t.state_dtype));
+  view.exp_avg_sq = moved(t.exp_avg_sq, itemsize(t.state_dtype));
+  view.master = moved(t.master, t.master_kind == Master::split ? 2 : 4);
+  view.max_exp_avg_sq = moved_f32(t.max_exp_avg_sq, first);
+  view.exp_avg_scale = moved_f32(t.exp_avg_scale, first / kBlock);
+  view.exp_avg_sq_scale = moved_f32(t.exp_avg_sq_scale, first / kBlock);
+  view.numel = static_cast<int>(t.numel - first < kAdamChunk ? t.numel - first : kAdamChunk);
+  view.stochastic = rounds_weights_stochastically(t, s.stochastic_rounding != 0);
+  view.param_key = child_key(s.random_key, t.param_index);
+  view.first_element = t.first_element + first;
+  return view;
+}
+
+// Random bits of the moments of element i of the chunk.
+SHARDCORE_HD uint32_t moment_bits(const AdamChunkView& t, int i) {
+  const int64_t element = t.first_element + i;
+  return random32(rounding_block_key(state_key(t.param_key), element), static_cast<uint32_t>(element & 255));
+}
+
+SHARDCORE_HD uint16_t round_bf16_exp_avg_sq(const AdamChunkView& t, float v, int i) {
+  return f32_to_bf16_plus(v, exp_avg_sq_noise(moment_bits(t, i)));
+}
+
+SHARDCORE_HD uint16_t round_16bit_weight(const AdamChunkView& t, float p, int i) {
+  if (t.stochastic) {
+    const int64_t element = t.first_element + i;
+    return f32_to_bf16_stochastic(p, rounding_block_key(t.param_key, element), element);
+  }
+  return t.param_dtype == DType::bf16 ? f32_to_bf16(p) : f32_to_f16(p);
+}
+
+SHARDCORE_HD float load_weight(const AdamChunkView& t, int i) {
+  if (t.master_kind == Master::f32) return reinterpret_cast<const float*>(t.master)[i];
+  if (t.master_kind == Master::split) {
+    return split_to_f32(reinterpret_cast<const uint16_t*>(t.param)[i], reinterpret_cast<const int16_t*>(t.master)[i]);
+  }
+  return load_as_f32(t.param, t.param_dtype, i);
+}
+
+SHARDCORE_HD void store_weight(const AdamChunkView& t, int i, float p) {
+  if (t.master_kind == Master::f32) reinterpret_cast<float*>(t.master)[i] = p;
+  if (t.master_kind == Master::split) reinterpret_cast<int16_t*>(t.master)[i] = split_remainder(p);
+  if (t.param_dtype == DType::f32) {
+    reinterpret_cast<float*>(t.param)[i] = p;
+  } else {
+    reinterpret_cast<uint16_t*>(t.param)[i] = round_16bit_weight(t, p, i);
+  }
+}
+
+// Moments that are not 8-bit.
+SHARDCORE_HD float load_moment(const AdamChunkView& t, const char* data, int i) {
+  return load_as_f32(data, t.state_dtype == StateDType::f32 ? DType::f32 : DType::bf16, i);
+}
+
+SHARDCORE_HD void store_moments(const AdamChunkView& t, int i, float m, float v) {
+  if (t.state_dtype == StateDType::f32) {
+    reinterpret_cast<float*>(t.exp_avg)[i] = m;
+    reinterpret_cast<float*>(t.exp_avg_sq)[i] = v;
+  } else {
+    reinterpret_cast<uint16_t*>(t.exp_avg)[i] = f32_to_bf16(m);
+    reinterpret_cast<uint16_t*>(t.exp_avg_sq)[i] = round_bf16_exp_avg_sq(t, v, i);
+  }
+}
+
+}  // namespace shardcore

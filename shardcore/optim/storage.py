@@ -1,0 +1,96 @@
+"""How moments and masters are kept: float32, bfloat16, 8-bit codes with scales, and the split master's remainder.
+
+State dicts show them as torch.optim does: codes as the float32 values that they stand for, a remainder as the float32
+master that it makes with its weight. Both ways are exact: what was exported comes back to the same codes, scales, remainder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.layout import BLOCK
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
+
+# From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
+_HUGE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class MomentDTypes:
+    """The dtypes in which a group's state_dtype keeps the two moments; `scaled`: each has scales beside it."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    scaled: bool = False
+
+
+MOMENT_DTYPES = {
+    "fp32": MomentDTypes(torch.float32, torch.float32),
+    "bf16": MomentDTypes(torch.bfloat16, torch.bfloat16),
+    "8bit": MomentDTypes(torch.int8, torch.uint8, scaled=True),
+}
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a zero-filled state; large ones on the CPU ask for huge pages."""
+    numel = shape.numel()
+    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
+        return _C.empty_huge(numel, dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def new_moments(param: torch.Tensor, state_dtype: str) -> dict[str, torch.Tensor]:
+    """Return the moments of a parameter that made no step yet."""
+    dtypes = MOMENT_DTYPES[state_dtype]
+    moments = {key: zeros(param.shape, getattr(dtypes, key), param.device) for key in MOMENTS}
+    if dtypes.scaled:
+        blocks = torch.Size([-(-param.numel() // BLOCK)])
+        moments |= {SCALES[key]: zeros(blocks, torch.float32, param.device) for key in MOMENTS}
+    return moments
+
+
+def moment_values(state: Mapping[str, Any], key: str) -> torch.Tensor:
+    """Return a moment as a state dict shows it: the live tensor, or the float32 values of 8-bit codes."""
+    stored: torch.Tensor = state[key]
+    if key not in SCALES or SCALES[key] not in state:
+        return stored
+    scales = state[SCALES[key]]
+    return _C.decode_moment(stored.reshape(-1).cpu(), scales.cpu()).view(stored.shape).to(stored.device)
+
+
+def stored_moment(
+    key: str, values: torch.Tensor, state_dtype: str, device: torch.device
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return what keeps a moment of these values (any floating dtype), and whether every value is kept exactly."""
+    dtypes = MOMENT_DTYPES[state_dtype]
+    dtype = getattr(dtypes, key)
+    values = values.detach()
+    if not dtypes.scaled:
+        kept = zeros(values.shape, dtype, device)
+        kept.copy_(values)
+        return {key: kept}, dtype == values.dtype or bool((kept.to(values.dtype) == values.to(device)).all())
+    flat = values.to("cpu", torch.float32).contiguous().view(-1)
+    codes, scales = _C.encode_moment(flat, dtype)
+    exact = torch.equal(_C.decode_moment(codes, scales), flat)
+    kept, kept_scales = zeros(values.shape, dtype, device), zeros(scales.shape, torch.float32, device)
+    kept.view(-1).copy_(codes)
+    kept_scales.copy_(scales)
+    return {key: kept, SCALES[key]: kept_scales}, exact
+
+
+def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the float32 master that a bfloat16 parameter and its remainder make."""
+    flat = _C.join_split(param.detach().reshape(-1).cpu(), remainder.reshape(-1).cpu())
+    return flat.view(param.shape).to(param.device)
+
+
+def split_remainder(master: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the remainder of a float32 master; its weight is the master rounded to nearest."""
+    remainder = zeros(master.shape, torch.int16, device)
+    remainder.view(-1).copy_(_C.split_master(master.detach().cpu().contiguous().view(-1))[1])
+    return remainder

@@ -1,0 +1,86 @@
+// Warps on the host: one real thread for each lane, a real barrier for each warp operation. CUDA kernel bodies that take a
+// Warp run on it, and the thread sanitizer sees what CUDA's lanes would race for.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace shardcore::testing {
+
+class HostBarrier {
+ public:
+  explicit HostBarrier(int count) : count_(count) {}
+  void wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t round = round_;
+    if (++arrived_ == count_) {
+      arrived_ = 0;
+      ++round_;
+      all_here_.notify_all();
+      return;
+    }
+    all_here_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  const int count_;
+  int arrived_ = 0;
+  uint64_t round_ = 0;
+};
+
+// What a body sees of its warp: the operations of CudaWarp (csrc/core/cuda_warp.h).
+class HostWarp {
+ public:
+  struct Shared {
+    HostBarrier barrier{32};
+    std::array<uint32_t, 32> slots{};
+  };
+  HostWarp(Shared& shared, int lane) : shared_(shared), lane_(lane) {}
+
+  uint32_t max(uint32_t x) const {
+    shared_.slots[static_cast<size_t>(lane_)] = x;
+    shared_.barrier.wait();
+    uint32_t largest = 0;
+    for (const uint32_t slot : shared_.slots) largest = slot > largest ? slot : largest;
+    shared_.barrier.wait();
+    return largest;
+  }
+
+ private:
+  Shared& shared_;
+  int lane_;
+};
+
+// For bodies whose threads do not wait for each other.
+struct NoWarp {
+  uint32_t max(uint32_t) const { throw std::logic_error("a warp operation in a body without warps"); }
+};
+
+// The warps of one CUDA block.
+class HostWarps {
+ public:
+  explicit HostWarps(int count) : count_(count) {}
+
+  // body(thread, warp) for every thread of the block, all at once.
+  template <typename Body>
+  void run(const Body& body) const {
+    std::vector<HostWarp::Shared> warps(static_cast<size_t>(count_));
+    std::vector<std::thread> threads;
+    for (int thread = 32 * count_ - 1; thread >= 0; --thread) {
+      threads.emplace_back([&, thread] { body(thread, HostWarp(warps[static_cast<size_t>(thread / 32)], thread % 32)); });
+    }
+    for (std::thread& t : threads) t.join();
+  }
+
+ private:
+  int count_;
+};
+
+}  // namespace shardcore::testing

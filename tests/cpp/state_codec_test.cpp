@@ -1,0 +1,149 @@
+// 8-bit moments and the split master: exact where promised, unbiased, and second moments that decay and grow.
+#include "adam/state_codec.h"
+
+#include <algorithm>
+#include <functional>
+
+#include "adam/adam_segment.h"
+#include "cpp/common.h"
+
+namespace shardcore::testing {
+namespace {
+
+constexpr uint32_t kToNearest = 0x8000u;
+
+TEST(state_codec, split_is_lossless) {
+  Random random(60);
+  for (int trial = 0; trial < 1000000; ++trial) {
+    const uint32_t bits = random.bits();
+    const float master = bits_float(bits);
+    const float again = split_to_f32(f32_to_bf16(master), split_remainder(master));
+    if (std::isnan(master)) {
+      ASSERT_TRUE(std::isnan(again)) << std::hex << bits;
+    } else {
+      ASSERT_EQ(float_bits(again), bits);
+    }
+  }
+  for (const float edge : {0.0f, -0.0f, kInf, -kInf, 3.4028235e38f, 1e-45f, 1.17549435e-38f, 1.00390625f, -1.01171875f}) {
+    EXPECT_EQ(float_bits(split_to_f32(f32_to_bf16(edge), split_remainder(edge))), float_bits(edge));
+  }
+  // The twin with an unsigned remainder is wrong wherever the weight was rounded up.
+  const float up = bits_float(0x3f80ffffu);
+  EXPECT_NE(bits_float((static_cast<uint32_t>(f32_to_bf16(up)) << 16) + static_cast<uint16_t>(split_remainder(up))), up);
+}
+
+// What was stored is stored again without change: state dicts travel as float32.
+TEST(state_codec, codes_survive_a_trip_through_float32) {
+  Random random(61);
+  for (int trial = 0; trial < 2000; ++trial) {
+    const float scale = std::ldexp(1.0f + random.uniform(), static_cast<int>(random.integer(180)) - 90);
+    const float inv = 1.0f / scale;
+    for (int code = -127; code <= 127; ++code) {
+      const float x = decode_exp_avg(static_cast<int8_t>(code), scale);
+      ASSERT_EQ(encode_exp_avg(x, inv, kToNearest), code) << scale;
+    }
+    for (int code = 0; code <= 255; ++code) {
+      const float x = decode_exp_avg_sq(static_cast<uint8_t>(code), scale);
+      if (x < 1.2e-38f) continue;  // subnormal: too few bits are left
+      ASSERT_EQ(encode_exp_avg_sq(x, inv, kToNearest), code) << scale;
+    }
+    EXPECT_EQ(decode_exp_avg(127, scale), scale);
+    EXPECT_EQ(decode_exp_avg(-127, scale), -scale);
+    EXPECT_EQ(decode_exp_avg_sq(255, scale), scale);
+  }
+}
+
+TEST(state_codec, the_largest_keeps_its_value_whatever_the_random_bits) {
+  Random random(62);
+  for (int trial = 0; trial < 200000; ++trial) {
+    const float scale = std::ldexp(1.0f + random.uniform(), static_cast<int>(random.integer(200)) - 100);
+    const uint32_t bits = trial % 3 == 0 ? 0xffffu : random.bits() & 0xffffu;
+    ASSERT_EQ(encode_exp_avg(scale, 1.0f / scale, bits), 127);
+    ASSERT_EQ(encode_exp_avg(-scale, 1.0f / scale, bits), -127);
+    ASSERT_EQ(encode_exp_avg_sq(scale, 1.0f / scale, bits), 255);
+  }
+}
+
+TEST(state_codec, special_blocks) {
+  for (const uint32_t bits : {0u, kToNearest, 0xffffu}) {
+    EXPECT_EQ(encode_exp_avg(0.0f, kInf, bits), 0);  // a block of zeros: 1 / 0
+    EXPECT_EQ(encode_exp_avg_sq(0.0f, kInf, bits), 0);
+    EXPECT_EQ(decode_exp_avg(0, 0.0f), 0.0f);
+    EXPECT_NE(encode_exp_avg_sq(1e-30f, 1.0f, bits), 0) << "a second moment must not vanish";
+    EXPECT_EQ(encode_exp_avg_sq(1e-44f, kInf, bits), 255);  // a subnormal scale
+    EXPECT_TRUE(std::isnan(decode_exp_avg(encode_exp_avg(1.0f, kNan, bits), kNan)));
+    EXPECT_TRUE(std::isnan(decode_exp_avg_sq(encode_exp_avg_sq(1.0f, kNan, bits), kNan)));
+  }
+}
+
+// Mean over random bits of what is stored for x, and its standard error.
+std::pair<double, double> mean_of(const std::function<float(uint32_t)>& stored) {
+  constexpr int kTrials = 1 << 14;
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < kTrials; ++i) {
+    const double x = stored(random32(rounding_block_key(7, i), static_cast<uint32_t>(i & 255)) >> 16);
+    sum += x;
+    squares += x * x;
+  }
+  const double mean = sum / kTrials;
+  return {mean, std::sqrt(std::max(0.0, squares / kTrials - mean * mean) / kTrials)};
+}
+
+TEST(state_codec, rounding_is_unbiased) {
+  Random random(63);
+  int biased = 0;
+  for (int n = 0; n < 200; ++n) {
+    const float x = std::ldexp(random.uniform(), -static_cast<int>(random.integer(12)));
+    const auto m = mean_of([&](uint32_t bits) { return decode_exp_avg(encode_exp_avg(x, 1.0f, bits), 1.0f); });
+    EXPECT_NEAR(m.first, x, 5 * m.second + 1e-6 * x);
+    const float y = std::ldexp(random.uniform() + 0.01f, -static_cast<int>(random.integer(24)));
+    const auto v = mean_of([&](uint32_t bits) { return decode_exp_avg_sq(encode_exp_avg_sq(y, 1.0f, bits), 1.0f); });
+    EXPECT_NEAR(v.first, y, 5 * v.second + 1e-6 * y);
+    // The twin that rounds the fourth root by its own fraction is biased upwards.
+    const float root = sqrt_f32(sqrt_f32(y)) * 255.0f;
+    const auto twin = mean_of([&](uint32_t bits) {
+      const float low = std::floor(root);
+      return decode_exp_avg_sq(static_cast<uint8_t>(low + (static_cast<float>(bits) < (root - low) * 65536.0f)), 1.0f);
+    });
+    biased += std::fabs(twin.first - y) > 5 * twin.second + 1e-6 * y;
+  }
+  EXPECT_GT(biased, 20);
+}
+
+// exp_avg_sq at beta2 = 0.999, as float32 keeps it and as `keep` does; the largest ratio between them on the way.
+double largest_drift(const std::function<float(float, int64_t)>& keep) {
+  double worst = 1.0;
+  for (const float target : {4.0f, 0.25f}) {  // grows, then decays
+    constexpr int kElements = 512;
+    std::vector<double> v(kElements, 1.0);
+    double exact = 1.0;
+    for (int64_t step = 0; step < 2000; ++step) {
+      exact = 0.999 * exact + 0.001 * target;
+      double mean = 0;
+      for (int i = 0; i < kElements; ++i) {
+        const float next = static_cast<float>(0.999 * v[static_cast<size_t>(i)] + 0.001 * target);
+        v[static_cast<size_t>(i)] = keep(next, step * kElements + i);
+        mean += v[static_cast<size_t>(i)] / kElements;
+      }
+      worst = std::max({worst, mean / exact, exact / mean});
+    }
+  }
+  return worst;
+}
+
+TEST(state_codec, second_moments_grow_and_decay_as_in_float32) {
+  const auto bits = [](int64_t i) { return random32(rounding_block_key(11, i), static_cast<uint32_t>(i & 255)) >> 16; };
+  const float scale = 8.0f;  // of another element of the block
+  EXPECT_LT(largest_drift([&](float v, int64_t i) { return bf16_to_f32(f32_to_bf16_plus(v, bits(i))); }), 1.03);
+  EXPECT_LT(
+      largest_drift([&](float v, int64_t i) { return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, bits(i)), scale); }),
+      1.03);
+  // The twins that round to nearest freeze.
+  EXPECT_GT(largest_drift([&](float v, int64_t) { return bf16_to_f32(f32_to_bf16(v)); }), 1.5);
+  EXPECT_GT(
+      largest_drift([&](float v, int64_t) { return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, kToNearest), scale); }),
+      1.5);
+}
+
+}  // namespace
+}  // namespace shardcore::testing
