@@ -18,6 +18,7 @@ from shardcore.engine import build, model_io
 from shardcore.engine.bucket import LIFETIMES, allocate
 from shardcore.engine.engine import Engine
 from shardcore.engine.reducer import ReducePolicy
+from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.offload import CpuStore
 from shardcore.optim import AdamOptimizer, CPUAdam
@@ -102,6 +103,7 @@ def shard(
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)
         builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
+        build.check_states(optimizer, builder)
         entries = build.signature(model, specs, optimizer, builder, options)
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
@@ -123,6 +125,13 @@ def shard(
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    idle = [managed.name for bucket in buckets if bucket.group is None for managed in bucket.params]
+    if idle and stage > 0 and comm.rank == 0:
+        logger.warning(
+            "shard: no group of the optimizer has these trainable parameters, so nothing updates them (from stage 1 on their "
+            "gradients are in no p.grad that another optimizer could use; freeze them, or add them): %s",
+            ", ".join(idle),
+        )
     lost = [name for name, param in frozen if param in carried]
     if lost and comm.rank == 0:
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
@@ -131,8 +140,9 @@ def shard(
     policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, DTYPES[grad_dtype])
     engine = Engine(model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device)
     engine.state_io.carry(carried)
+    optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
-    adam.state.clear()
+    adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]
     adam._engine = engine
     return model, adam
 

@@ -8,6 +8,8 @@ import json
 import os
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,8 +19,32 @@ import torch.distributed as dist
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# Process groups that an engine of this process uses.
-_taken: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+class Traffic(IntEnum):
+    """What messages are for. Each kind has tags of its own, so that a rank's gradients can never arrive as another's states."""
+
+    BACKWARD = 1
+    STEP = 2
+    READ = 3  # what the user asks for: state dicts, whole gradients and states
+
+
+# Tags of one backward: ranks that left one early never pair the next one's messages with those of the old.
+_TAGS_A_BACKWARD = 1 << 14
+_TAGS_A_KIND = 1 << 28
+
+
+@dataclass
+class _Place:
+    """A process group that engines take one after the other; `group` is None for the one that the user gave."""
+
+    group: dist.ProcessGroup | None
+    taken: bool = False
+
+    def release(self) -> None:
+        self.taken = False
+
+
+# The groups made beside each user's group, in the same order on every rank.
+_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Place]]" = weakref.WeakKeyDictionary()
 
 
 class Comm:
@@ -49,28 +75,42 @@ class Comm:
         self.device = torch.device("cpu")  # where small messages travel
         if self.uses_nccl:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
-        self._tag = 0
+        self._count = dict.fromkeys(Traffic, 0)
 
     def separate(self) -> None:
-        """Move to a new group of the same ranks if another engine uses this one. Collective.
+        """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
 
-        Two models' backwards can interleave differently on different ranks; on one group their messages would mix.
+        Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
+        whose engines are gone on every rank are used again.
         """
         if self.group is None:
             return
-        if self.group in _taken:
-            old = self.group
-            timeout = old._get_backend(self.device).options._timeout
-            self.group = dist.new_group(
-                dist.get_process_group_ranks(old),
-                timeout=timeout,
-                backend=dist.get_backend(old),
-                use_local_synchronization=True,
-            )
-            assert self.group is not None
-        _taken.add(self.group)
+        places = _places.setdefault(self.group, [_Place(None)])
+        free = [index for index, place in enumerate(places) if not place.taken]
+        common = set(free).intersection(*self.gather_json(free))
+        if not common:
+            common.add(len(places))
+            places.append(_Place(self._new_group(self.group)))
+        place = places[min(common)]
+        self.group = place.group or self.group
+        place.taken = True
+        weakref.finalize(self, place.release)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> list[dist.Work]:
+    def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
+        group: dist.ProcessGroup | None = dist.new_group(
+            dist.get_process_group_ranks(like),
+            timeout=like._get_backend(self.device).options._timeout,
+            backend=dist.get_backend(like),
+            use_local_synchronization=True,
+        )
+        assert group is not None
+        return group
+
+    def start_backward(self) -> None:
+        """Give the messages of the backward that begins tags of their own."""
+        self._count[Traffic.BACKWARD] = (self._count[Traffic.BACKWARD] // _TAGS_A_BACKWARD + 1) * _TAGS_A_BACKWARD
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, kind: Traffic) -> list[dist.Work]:
         """Start sending the r-th equal piece of `sent` to rank r; `received` gets a piece from each other rank, in rank order.
 
         This rank's own piece need not move: what `received` holds in its place is undefined.
@@ -80,9 +120,9 @@ class Comm:
         if self.uses_nccl:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return [work] if work is not None else []
-        return self._exchange(self._pieces(sent), self._pieces(received))
+        return self._exchange(self._pieces(sent), self._pieces(received), kind)
 
-    def all_gather(self, whole: torch.Tensor) -> list[dist.Work]:
+    def all_gather(self, whole: torch.Tensor, kind: Traffic) -> list[dist.Work]:
         """Start filling `whole` (world_size equal pieces, this rank's own already in place) with every rank's piece.
 
         With gloo the pieces go pairwise: measured three times faster there than its all_gather.
@@ -93,29 +133,34 @@ class Comm:
         if self.uses_nccl:
             work = _all_gather(as_bytes(whole), places[self.rank], group=self.group, async_op=True)
             return [work] if work is not None else []
-        return self._exchange([places[self.rank]] * self.world_size, places)
+        return self._exchange([places[self.rank]] * self.world_size, places, kind)
 
     def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
         return list(as_bytes(whole).chunk(self.world_size)) if whole.numel() else [as_bytes(whole)] * self.world_size
 
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[dist.Work]:
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], kind: Traffic) -> list[dist.Work]:
         """Start sending sent[r] to every other rank r and receiving received[r] from it, under a tag of its own."""
         if sent[0].numel() == 0:
             return []
-        self._tag = (self._tag + 1) % (1 << 16)
+        self._count[kind] += 1
+        tag = kind * _TAGS_A_KIND + self._count[kind] % _TAGS_A_KIND
         works = []
         for step in range(1, self.world_size):
             source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-            works.append(dist.irecv(received[source], self._global(source), group=self.group, tag=self._tag))
-            works.append(dist.isend(sent[target], self._global(target), group=self.group, tag=self._tag))
+            works.append(dist.irecv(received[source], self._global(source), group=self.group, tag=tag))
+            works.append(dist.isend(sent[target], self._global(target), group=self.group, tag=tag))
         return [work for work in works if work is not None]
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
         """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device."""
         if self.world_size == 1:
             return row.unsqueeze(0)
         whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
-        dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
+        if kind is None or self.uses_nccl:
+            dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
+        else:
+            whole[self.rank].copy_(row)
+            wait_all(self.all_gather(whole, kind))
         return whole
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -145,8 +190,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def wait_all(works: Sequence[dist.Work]) -> None:
     """Wait for collectives: until done on the CPU, in stream order on CUDA."""
-    for work in works:
-        work.wait()
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise RuntimeError(
+            "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
+            "(state_dict, full_grad, ...): a rank that ended, failed or did another thing leaves the rest waiting. "
+            f"torch.distributed says: {error}"
+        ) from error
 
 
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:

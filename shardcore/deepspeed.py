@@ -46,7 +46,7 @@ def initialize(
     optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
         configuration names one.
     training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
-    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the returned optimizer.
+    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
 
     Starts torch.distributed from the environment (as torchrun sets it) unless it is started; without RANK and WORLD_SIZE the
     world is this process. With CUDA the device is LOCAL_RANK's, and the backend nccl. Collective. Raises on every rank,
@@ -64,6 +64,7 @@ def initialize(
             given = _optimizer(model, model_parameters, settings, optimizer)
             _check_scheduler(lr_scheduler, given, optimizer)
             loader = _loader(training_data, collate_fn, sizes, comm)
+            scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
             entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
             problem = error
@@ -88,7 +89,6 @@ def initialize(
         if started:
             dist.destroy_process_group()
         raise
-    scheduler = lr_scheduler(adam) if _is_function(lr_scheduler) else lr_scheduler
     return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
 
 

@@ -1,6 +1,5 @@
 """The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step(); and its data loader."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from shardcore.config import BatchSizes, Config
 from shardcore.engine.engine import Engine
 from shardcore.optim import AdamOptimizer
-
-logger = logging.getLogger("shardcore")
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -121,10 +118,9 @@ class TrainingEngine:
         if self.lr_scheduler is not None and not skipped:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
-        prints = self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0
-        if prints and logger.isEnabledFor(logging.INFO):
+        if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
             loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"  # waits for the device
-            logger.info("step=%d skipped=%d lr=%s loss=%s", self.global_steps, self.skipped_steps, self.get_lr(), loss)
+            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}", flush=True)
         self._loss = None
 
     @contextmanager

@@ -4,13 +4,14 @@ A unit has one bucket for each (dtype, optimizer group). Every rank keeps the bu
 for how long, is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardcore._native import _C
+from shardcore.comm import as_bytes
 from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
@@ -126,6 +127,11 @@ class Bucket:
             self._views[key] = [managed.slice_of(whole) for managed in self.params]
         return self._views[key]
 
+    def forget_views(self, memory: torch.Tensor) -> None:
+        """Let go of a buffer that is given up."""
+        for key in [key for key in self._views if key[0] == memory.data_ptr()]:
+            del self._views[key]
+
     def zero_unused(self, whole: torch.Tensor) -> None:
         """Zero the padding and the slots of parameters that are not `used`, so that a sum over ranks reads no stale bytes."""
         for start, end in self._gaps:
@@ -136,25 +142,50 @@ class Bucket:
 
 
 class BufferPool:
-    """Keeps released buffers for the next user of the same size and dtype, and counts what exists."""
+    """Lends a few buffers to many buckets, whatever their sizes, and counts what exists.
 
-    def __init__(self, device: torch.device) -> None:
-        """Make an empty pool of buffers on `device`."""
-        self.device = device
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+    A buffer is lent to whoever fits in; where none is large enough, the largest free one makes room for a larger one. So
+    there are as many as are in use at once, and none is larger than the largest use.
+    """
+
+    def __init__(self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None) -> None:
+        """Make an empty pool of buffers on `device`. `dropped` is told of memory that is given up: views keep it alive."""
+        self.device, self._dropped = device, dropped
+        self._free: list[torch.Tensor] = []  # bytes
+        self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by address
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer (numel,) with undefined content."""
-        free = self._free.get((numel, dtype))
-        if free:
-            return free.pop()
+        """Return a buffer (numel,) with undefined content, for a short time."""
+        size = numel * dtype.itemsize
+        fitting = [(memory.numel(), index) for index, memory in enumerate(self._free) if memory.numel() >= size]
+        if fitting:
+            memory = self._free.pop(min(fitting)[1])
+        else:
+            if self._free:
+                self._drop(max((memory.numel(), index) for index, memory in enumerate(self._free))[1])
+            memory = as_bytes(self.keep(numel, dtype))
+        if size:
+            self._lent[memory.data_ptr()] = memory
+        return memory[:size].view(dtype)
+
+    def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer of exactly this size with undefined content, for a long time; it may be given to the pool later."""
+        for index, memory in enumerate(self._free):
+            if memory.numel() == numel * dtype.itemsize:
+                return self._free.pop(index).view(dtype)
         self.allocated_bytes += numel * dtype.itemsize
         return allocate(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        if buffer.numel():
+            self._free.append(self._lent.pop(buffer.data_ptr(), as_bytes(buffer)))
+
+    def _drop(self, index: int) -> None:
+        memory = self._free.pop(index)
+        self.allocated_bytes -= memory.numel()
+        self._dropped(memory)
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

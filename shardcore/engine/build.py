@@ -12,7 +12,7 @@ from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
 from shardcore.engine.store import StateStore
 from shardcore.layout import plan_flat
-from shardcore.optim import PARAM_DTYPES
+from shardcore.optim import PARAM_DTYPES, import_state
 from shardcore.units import UnitSpec
 
 
@@ -84,6 +84,16 @@ def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
 
 
+def check_states(optimizer: torch.optim.Optimizer, builder: "Builder") -> None:
+    """Raise ValueError or TypeError for a state of `optimizer` that cannot be carried into shards."""
+    for index, group in enumerate(optimizer.param_groups):
+        for number, param in enumerate(group["params"]):
+            state = optimizer.state.get(param)
+            if state and param.requires_grad:
+                master = "fp32" if builder.dtype_of(param) != torch.float32 else None
+                import_state("shard", f"the optimizer's state of param_groups[{index}] params[{number}]", state, param, master)
+
+
 def signature(
     model: nn.Module,
     specs: Sequence[UnitSpec],
@@ -92,15 +102,23 @@ def signature(
     options: Mapping[str, Any],
 ) -> list[Any]:
     """Return what must be equal on all ranks, as JSON values with the most telling first."""
-    groups = group_indices(optimizer)
+    places = {
+        param: f"{index} at {number}"
+        for index, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+    }
     entries: list[Any] = [f"{key}={value}" for key, value in options.items()]
     for spec in specs:
         for name, param in spec.params:
             kind = "trainable" if param.requires_grad else "frozen"
-            place = f"unit={spec.name} group={groups.get(param)} becoming {_name(builder.dtype_of(param))}"
+            place = f"unit={spec.name} group={places.get(param)} becoming {_name(builder.dtype_of(param))}"
             entries.append(
                 f"{name} {tuple(param.shape)} {_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
             )
+    first_names = {param: name for name, param in model.named_parameters()}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first_names[param] != name:
+            entries.append(f"{name} is {first_names[param]}")
     entries += [f"buffer {name} {tuple(buffer.shape)} {_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
     for index, group in enumerate(optimizer.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.comm import Comm, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.reducer import ReducePolicy, Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
 from shardcore.engine.updater import Updater
 from shardcore.optim import clip_coefficient
+
+# What users call on every rank to read whole values.
+_READS = ("optimizer.state_dict", "state_dict", "full_grad", "full_state", "clip_grad_norm_")
 
 
 class Engine:
@@ -108,6 +111,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state in torch.optim form. Collective."""
+        self.together("optimizer.state_dict", self.updater.accept_weight_edits)
         return self.state_io.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -131,8 +135,8 @@ class Engine:
 
         params: which parameters count and are scaled; all that the optimizer updates if None.
         """
+        self.together("clip_grad_norm_", self.reducer.accept_user_grads)
         self.reducer.reduce_pending()
-        self.reducer.accept_user_grads()
         chosen = None if params is None else set(params)
         views = []
         for bucket in self.updater.buckets:
@@ -158,16 +162,35 @@ class Engine:
             return _C.norm_from_sq(_C.sq_norm(own).cpu()) if own else 0.0
         own = [view for _, _, view in views]
         part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
-        return _C.norm_from_sq(_C.sq_norm_add(self.comm.gather_rows(part).cpu()))
+        return _C.norm_from_sq(_C.sq_norm_add(self.comm.gather_rows(part, Traffic.READ).cpu()))
+
+    def together(self, op: str, check: Callable[[], None]) -> None:
+        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank."""
+        problem: Exception | None = None
+        try:
+            check()
+        except (ValueError, TypeError) as error:
+            problem = error
+        row = torch.tensor([_READS.index(op), problem is not None], device=self.device)
+        others = self.comm.gather_rows(row, Traffic.READ).tolist()
+        if problem is not None:
+            raise problem
+        for rank, (read, refuses) in enumerate(others):
+            if read != _READS.index(op):
+                raise ValueError(
+                    f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
+                )
+            if refuses:
+                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
 
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
-        self.reducer.reduce_pending()
-        self.reducer.accept_user_grads()
         bucket, managed = self._of("full_grad", param)
+        self.together("full_grad", self.reducer.accept_user_grads)
+        self.reducer.reduce_pending()
         if not managed.has_grad or bucket.grad is None:
             return None
         return managed.slice_of(self.whole(bucket, bucket.grad)).clone()
@@ -181,7 +204,7 @@ class Engine:
         states = self.store.states(bucket) if bucket.group is not None else {}
         if key not in states:
             raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(['step', *states])}")
-        self.updater.accept_weight_edits()
+        self.together("full_state", self.updater.accept_weight_edits)
         return managed.slice_of(self.whole(bucket, states[key])).clone()
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
@@ -197,13 +220,12 @@ class Engine:
             return owned
         gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
         bucket.owned_slice(gathered).copy_(owned)
-        wait_all(self.comm.all_gather(gathered))
+        wait_all(self.comm.all_gather(gathered, Traffic.READ))
         return gathered.to(owned.device)
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
         if bucket.needs_master:
-            self.updater.accept_weight_edits()
             return self.whole(bucket, self.store.states(bucket)["master"])
         return bucket.weight
 

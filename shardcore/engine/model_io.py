@@ -21,8 +21,9 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
     model.register_forward_hook(_AfterForward(engine))
-    model.register_state_dict_post_hook(_WholeStateDict(engine))
     for module in model.modules():
+        if any(param in engine.managed for param in module.parameters()):
+            module.register_state_dict_post_hook(_WholeStateDict(engine, is_root=module is model))
         if any(param in engine.managed for param in module._parameters.values() if param is not None):
             load = _LoadIntoMaster(engine)
             module.register_load_state_dict_pre_hook(load.before)
@@ -79,15 +80,22 @@ class _AfterForward(_EngineHook):
 class _WholeStateDict(_EngineHook):
     """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
 
+    def __init__(self, engine: Engine | None, is_root: bool) -> None:
+        super().__init__(engine)
+        self.is_root = is_root
+
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if self.engine is None:
+        if self.engine is None or (prefix and not self.is_root):  # a submodule on the way of the root's state_dict
             return
+        self.engine.together("state_dict", self.engine.updater.accept_weight_edits)
         keys: dict[nn.Parameter, list[str]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
             if param in self.engine.managed and prefix + name in state_dict:
                 keys.setdefault(param, []).append(prefix + name)
         with torch.no_grad():
             for bucket in self.engine.buckets:
+                if not any(managed.param in keys for managed in bucket.params):
+                    continue
                 whole = self.engine.master_or_weight(bucket)
                 for managed in bucket.params:
                     if managed.param in keys:

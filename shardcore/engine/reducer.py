@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed
 from shardcore.engine.handout import HandedOut
 
@@ -74,7 +74,7 @@ class Reducer:
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device = comm, lifetimes, policy, device
-        self.pool = BufferPool(device)
+        self.pool = BufferPool(device, self._forget)
         self.handout = HandedOut(self.buckets, comm.rank) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -84,6 +84,7 @@ class Reducer:
         self._backward: weakref.ref[_Backward] | None = None  # the one under way, or the one that failed
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many of self.buckets were sent in this backward
+        self._sent_any = False  # something was, late gradients included
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
@@ -92,6 +93,10 @@ class Reducer:
         for order, bucket in enumerate(self.buckets):
             for slot in range(len(bucket.params)):
                 self._watch(order, slot)
+
+    def _forget(self, memory: torch.Tensor) -> None:
+        for bucket in self.buckets:
+            bucket.forget_views(memory)
 
     def _watch(self, order: int, slot: int) -> None:
         """Hook a parameter: before autograd adds to `param.grad`, and after.
@@ -128,6 +133,7 @@ class Reducer:
         self._any_grad = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._next = 0
+        self._sent_any = False
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
     def settle(self) -> None:
@@ -151,9 +157,9 @@ class Reducer:
         grad = managed.param.grad
         if grad is None:
             return
+        managed.param.grad = None
         if grad.layout != torch.strided:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
-        managed.param.grad = None
         self._any_grad = True
         self._local_sums |= not self._reducing
         late = self._reducing and order < self._next
@@ -186,6 +192,7 @@ class Reducer:
         """Reduce what was only summed locally so far: step() called before the declared number of backwards."""
         if self._local_sums:
             self._next = 0
+            self._sent_any = False
             self._reduce_rest()
 
     @torch.no_grad()
@@ -212,7 +219,7 @@ class Reducer:
     def _agree_on_use(self) -> list[Bucket]:
         """Learn which parameters got a gradient on any rank; return the buckets with late gradients on any rank."""
         flags = [_USED * m.used + _LATE * (m in self._late_params) for m in self.params]
-        rows = self.comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=self.device)).cpu()
+        rows = self.comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=self.device), Traffic.BACKWARD).cpu()
         used, late = (rows & _USED).any(0).tolist(), (rows & _LATE).any(0).tolist()
         late_params = {m for m, is_late in zip(self.params, late, strict=True) if is_late}
         for managed, is_used in zip(self.params, used, strict=True):
@@ -241,7 +248,8 @@ class Reducer:
         if grad is not None and not bucket.reduced and grad.numel() == bucket.layout.numel and grad.dtype == dtype:
             bucket.grad = None
             return grad
-        return self.pool.take(bucket.layout.numel, dtype)
+        passing = not self.lifetimes.full_grad_resident and self.comm.world_size > 1  # else it stays: here, or as the gradient
+        return (self.pool.take if passing else self.pool.keep)(bucket.layout.numel, dtype)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         if self.lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
@@ -262,8 +270,12 @@ class Reducer:
             if self.comm.world_size == 1:
                 self._finish(_InFlight(bucket, whole, whole, []))
                 return
+            if not self._sent_any:
+                self._sent_any = True
+                self.comm.start_backward()
             received = self.pool.take(whole.numel(), whole.dtype)
-            self._in_flight.append(_InFlight(bucket, whole, received, self.comm.all_to_all(received, whole)))
+            works = self.comm.all_to_all(received, whole, Traffic.BACKWARD)
+            self._in_flight.append(_InFlight(bucket, whole, received, works))
             self._drain(_MAX_IN_FLIGHT)
 
     def _drain(self, keep: int) -> None:
@@ -288,7 +300,7 @@ class Reducer:
             out = bucket.shard_slice(grad, rank)
             bucket.sq_norm = _C.ordered_sum(flight.received, world, 1.0 / world, out, bucket.reduced, sent[start:end], rank)
             if self.lifetimes.owns_everything:
-                self._gathers += self.comm.all_gather(grad)
+                self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD)
         bucket.reduced = True
         if sent is not bucket.grad:
             self._release_full(bucket, sent)
@@ -302,7 +314,7 @@ class Reducer:
         """The bucket's gradient in the dtype that sums have; a first gradient kept as it was is converted."""
         old, dtype = bucket.grad, self.policy.grad_dtype
         if old is None or old.dtype != dtype:
-            bucket.grad = self.pool.take(bucket.owned_numel, dtype)
+            bucket.grad = self.pool.keep(bucket.owned_numel, dtype)
             if old is not None:
                 _C.cast([bucket.grad], [old])
                 self.pool.give(old)
@@ -343,6 +355,8 @@ class Reducer:
         for managed in self.params:
             managed.used = False
             managed.has_grad &= not set_to_none
+            if self.handout is None:
+                managed.param.grad = None  # nothing of ours: what a user assigned
         if self.handout is not None:
             self.handout.drop()
             if not set_to_none:

@@ -1,16 +1,41 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.updater import Updater
 from shardcore.optim import export_groups, import_groups, import_state
 
 _OP = "load_state_dict"
+
+
+class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
+    """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts. Read only."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """Show the parameters that `buckets`, those with an optimizer group, update."""
+        self._managed = {managed.param: managed for bucket in buckets for managed in bucket.params}
+
+    def __getitem__(self, param: nn.Parameter) -> Mapping[str, Any]:
+        return _ParamStates({"step": torch.tensor(float(self._managed[param].step))})
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._managed)
+
+    def __len__(self) -> int:
+        return len(self._managed)
+
+
+class _ParamStates(dict[str, Any]):
+    def __missing__(self, key: str) -> None:
+        raise KeyError(
+            f"{key!r}: states lie in shards; expected shardcore.full_state(param, {key!r}), or optimizer.state_dict()"
+        )
 
 
 class OptimizerStateIO:
@@ -28,7 +53,6 @@ class OptimizerStateIO:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
-        self.updater.accept_weight_edits()
         number_of = {param: number for number, param in self._numbered()}
         found: dict[int, dict[str, Any]] = {}
         for bucket in self.updater.buckets:
@@ -50,6 +74,7 @@ class OptimizerStateIO:
                 raise ValueError(f"{_OP}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
         groups = self.groups
         options = import_groups(_OP, groups, state_dict["param_groups"])
+        self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
         saved = self._by_param(groups, state_dict)
         lost: list[str] = []
         for managed, bucket in self._optimized():  # checks only: the results go, so that one parameter is whole at a time

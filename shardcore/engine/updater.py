@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.comm import Comm, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.store import Span, StateStore
 from shardcore.optim import check_options, clip_coefficient, hyper_of
 
 logger = logging.getLogger("shardcore")
+
+# Options of a group that say which states there are.
+_FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
 class Updater:
@@ -32,6 +35,7 @@ class Updater:
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
         self.skipped_steps = 0
+        self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
     def step(self, grad_scale: float, max_norm: float | None, problem: Exception | None = None) -> bool:
@@ -71,21 +75,32 @@ class Updater:
         works = []
         for bucket in active:
             self.store.step(spans[bucket], hypers)
-            works += self.comm.all_gather(bucket.weight)
+            works += self.comm.all_gather(bucket.weight, Traffic.STEP)
         wait_all(works)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
         for index, group in enumerate(self.groups):
             check_options("step", group, f"param_groups[{index}].")
+        self.check_fixed("step", self.groups)
         self.accept_weight_edits()
+
+    def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for an option that decides which states there are and is not as it was when they were made."""
+        for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
+            for key, value in fixed.items():
+                if group[key] != value:
+                    raise ValueError(
+                        f"{op}: param_groups[{index}].{key} is {group[key]!r}; expected {value!r}, as when shard() was called "
+                        "(states are laid out once: set it before shard)"
+                    )
 
     def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None) -> float:
         """Return the float32 norm of the averaged gradients over all ranks, or raise on all if one has a problem."""
         parts = torch.stack([bucket.sq_norm for bucket in active]).cpu()
         refuses = torch.tensor([float(problem is not None)], dtype=torch.float64)
         row = torch.cat([_C.sq_norm_add(parts), refuses]).to(active[0].weight.device)
-        rows = self.comm.gather_rows(row).cpu()
+        rows = self.comm.gather_rows(row, Traffic.STEP).cpu()
         if problem is not None:
             raise problem
         if rows[:, 2].any():

@@ -182,9 +182,14 @@ def _message(rank: int, world_size: int, which: str) -> str:
             raise RuntimeError("planted")
         return shardcore.FusedAdam(params, **ADAM)
 
+    def scheduler(chosen: Any) -> Any:
+        if rank == 1 and which == "scheduler":
+            raise RuntimeError("planted")
+        return torch.optim.lr_scheduler.StepLR(chosen, 1)
+
     del config["optimizer"]
     try:
-        shardcore.initialize(model=model, config=config, optimizer=optimizer)
+        shardcore.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler)
     except (ValueError, RuntimeError) as error:
         assert not hasattr(model, "_shardcore_engine")
         assert dist.is_initialized(), "a group that was there before stays"
@@ -200,9 +205,10 @@ def test_ranks_fail_together() -> None:
     other, own = run_ranks(2, _message, "key")
     assert "did you mean gradient_clipping?" in own
     assert other == f"initialize: rank 1 failed, so no rank was changed: {own}"
-    other, own = run_ranks(2, _message, "function")
-    assert own == "planted"
-    assert "rank 1 failed" in other
+    for which in ("function", "scheduler"):
+        other, own = run_ranks(2, _message, which)
+        assert own == "planted"
+        assert "rank 1 failed" in other
     assert run_ranks(2, _message, "none") == ["nothing", "nothing"]
 
 

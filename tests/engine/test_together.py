@@ -1,0 +1,154 @@
+"""Ranks that do different things: an error on every rank, never another's numbers; and groups that engines leave behind."""
+
+import gc
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardcore
+from shardcore import comm
+from tests.engine.models import Run, batch_of, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+
+def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.Module, Any]:
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    model = make_net()
+    return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=group, **options)
+
+
+def error_of(function: Any) -> str:
+    try:
+        function()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _one_reads_while_others_train(rank: int, world_size: int) -> str:
+    model, _ = sharded(stage=1, timeout_s=3, precision="bf16", accumulate=2)
+
+    def go_on() -> None:
+        for micro in range(2):
+            loss_of(model, batch_of(0, micro, rank)).backward()
+
+    return error_of(model.state_dict if rank == 0 else go_on)
+
+
+def _one_fails_in_backward(rank: int, world_size: int) -> str:
+    model, optimizer = sharded(timeout_s=3)
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("rank 0's own")
+
+    if rank == 0:
+        model.blocks[0].up.weight.register_hook(fail)  # after the head's and the last block's gradients were sent
+        with pytest.raises(RuntimeError, match="rank 0's own"):
+            loss_of(model, batch_of(0, 0, rank)).backward()
+        optimizer.zero_grad()
+    return error_of(lambda: loss_of(model, batch_of(1, 0, rank)).backward() if rank else _next_backward(model))
+
+
+def _next_backward(model: nn.Module) -> None:
+    model.blocks[0].up.weight._backward_hooks.clear()
+    loss_of(model, batch_of(1, 0, 0)).backward()
+
+
+@pytest.mark.parametrize("scenario", [_one_reads_while_others_train, _one_fails_in_backward])
+def test_a_rank_that_does_another_thing_gets_no_numbers_of_others(scenario: Any) -> None:
+    for error in run_ranks(2, scenario):
+        assert error.startswith("RuntimeError: waiting for the other ranks failed; expected every rank to run the same"), error
+
+
+def _reads_differ(rank: int, world_size: int) -> list[str]:
+    model, optimizer = sharded(precision="bf16")
+    errors = [error_of(model.state_dict if rank == 0 else optimizer.state_dict)]
+    if rank == 1:
+        model.head.weight.data = model.head.weight.data.clone()
+    errors.append(error_of(model.state_dict))
+    return errors
+
+
+def test_reads_that_differ_or_fail_raise_on_every_rank() -> None:
+    first, second = run_ranks(2, _reads_differ)
+    assert first[0].startswith("ValueError: state_dict: rank 1 calls optimizer.state_dict; expected every rank")
+    assert second[0].startswith("ValueError: optimizer.state_dict: rank 0 calls state_dict; expected every rank")
+    assert first[1] == "ValueError: state_dict: rank 1 refused; its own error says why"
+    assert "head.weight no longer lies in shardcore's memory" in second[1]
+
+
+def _many_models(rank: int, world_size: int) -> tuple[int, int]:
+    for _ in range(3):
+        model = make_net()
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2)
+        second = make_net()
+        second, other = shardcore.shard(second, shardcore.FusedAdam(second.parameters()), 2)
+        loss_of(second, batch_of(0, 0, rank)).backward()
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        optimizer.step()
+        other.step()
+        del model, optimizer, second, other
+        if rank == 0:
+            gc.collect()  # the other rank's are collected whenever they are
+    gc.collect()
+    before = len(comm._places[dist.group.WORLD])
+    _model, _, _ = train(rank, Run(steps=1))
+    return before, len(comm._places[dist.group.WORLD])
+
+
+def test_groups_of_engines_that_are_gone_are_used_again() -> None:
+    first, second = run_ranks(2, _many_models)
+    assert first == second
+    assert first[0] == first[1] > 1
+
+
+def _order_differs(rank: int, world_size: int) -> list[str]:
+    model = make_net()
+    params = list(model.parameters())
+    errors = [error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params[::-1] if rank else params), 1))]
+    if rank:
+        model.add_module("tail", model.head)
+    errors.append(error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params), 1)))
+    return errors
+
+
+def test_ranks_whose_order_or_names_differ_are_refused() -> None:
+    for order, names in run_ranks(2, _order_differs):
+        assert "ranks disagree" in order
+        assert " at " in order
+        assert "ranks disagree" in names
+        assert "tail.weight is head.weight" in names
+
+
+def _pooled(rank: int, world_size: int, stage: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    sizes = [64, 320, 128, 448, 192, 384, 256, 416, 96, 352, 160, 288, 224, 64]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, units=list(model), precision="fp32"
+    )
+    for step in range(3):
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shardcore.memory_report(model).by_kind | {"largest": max(4 * b.layout.numel for b in optimizer._engine.buckets)}
+
+
+def test_stage_2_keeps_few_buffers_whatever_the_sizes_of_units() -> None:
+    one, two = (run_ranks(2, _pooled, stage)[0] for stage in (1, 2))
+    assert two["communication"] <= 6 * two["largest"]  # two in flight and one that fills, each sent and received
+    assert two["gradients"] + two["communication"] < 0.8 * (one["gradients"] + one["communication"])
+
+
+def test_stage_2_trains_units_of_many_sizes_to_the_bits_of_stage_0() -> None:
+    assert len({str(run_ranks(2, _trained, stage)) for stage in (0, 2)}) == 1
+
+
+def _trained(rank: int, world_size: int, stage: int) -> list[float]:
+    model, _, losses = train(rank, Run(stage=stage, steps=3))
+    return [float(value.double().sum()) for value in model.state_dict().values()] + (losses if rank == 0 else [])
