@@ -122,7 +122,7 @@ def test_state_shows_parameters_and_step_counts() -> None:
     model, optimizer, _ = train(0, Run(steps=3))
     assert len(optimizer.state) == len(list(model.parameters()))
     assert optimizer.state[model.gain]["step"] == 3
-    with pytest.raises(KeyError, match="states lie in shards; expected shardcore.full_state"):
+    with pytest.raises(KeyError, match=r"states lie in shards; expected shardcore\.full_state"):
         optimizer.state[model.gain]["exp_avg"]
     with pytest.raises(TypeError):
         optimizer.state[model.gain] = {}
