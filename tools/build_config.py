@@ -10,14 +10,24 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT_CUDA_ARCH_LIST = "8.0;9.0+PTX"  # 8.x and 9.0 as machine code; PTX lets newer GPUs compile at load
 CXX_STANDARD = "-std=c++20"  # torch 2.13 headers need it, torch 2.11 headers accept it
+FLAG_VARIABLES = (  # of the environment: what setuptools, torch's build and nvcc take compilers and flags from
+    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "LDSHARED", "LDCXXSHARED"),
+    *("PYTORCH_NVCC", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
+)
+# GCC's, clang's and nvcc's. At link time, too: there -ffast-math makes the whole process flush subnormals to zero.
 UNSAFE_MATH = re.compile(
-    r"-Ofast|-ffast-math|-funsafe-math-optimizations|-fassociative-math|-ffinite-math-only|-?-use_fast_math"
+    r"(?<![\w/.])("
+    r"-Ofast|-ffast-math|-funsafe-math-optimizations|-fassociative-math|-freciprocal-math|-ffinite-math-only|-fno-signed-zeros|"
+    r"-fapprox-func|-fsingle-precision-constant|-fcx-limited-range|-ffp-contract=(on|fast)\S*|-ffp-model=(?!strict)\S*|"
+    r"-fdenormal-fp-math\S*|-mfpmath\S*|-mrecip\S*|-mdaz-ftz|-mpc\d+|"
+    r"--?use_fast_math|--?(fmad|ftz)[= ]true|--?prec-(div|sqrt)[= ]false)|crtfastmath"
 )
 MIN_TORCH = (2, 11)
 NO_ISOLATION = "pip install --no-build-isolation ."
@@ -139,8 +149,13 @@ def _toolkit_of(nvcc: str) -> str:
 
 
 def is_isolated(paths: list[str]) -> bool:
-    """Whether sys.prefix and sys.path (``paths``) are those of a throw-away build environment of pip, build or uv."""
-    return any("build-env-" in path or "builds-v0" in path for path in paths)
+    """Whether sys.prefix and sys.path (``paths``) are those of a throw-away build environment of pip, build or uv.
+
+    pip and build make them in the temporary folder, uv in its cache; elsewhere a folder may have such a name and mean nothing.
+    """
+    temporary = re.escape(os.path.realpath(tempfile.gettempdir()))
+    throw_away = re.compile(rf"^{temporary}/(pip-)?build-env-|/builds-v\d+/\.tmp")
+    return any(throw_away.search(os.path.realpath(path)) for path in paths)
 
 
 def no_setuptools(paths: list[str]) -> str:
@@ -167,7 +182,12 @@ def check_torch_location(torch_file: str | None, paths: list[str]) -> None:
 def check_tools(env: dict[str, str], include_dir: str) -> None:
     """Refuse to start without a C++ compiler or Python's headers, naming the packages to install."""
     cxx = env.get("CXX") or "c++"
-    if not shutil.which(cxx.split()[0], path=env.get("PATH")):
+    if len(cxx.split()) > 1:
+        raise BuildError(
+            f"build: CXX is {cxx!r}; expected one word, because torch's build takes it as the name of one program (set CXX to "
+            f"""the path of an executable script with the two lines #!/bin/sh and exec {cxx} "$@")"""
+        )
+    if not shutil.which(cxx, path=env.get("PATH")):
         raise BuildError(
             f"build: no C++ compiler ({cxx} is not on PATH); expected GCC 11 or newer or a recent clang (Debian, Ubuntu: "
             "apt-get install g++; Fedora: dnf install gcc-c++; or set CXX)"
@@ -181,7 +201,7 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
 
 def check_flags(env: dict[str, str]) -> None:
     """Refuse compiler flags of the environment that would change results: shardcore promises the same bits everywhere."""
-    for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    for name in FLAG_VARIABLES:
         unsafe = UNSAFE_MATH.search(env.get(name, ""))
         if unsafe:
             raise BuildError(f"build: {name} has {unsafe[0]}; expected no flag that changes arithmetic (unset it)")

@@ -3,6 +3,7 @@
 import itertools
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -135,15 +136,13 @@ def test_cuda_home_comes_before_path(toolkit, tmp_path):
         build_config.find_nvcc({"CUDA_HOME": str(tmp_path / "gone"), "PATH": str(toolkit.parent / "bin")})
 
 
-TORCH_AT_HOME = "/home/me/env/lib/python3.11/site-packages/torch/__init__.py"
-
-
 @pytest.mark.parametrize(
     "prefix",
-    ["/tmp/pip-build-env-x1/overlay", "/tmp/build-env-abc", "/home/me/.cache/uv/builds-v0/.tmpK"],
+    ["{tmp}/pip-build-env-x1/overlay", "{tmp}/build-env-abc", "/home/me/.cache/uv/builds-v0/.tmpK"],
     ids=["pip", "build", "uv"],
 )
 def test_isolated_environment_is_refused_with_what_to_add(prefix):
+    prefix = prefix.format(tmp=tempfile.gettempdir())
     paths = [prefix, f"{prefix}/lib/python3.11/site-packages"]
     with pytest.raises(BuildError, match=r"isolated.*add --no-build-isolation"):
         build_config.check_torch_location(None, paths)
@@ -152,9 +151,10 @@ def test_isolated_environment_is_refused_with_what_to_add(prefix):
     assert "--no-build-isolation" in build_config.no_setuptools(paths)
 
 
-def test_ordinary_environment_passes_and_missing_torch_names_the_fix():
-    paths = ["/home/me/env", "/home/me/env/lib/python3.11/site-packages"]
-    build_config.check_torch_location(TORCH_AT_HOME, paths)
+@pytest.mark.parametrize("prefix", ["/home/me/env", "/opt/build-env-py311", "/opt/pip-build-env-1", "/work/builds-v0.9/env"])
+def test_ordinary_environment_passes_and_missing_torch_names_the_fix(prefix):
+    paths = [prefix, f"{prefix}/lib/python3.11/site-packages"]
+    build_config.check_torch_location(f"{paths[1]}/torch/__init__.py", paths)
     with pytest.raises(BuildError, match=r"torch is not installed here; expected 2\.11 or newer \(pip install torch"):
         build_config.check_torch_location(None, paths)
     assert "pip install setuptools" in build_config.no_setuptools(paths)
@@ -165,7 +165,7 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
     (tmp_path / "Python.h").touch()
     env = {"PATH": str(compiler.parent)}
     build_config.check_tools(env, str(tmp_path))
-    build_config.check_tools({"PATH": "", "CXX": f"{compiler} -m64"}, str(tmp_path))
+    build_config.check_tools({"PATH": "", "CXX": str(compiler)}, str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler \(c\+\+ .*apt-get install g\+\+"):
         build_config.check_tools({"PATH": str(tmp_path)}, str(tmp_path))
     with pytest.raises(BuildError, match=r"no C\+\+ compiler \(clang\+\+-99 .*apt-get install g\+\+"):
@@ -174,13 +174,42 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
         build_config.check_tools(env, str(tmp_path / "bin"))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("CFLAGS", "-O2 -ffast-math"), ("CXXFLAGS", "-Ofast"), ("NVCC_APPEND_FLAGS", "-use_fast_math")]
-)
+def test_compiler_of_two_words_names_the_script_that_helps(tmp_path):
+    compiler = executable(tmp_path / "bin/g++", "#!/bin/sh\n")
+    (tmp_path / "Python.h").touch()
+    with pytest.raises(BuildError, match=r"""CXX is 'env g\+\+'; expected one word.*script.*exec env g\+\+ "\$@"."""):
+        build_config.check_tools({"PATH": f"{compiler.parent}:/usr/bin", "CXX": "env g++"}, str(tmp_path))
+
+
+UNSAFE_FLAGS = {
+    "CFLAGS": ["-O2 -ffast-math", "-mfpmath=387", "-freciprocal-math -fno-signed-zeros", "-fsingle-precision-constant"],
+    "CXXFLAGS": ["-Ofast", "-fno-signed-zeros", "-ffp-contract=fast", "-ffp-contract=on", "-ffp-model=precise", "-mdaz-ftz"],
+    "CPPFLAGS": ["-ffinite-math-only"],
+    "LDFLAGS": ["-ffast-math", "-Wl,--as-needed -Ofast", "/usr/lib/gcc/crtfastmath.o"],
+    "LDSHARED": ["gcc -shared -ffast-math"],
+    "CC": ["gcc -Ofast"],
+    "CXX": ["g++ -ffast-math"],
+    "NVCC_PREPEND_FLAGS": ["--ftz=true", "-Xcompiler=-ffast-math", "-Xcompiler -O3,-Ofast"],
+    "NVCC_APPEND_FLAGS": ["-use_fast_math", "--fmad=true", "-fmad true", "-prec-div=false", "--prec-sqrt=false"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in UNSAFE_FLAGS.items() for value in values])
 def test_unsafe_flags_of_the_environment_are_refused(name, value):
-    build_config.check_flags({"CFLAGS": "-O2 -g -march=x86-64-v3 -fno-fast-math", "CXXFLAGS": ""})
-    with pytest.raises(BuildError, match=rf"{name} has .*fast.*; expected no flag that changes arithmetic"):
+    with pytest.raises(BuildError, match=rf"{name} has \S.*; expected no flag that changes arithmetic"):
         build_config.check_flags({name: value})
+
+
+def test_other_flags_of_the_environment_are_taken():
+    build_config.check_flags(
+        {
+            "CC": "/opt/gcc-Ofast/bin/gcc",
+            "CFLAGS": "-O2 -g -march=x86-64-v3 -fno-fast-math -ffp-contract=off -fsigned-zeros -ffp-model=strict",
+            "CXXFLAGS": "",
+            "LDFLAGS": "-Wl,-O1 -L/opt/fast-math/lib",
+            "NVCC_APPEND_FLAGS": "--fmad=false -ftz=false -prec-div=true --threads 4",
+        }
+    )
 
 
 def test_flags_fix_the_arithmetic():
