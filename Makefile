@@ -5,7 +5,8 @@
 # make clean   remove what was built (distclean: .venv too)
 #
 # Needs python3 with venv and headers, g++ and make. Where python3 already has torch 2.11 or newer, that one is used and nothing
-# is downloaded; elsewhere .venv is made once. Settings: PYTHON=python3.12, TORCH=torch==2.11.0, SHARDCORE_CUDA=0|1.
+# is downloaded; elsewhere .venv is made, again when PYTHON or TORCH change. Settings: PYTHON=python3.12, TORCH=torch==2.11.0,
+# SHARDCORE_CUDA=0|1.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,7 +22,7 @@ help:
 setup:
 	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not on PATH; expected Python 3.11 or newer" \
 		"(Debian, Ubuntu: apt-get install python3 python3-venv python3-dev; or make PYTHON=...)" >&2; exit 1; }
-	@$(PYTHON) tools/setup_env.py --torch '$(TORCH)'
+	@$(PYTHON) -m tools.setup_env --torch '$(TORCH)'
 
 demo: setup
 	@$(PICKED) -m examples.train_gpt --demo

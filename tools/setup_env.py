@@ -23,11 +23,12 @@ if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file
     sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
 import tomllib  # new in 3.11
 
+from tools.build_config import FLAG_VARIABLES, MIN_TORCH
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 VENV = ROOT / ".venv"
-MIN_TORCH = (2, 11)
-BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", "CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS")
+BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", *FLAG_VARIABLES)
 OPTIONAL = {
     "hypothesis": "property tests",
     "matplotlib": "plots",
@@ -72,11 +73,13 @@ def use_machine_python(torch_version: str) -> str:
 
 
 def use_venv(torch_requirement: str) -> str:
-    """The Python of .venv, created and filled if it is not there or was filled from other requirements."""
-    wanted = [torch_requirement, *dev_requirements()]
+    """The Python of .venv, made anew unless it stands complete, from this Python and these requirements."""
+    requirements = [torch_requirement, *dev_requirements()]
+    wanted = {"python": [*sys.version_info[:2], sys.base_prefix], "requirements": requirements}
     stamp = VENV / "requirements.json"
     python = VENV / "bin/python"
-    if python.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted:
+    made_from = read_json(stamp)
+    if made_from == wanted and probe(str(python)) is not None:
         return str(python)
     if importlib.util.find_spec("ensurepip") is None or importlib.util.find_spec("venv") is None:
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -84,12 +87,32 @@ def use_venv(torch_requirement: str) -> str:
             f"{sys.executable} cannot make virtual environments; expected the venv and ensurepip modules (Debian, Ubuntu: "
             f"apt-get install python3-venv or {version}-venv)"
         )
-    say(f"making .venv with {torch_requirement} (a download of some hundred MB, more where torch brings CUDA)")
-    run([sys.executable, "-m", "venv", str(VENV)], "python3 -m venv failed")
+    why = "it is not complete" if made_from in (None, wanted) else "it was made from another Python or other requirements"
+    again = f" again, because {why}," if VENV.exists() else ""
+    say(f"making .venv{again} with {torch_requirement} (a download of some hundred MB, more where torch brings CUDA)")
+    stamp.unlink(missing_ok=True)  # first: what is interrupted from here on must not pass for complete
+    run([sys.executable, "-m", "venv", "--clear", str(VENV)], "python3 -m venv failed")
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-    run([*pip, *wanted], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
+    run([*pip, *requirements], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
     stamp.write_text(json.dumps(wanted))
     return str(python)
+
+
+def probe(python: str) -> bytes | None:
+    """What an interpreter says about itself and its torch, which is not imported; None if it does not run or has no torch."""
+    code = "import sys, importlib.metadata as m; print(sys.version, m.version('torch'))"
+    try:
+        return subprocess.run([python, "-c", code], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def read_json(path: Path) -> object:
+    """What a JSON file holds; None if it is missing or cut short."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def dev_requirements() -> list[str]:
@@ -117,18 +140,20 @@ def fingerprint(python: str) -> str:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     for name in BUILD_ENV:
         digest.update(f"{name}={os.environ.get(name)}\0".encode())
-    code = "import sys, importlib.metadata as m; print(sys.version, m.version('torch'))"
-    digest.update(python.encode() + subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
+    found = probe(python)
+    if found is None:
+        raise SetupError(f"{python} has no torch; expected 2.11 or newer (make TORCH=torch==2.13.0 ...)")
+    digest.update(python.encode() + found)
     return digest.hexdigest()
 
 
 def build(python: str) -> None:
     """Build shardcore._C in place, unless the library there is from the same inputs."""
     state_path, record_path = BUILD / "setup.json", ROOT / "shardcore/_C.build.json"
-    record = json.loads(record_path.read_text()) if record_path.exists() else None
+    record = read_json(record_path)
     state = {"fingerprint": fingerprint(python), "record": record}
     libraries = any((ROOT / "shardcore").glob("_C*.so"))
-    if libraries and record and state_path.exists() and json.loads(state_path.read_text()) == state:
+    if libraries and record and read_json(state_path) == state:
         return
     say("building the C++ extension (about a minute; output in build/setup.log)")
     start = time.monotonic()

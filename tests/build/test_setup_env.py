@@ -69,3 +69,69 @@ def test_python_without_venv_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setattr(setup_env.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(setup_env.SetupError, match=r"apt-get install python3-venv"):
         setup_env.use_venv("torch==2.13.0")
+
+
+@pytest.fixture
+def made(checkout, monkeypatch):
+    """Runs use_venv over a .venv that costs no download: its Python is this one. What was run is in `commands`."""
+    venv, commands = checkout / ".venv", []
+    monkeypatch.setattr(setup_env, "VENV", venv)
+    monkeypatch.setattr(setup_env, "dev_requirements", lambda: ["pytest"])
+
+    def run(command: list[str], failure: str, quiet: bool = False) -> None:
+        commands.append(command)
+        if "venv" in command:
+            (venv / "bin").mkdir(parents=True, exist_ok=True)
+            (venv / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+            (venv / "bin/python").chmod(0o755)
+        elif "torch==9" in command:
+            raise setup_env.SetupError(failure)
+
+    monkeypatch.setattr(setup_env, "run", run)
+
+    def made(torch_requirement: str = "torch==2.13.0") -> list[list[str]]:
+        commands.clear()
+        assert setup_env.use_venv(torch_requirement) == str(venv / "bin/python")
+        return commands
+
+    made.venv = venv
+    return made
+
+
+def test_ready_venv_is_left_alone_and_others_are_made_anew(made, monkeypatch, capsys):
+    assert [command[1:3] for command in made()] == [["-m", "venv"], ["-m", "pip"]]
+    assert "again" not in capsys.readouterr().out
+    assert made() == []
+    assert "--clear" in made("torch==2.11.0")[0]
+    assert "again, because it was made from another Python or other requirements" in capsys.readouterr().out
+    for name, value in (("base_prefix", "/another"), ("version_info", (3, 99, 0))):
+        monkeypatch.setattr(setup_env.sys, name, value)
+        assert "--clear" in made("torch==2.11.0")[0], name
+        assert made("torch==2.11.0") == [], name
+
+
+def test_failed_change_of_the_venv_leaves_none_that_passes_for_ready(made, capsys):
+    made()
+    with pytest.raises(setup_env.SetupError, match="pip could not install"):
+        made("torch==9")
+    assert not (made.venv / "requirements.json").exists()
+    assert made() != []
+    (made.venv / "requirements.json").write_text('{"python"')
+    assert made() != []
+    assert "again, because it is not complete" in capsys.readouterr().out
+
+
+def test_venv_that_lost_torch_is_made_again(made, monkeypatch):
+    made()
+    (made.venv / "bin/python").write_text("#!/bin/sh\nexit 1\n")
+    assert "--clear" in made()[0]
+    monkeypatch.setattr(setup_env, "probe", lambda python: None)
+    with pytest.raises(setup_env.SetupError, match=r"has no torch; expected 2\.11 or newer"):
+        setup_env.fingerprint(sys.executable)
+
+
+@pytest.mark.parametrize("name", ["CPPFLAGS", "NVCC_APPEND_FLAGS", "LDSHARED"])
+def test_build_again_when_a_flag_variable_changes(checkout, monkeypatch, name):
+    before = setup_env.fingerprint(sys.executable)
+    monkeypatch.setenv(name, "-g")
+    assert setup_env.fingerprint(sys.executable) != before
