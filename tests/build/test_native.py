@@ -56,6 +56,14 @@ def test_does_not_load(package):
     assert HOW in text
 
 
+@pytest.mark.parametrize("record", ["[]", "null", '"2.13.0"', '{"torch"'])
+def test_does_not_load_and_the_record_is_broken(package, record):
+    suffix = Path(_C.__file__).name.removeprefix("_C")
+    (package / f"_C{suffix}").write_bytes(b"not a library")
+    (package / "_C.build.json").write_text(record)
+    assert import_error(package).startswith("shardcore: its C++ extension does not load: ")
+
+
 def test_does_not_load_because_of_another_torch(package):
     suffix = Path(_C.__file__).name.removeprefix("_C")
     (package / f"_C{suffix}").write_bytes(b"not a library")
