@@ -17,10 +17,10 @@ _BUILD = "build it with 'pip install --no-build-isolation .' (or -e .), or in a 
 def build_record() -> dict[str, str]:
     """What setup.py wrote about the last build: torch, cuda, python, and line (what was built and why). {} if never built."""
     try:
-        record: dict[str, str] = json.loads(_RECORD.read_text())
+        record = json.loads(_RECORD.read_text())
     except (OSError, ValueError):
         return {}
-    return record
+    return record if isinstance(record, dict) else {}
 
 
 def _public(version: str) -> str:
