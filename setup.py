@@ -16,6 +16,12 @@ from tools import build_config  # noqa: E402
 from tools.build_config import BuildError, Decision  # noqa: E402
 
 NO_TORCH_NEEDED = {"sdist", "clean", "--version", "--name", "--help", "-h"}
+BUILDS = {"build", "build_ext", "bdist", "bdist_wheel", "bdist_egg", "editable_wheel", "develop", "install", "install_lib"}
+
+
+def needs_torch(arguments: list[str]) -> bool:
+    """Whether these commands build: any of them is enough (clean build_ext), and so is what we do not know."""
+    return bool(BUILDS.intersection(arguments)) or not NO_TORCH_NEEDED.intersection(arguments)
 
 
 def prepare() -> Decision:
@@ -85,7 +91,7 @@ def version() -> str:
 if __name__ == "__main__":
     os.chdir(ROOT)
     try:
-        arguments = {} if NO_TORCH_NEEDED.intersection(sys.argv[1:]) else extension_arguments(prepare())
+        arguments = extension_arguments(prepare()) if needs_torch(sys.argv[1:]) else {}
     except BuildError as error:
         sys.exit(f"\n{error}\n")
     setup(**arguments)

@@ -21,6 +21,7 @@ def checkout(tmp_path):
         "pyproject.toml",
         "README.md",
         "csrc/flags.txt",
+        "tools/__init__.py",  # without it, tools of a checkout on PYTHONPATH (make test) would come first
         "tools/build_config.py",
         "tools/build_backend.py",
         "shardcore/version.py",
