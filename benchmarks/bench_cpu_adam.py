@@ -25,6 +25,7 @@ import torch
 import shardcore
 from benchmarks import harness
 from benchmarks.stream_limit import StreamLimit
+from examples.arguments import make_out_folder, not_negative, positive
 from examples.machine import describe_machine, usable_cores
 
 try:
@@ -51,14 +52,6 @@ def parse_size(text: str) -> int:
     return size
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}; expected at least 1")
-    return value
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_cpu_adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -66,12 +59,14 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=[64 * 2**20], help="elements (default: 64M)")
     parser.add_argument("--rounds", type=positive, default=15, help="rounds that count (default: %(default)s)")
     parser.add_argument("--threads", type=positive, help="threads of every engine (default: all cores)")
-    parser.add_argument("--pause", type=float, default=0.05, help="seconds before each step (default: %(default)s)")
+    parser.add_argument("--pause", type=not_negative, default=0.05, help="seconds before each step (default: %(default)s)")
     parser.add_argument("--pages", choices=["equal", "own"], default="equal", help="see above (default: %(default)s)")
     parser.add_argument(
         "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    make_out_folder(parser, options.out)
+    return options
 
 
 def allocate(numel: int, dtype: torch.dtype, huge: bool) -> torch.Tensor:

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardcore
 from benchmarks import harness
+from examples.arguments import make_out_folder, not_negative, positive, whole_number
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank, launch
@@ -193,11 +194,11 @@ def main() -> int:
         prog="python -m benchmarks.bench_train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a rank (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds that count (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds before each step (default: %(default)s)")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=20, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--pause", type=not_negative, default=0.02, help="seconds before each step (default: %(default)s)")
+    parser.add_argument("--nproc", type=whole_number(2), default=2, help="ranks (default: %(default)s)")
     parser.add_argument(
         "--engines", nargs="+", choices=names, default=names, help=f"which to time, beside {BASE} (default: all here)"
     )
@@ -205,8 +206,7 @@ def main() -> int:
         "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
     )
     options = parser.parse_args()
-    if min(options.batch, options.rounds, options.warmup) < 1 or options.nproc < 2:
-        parser.error("--batch, --rounds and --warmup: expected at least 1; --nproc: at least 2")
+    make_out_folder(parser, options.out)
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
     if deepspeed is None:
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")

@@ -87,8 +87,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
-    """Write ``result``, making the directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``result``; the directory must exist."""
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"wrote {path}")
 

@@ -45,8 +45,16 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
 
     ``function`` must be importable by name. ``device`` is "cpu" or "cuda". ``threads`` a rank is the share of this
     machine's cores unless given. Under torchrun ``nproc`` is not used. Prints the first failing rank's traceback and
-    returns 1 if a rank fails.
+    returns 1 if a rank fails; returns 130 if it is interrupted.
     """
+    try:
+        return _launch(function, nproc, device, threads, args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _launch(function: Callable[..., int], nproc: int, device: str, threads: int | None, args: tuple[object, ...]) -> int:
     if under_torchrun():
         return _run_rank(function, "env://", device, threads, args)
     if sys.platform == "linux":
@@ -60,9 +68,6 @@ def launch(function: Callable[..., int], nproc: int, device: str, threads: int |
         try:
             while not context.join():
                 pass
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return 130
         except ProcessException as error:
             print(_first_failure(directory) or str(error), file=sys.stderr)
             return 1

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from examples import report
+from examples.arguments import make_out_folder, not_negative, positive, seed, text_file
 from examples.corpus import Corpus, load_corpus
 from examples.gpt import GPT, PRESETS
 from examples.launch import Rank, default_nproc, launch, under_torchrun
@@ -32,22 +33,6 @@ PRESET_DEFAULTS = {
 DEMO_PLACEMENTS = [Placement(stage=0, offload="none"), Placement(stage=2, offload="cpu")]
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1 (argparse turns the error into a message with the option's name)."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}; expected at least 1")
-    return value
-
-
-def not_negative(text: str) -> float:
-    """Parse a finite number of at least 0."""
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}; expected a finite number of at least 0")
-    return value
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_gpt", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,7 +42,9 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument("--stage", type=int, choices=[0, 1, 2], help="ZeRO stage (default: 2)")
     what.add_argument("--offload", choices=["none", "cpu"], help="tier of the optimizer states (default: none)")
     what.add_argument("--preset", choices=list(PRESETS), help="model size (default: gpu on GPUs, cpu10m on a CPU)")
-    what.add_argument("--text", metavar="FILE", help="train on this file (default: the Python standard library's source)")
+    what.add_argument(
+        "--text", type=text_file, metavar="FILE", help="train on this file (default: the Python standard library's source)"
+    )
     what.add_argument(
         "--out", metavar="DIR", help="write loss.png and result.json here (default: demo with --demo, else nothing)"
     )
@@ -71,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--clip", type=not_negative, default=1.0, help="global gradient norm; 0: no clipping (default: %(default)s)"
     )
-    how.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
+    how.add_argument("--seed", type=seed, default=0, help="of the weights and the batches (default: %(default)s)")
     how.add_argument(
         "--precision",
         choices=["auto", "bf16", "fp32"],
@@ -113,8 +100,6 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         parser.error("argument --demo sets stage and offload itself; expected no --stage and no --offload with it")
     if under_torchrun() and options.nproc is not None:
         parser.error("argument --nproc: torchrun has started the ranks already; expected no --nproc with it")
-    if options.text is not None and not Path(options.text).is_file():
-        parser.error(f"argument --text: {options.text} is not a file; expected a text to train on")
     options.stage, options.offload = 2 if options.stage is None else options.stage, options.offload or "none"
     options.nproc = options.nproc or default_nproc(options.device)
     if options.device == "cuda" and not under_torchrun() and options.nproc > torch.cuda.device_count():
@@ -127,6 +112,8 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
     options.deterministic |= options.demo and options.device == "cuda"
     if options.demo and options.out is None:
         options.out = "demo"
+    if options.out is not None:
+        make_out_folder(parser, Path(options.out))
 
 
 def train_on_rank(rank: Rank, options: argparse.Namespace) -> int:
@@ -186,7 +173,6 @@ def verdict(trainings: list[Training], equal: bool) -> str:
 def write_files(options: argparse.Namespace, corpus: Corpus, rank: Rank, trainings: list[Training], equal: bool) -> None:
     """Write DIR/result.json and DIR/loss.png, and say so."""
     directory = Path(options.out)
-    directory.mkdir(parents=True, exist_ok=True)
     result = {
         "machine": describe_machine(),
         "options": {name: value for name, value in vars(options).items() if name not in ("stage", "offload")},

@@ -55,6 +55,31 @@ def test_train_step(tmp_path, run_main):
     assert all(len(engine["seconds"]) == 2 for engine in result["engines"].values())
 
 
+@pytest.mark.parametrize("module", [bench_cpu_adam, bench_train_step])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "x"], "argument --rounds: x; expected a whole number of at least 1"),
+        (["--rounds", "0"], "argument --rounds: 0; expected a whole number of at least 1"),
+        (["--pause", "-1"], "argument --pause: -1; expected a finite number of at least 0"),
+        (["--out", __file__], f"argument --out: {__file__} cannot be written to (File exists); expected a folder"),
+    ],
+)
+def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    with pytest.raises(SystemExit) as stop:
+        module.main()
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_train_step_needs_two_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", "--nproc", "1"])
+    with pytest.raises(SystemExit):
+        bench_train_step.main()
+    assert "argument --nproc: 1; expected a whole number of at least 2" in capsys.readouterr().err
+
+
 def test_an_engine_that_trains_something_else_is_noticed():
     losses = {"DDP": [5.5, 5.0], "same": [5.5, 5.0001], "idle": [5.5, 5.5]}
     assert bench_train_step.check_losses({"DDP": losses["DDP"], "same": losses["same"]})["same"] < 1e-3

@@ -30,10 +30,19 @@ def die_on_rank_1(rank: Rank) -> int:
     return 0
 
 
+def interrupt(rank: Rank) -> int:
+    raise KeyboardInterrupt
+
+
 @pytest.fixture(autouse=True)
 def no_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():  # left by a function that did not end
+        dist.destroy_process_group()
 
 
 def test_ranks_meet_and_rank_0_decides_the_exit_code():
@@ -51,3 +60,8 @@ def test_first_failure_is_told(capfd):
 def test_killed_rank_ends_all(capfd):
     assert launch(die_on_rank_1, 2, "cpu", 1) == 1
     assert "SIGKILL" in capfd.readouterr().err
+
+
+def test_interrupted_single_rank_says_so(capfd):
+    assert launch(interrupt, 1, "cpu", 1) == 130
+    assert capfd.readouterr().err == "interrupted\n"

@@ -123,8 +123,14 @@ def test_help_names_the_choices():
         (["--stage", "7"], "invalid choice: 7"),
         (["--offload", "tape"], "invalid choice: 'tape'"),
         (["--preset", "huge"], "invalid choice: 'huge'"),
-        (["--steps", "0"], "argument --steps: 0; expected at least 1"),
-        (["--batch", "-1"], "argument --batch: -1; expected at least 1"),
+        (["--steps", "0"], "argument --steps: 0; expected a whole number of at least 1"),
+        (["--batch", "-1"], "argument --batch: -1; expected a whole number of at least 1"),
+        (["--batch", "x"], "argument --batch: x; expected a whole number of at least 1"),
+        (["--lr", "x"], "argument --lr: x; expected a finite number of at least 0"),
+        (["--seed", "9" * 23], f"argument --seed: {'9' * 23}; expected a whole number from -9223372036854775808 to 1844"),
+        (["--text", os.devnull], f"argument --text: {os.devnull} is not a file"),
+        (["--out", __file__], f"argument --out: {__file__} cannot be written to (File exists); expected a folder"),
+        (["--out", f"{__file__}/x"], f"argument --out: {__file__}/x cannot be written to (Not a directory); expected a folder"),
         (["--lr", "nan"], "argument --lr: nan; expected a finite number"),
         (["--clip", "-1"], "argument --clip: -1; expected a finite number"),
         (["--text", "no/such/file"], "argument --text: no/such/file is not a file"),
@@ -136,6 +142,16 @@ def test_bad_arguments(arguments, message, capsys):
         parse(*arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numel", [0, 4000])
+def test_short_text_is_refused_before_ranks_start(tmp_path, numel, capsys):
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"a" * numel)
+    with pytest.raises(SystemExit) as stop:
+        parse("--text", str(text))
+    assert stop.value.code == 2
+    assert f"argument --text: {text} has {numel} bytes; expected at least 4096" in capsys.readouterr().err
 
 
 def test_what_auto_chooses(monkeypatch):

@@ -1,0 +1,62 @@
+"""Parsers of command line arguments, shared by the demo and the benchmarks. argparse puts the option's name before each."""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from examples.corpus import MIN_BYTES
+
+
+def whole_number(smallest: int, largest: int | None = None) -> Callable[[str], int]:
+    """Make a parser of whole numbers from ``smallest`` to ``largest``."""
+    limits = f"of at least {smallest}" if largest is None else f"from {smallest} to {largest}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest or (largest is not None and value > largest):
+            raise argparse.ArgumentTypeError(f"{text}; expected a whole number {limits}")
+        return value
+
+    return parse
+
+
+positive = whole_number(1)
+seed = whole_number(-(2**63), 2**64 - 1)  # what torch.manual_seed takes
+
+
+def not_negative(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}; expected a finite number of at least 0")
+    return value
+
+
+def text_file(text: str) -> str:
+    """Check that a file can be read and is long enough to train on; returns its name."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file; expected a text to train on")
+    try:
+        with open(text, "rb") as file:
+            numel = file.seek(0, 2)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read ({error.strerror}); expected a text to train on") from None
+    if numel < MIN_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} has {numel} bytes; expected at least {MIN_BYTES}")
+    return text
+
+
+def make_out_folder(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the folder of --out and try to write there: before the run, since after it the results would be lost."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        parser.error(f"argument --out: {folder} cannot be written to ({error.strerror}); expected a folder, or a new name")
