@@ -1,10 +1,15 @@
 """Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from shardcore.api import full_grad, full_params, full_state, no_sync, shard
-from shardcore.deepspeed import initialize
 from shardcore.engine.memory import MemoryReport, memory_report
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
+
+if TYPE_CHECKING:
+    from shardcore.deepspeed import initialize
 
 __all__ = [
     "CPUAdam",
@@ -20,3 +25,15 @@ __all__ = [
     "no_sync",
     "shard",
 ]
+
+if not TYPE_CHECKING:  # else type checkers would believe in every name
+
+    def __getattr__(name):
+        """Import the DeepSpeed door when it is first used: most programs never do, and it is a good part of the import time."""
+        if name not in ("initialize", "deepspeed", "config", "training_engine"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()["initialize"] = import_module("shardcore.deepspeed").initialize
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

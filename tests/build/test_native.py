@@ -110,3 +110,17 @@ def test_import_brings_in_nothing_beyond_torch():
     imported = result.stdout.split()
     assert "shardcore._C" in imported
     assert [name for name in imported if name.split(".")[0] not in {"shardcore", *sys.stdlib_module_names}] == []
+
+
+@pytest.mark.parametrize("name", ["initialize", "deepspeed", "config", "training_engine"])
+def test_deepspeed_door_is_imported_when_it_is_used(name):
+    code = (
+        "import sys, shardcore\n"
+        "assert not {'shardcore.deepspeed', 'shardcore.config', 'shardcore.training_engine'} & set(sys.modules)\n"
+        "assert 'initialize' in dir(shardcore) and not hasattr(shardcore, 'gone')\n"
+        f"from shardcore import {name}\n"
+        f"assert {name} is shardcore.{name}\n"
+        "assert shardcore.initialize is shardcore.deepspeed.initialize\n"
+        "from shardcore import *\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
