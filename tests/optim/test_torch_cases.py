@@ -8,7 +8,7 @@ from shardcore.optim import CPUAdam, FusedAdam
 from .oracle import Interval, Oracle, violations
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")
-from torch.testing._internal.common_optimizers import optim_db  # noqa: E402
+from torch.testing._internal.common_optimizers import optim_db
 
 OURS = [FusedAdam, CPUAdam]
 INFOS = {info.optim_cls: info for info in optim_db if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)}
