@@ -1,4 +1,4 @@
-"""torch's own list of Adam and AdamW cases (torch.testing._internal.common_optimizers), held to our bound: float64 intervals."""
+"""torch's own Adam and AdamW cases (torch.testing._internal.common_optimizers), held to our float64 intervals."""
 
 import pytest
 import torch
