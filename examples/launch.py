@@ -4,6 +4,7 @@ Ranks that we start meet through a file, so no port can be taken. The first rank
 traceback (not the "connection closed" that it causes in the others) is what the user sees.
 """
 
+import gc
 import os
 import sys
 import tempfile
@@ -118,5 +119,6 @@ def _run_rank(
     # Also for one rank: the group says which device is meant (a CPU run on a machine with GPUs).
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
     result = function(Rank(rank, world_size, place), *args)
+    gc.collect()  # models hold process groups: left to the end of Python these would end after what they run on
     dist.destroy_process_group()
     return result
