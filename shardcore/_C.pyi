@@ -108,6 +108,9 @@ def join_split(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bfloat16 weight (to nearest, ties away from zero) and the int16 remainder of a float32 master (n,) on the CPU."""
 
+def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, with a copy for each that is not contiguous or has torch's negative bit set."""
+
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights
 

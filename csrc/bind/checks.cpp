@@ -55,7 +55,37 @@ void check_device_supported(const Where& where, at::Device device) {
 #endif
 }
 
+namespace {
+
+// The values of such tensors lie elsewhere (in another tensor, in a program, nowhere), or are not what the bytes say.
+constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
+                                         c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
+
+[[noreturn]] void refuse_not_plain(const Where& where, const at::Tensor& tensor) {
+  if (tensor.is_conj()) value_error(where, "torch's conjugate bit set; expected plain values (call resolve_conj())");
+  if (tensor.is_neg()) value_error(where, "torch's negative bit set; expected plain values (call resolve_neg())");
+  value_error(where,
+              "no memory of its own (it wraps another tensor, or stands for one); expected a plain tensor (for a DTensor: "
+              "call to_local())");
+}
+
+// A storage may be smaller than its tensor: whoever resized it to zero means to fill it again before the next use.
+void check_memory(const Where& where, const at::Tensor& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage()) value_error(where, "no memory of its own; expected a plain tensor");
+  const c10::StorageImpl* const storage = impl->unsafe_storage().unsafeGetStorageImpl();
+  const auto end = static_cast<size_t>(impl->storage_offset() + impl->numel());
+  if (impl->numel() != 0 && (end > storage->nbytes() / impl->itemsize() || storage->data() == nullptr)) {
+    value_error(where, "a storage of ", storage->data() == nullptr ? 0 : storage->nbytes(), " bytes; expected ",
+                end * impl->itemsize(), " (its memory was released: restore it first)");
+  }
+}
+
+}  // namespace
+
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device) {
+  if (tensor.key_set().has_any(kNotPlain)) refuse_not_plain(where, tensor);
   if (tensor.layout() != at::kStrided)
     value_error(where, "layout ", tensor.layout(), "; expected a dense tensor (call to_dense())");
   if (tensor.device() != device) {
@@ -65,6 +95,7 @@ void check_layout(const Where& where, const at::Tensor& tensor, at::Device devic
     value_error(where, "shape ", tensor.sizes(), " with strides ", tensor.strides(),
                 "; expected a contiguous tensor (call contiguous())");
   }
+  check_memory(where, tensor);
 }
 
 void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of) {

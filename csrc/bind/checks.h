@@ -47,8 +47,9 @@ std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::h
 const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object);
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
-// Dense, contiguous, on `device`, and cpu or cuda (if this build has it).
+// Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
+// cpu or cuda (if this build has it).
 void check_device_supported(const Where& where, at::Device device);
 void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of);
 void check_f32(const Where& where, const at::Tensor& tensor);

@@ -33,7 +33,7 @@ def collect(
 ) -> tuple[list[Active], list[torch.Tensor]]:
     """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
 
-    device_type: the only one allowed, or None. A gradient that is not contiguous is copied. Raises ValueError or TypeError.
+    device_type: the only one allowed, or None. A gradient that is not contiguous, or has torch's negative bit, is copied. Raises ValueError or TypeError.
     """
     actives: list[Active] = []
     idle: list[torch.Tensor] = []
@@ -61,7 +61,8 @@ def collect(
                 check_device(op, f"params[{index}]", param, device_type)
             active.indices.append(index)
             active.params.append(param)
-            active.grads.append(grad if grad.is_contiguous() else grad.contiguous())
+            active.grads.append(grad)
+        active.grads = _C.dense(active.grads)
         actives.append(active)
     return actives, idle
 
