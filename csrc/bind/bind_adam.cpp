@@ -7,6 +7,7 @@
 #include "adam/make_scalars.h"
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
+#include "core/overlap.h"
 #include "core/tile.h"
 
 #ifdef SHARDCORE_WITH_CUDA
@@ -193,13 +194,45 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
                  "; expected BFloat16 parameters");
     }
     if (t.master_kind == Master::f32) check_f32(where, master);
-    if (t.master == t.param) t.master = nullptr, t.master_kind = Master::none;  // a float32 parameter given as its own master
+    if (t.master == t.param && t.param_dtype == DType::f32) {  // a float32 parameter given as its own master
+      t.master = nullptr;
+      t.master_kind = Master::none;
+    }
   }
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   t.aligned16 = ((address(t.param) | address(t.grad) | address(t.exp_avg) | address(t.exp_avg_sq) | address(t.master) |
                   address(t.max_exp_avg_sq)) &
                  15u) == 0;
   return t;
+}
+
+// Refuses tensors that share memory which the step writes.
+void check_overlap(const std::vector<AdamSegment>& segments, OverlapCheck& overlap) {
+  constexpr const char* kNames[] = {"params",  "grads",           "exp_avgs",       "exp_avg_sqs",
+                                    "masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"};
+  const auto count = static_cast<int64_t>(segments.size());
+  std::vector<MemoryRange> written, read;
+  written.reserve(3 * segments.size());
+  read.reserve(segments.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const AdamSegment& t = segments[static_cast<size_t>(i)];
+    if (t.numel == 0) continue;
+    const auto add = [&](int64_t name, const void* data, int64_t size_bytes) {
+      if (data != nullptr) (name == 1 ? read : written).push_back(memory_range(data, size_bytes, name * count + i));
+    };
+    add(0, t.param, t.numel * itemsize(t.param_dtype));
+    add(1, t.grad, t.numel * itemsize(t.grad_dtype));
+    add(2, t.exp_avg, t.numel * itemsize(t.state_dtype));
+    add(3, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
+    add(4, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));
+    add(5, t.max_exp_avg_sq, t.numel * 4);
+    add(6, t.exp_avg_scale, blocks_of(t.numel) * 4);
+    add(7, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
+  }
+  if (const auto found = overlap.find(std::move(written), std::move(read))) {
+    const auto at = [&](int64_t tag) { return Where{kOp, kNames[tag / count], tag % count}; };
+    refuse_shared(at(found->second_tag), at(found->first_tag));
+  }
 }
 
 // Why the step of this tensor needs random bits, or null.
@@ -254,6 +287,7 @@ class AdamStepper {
                     "; expected a multiple of 256 (8-bit blocks must not be cut)");
       }
     }
+    check_overlap(segments, overlap_);
     for (const at::Tensor& param : lists.params) mark_written(param);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (device.is_cpu()) adam_cpu(segments.data(), static_cast<int64_t>(count), scalars.data(), torch_executor());
@@ -290,6 +324,7 @@ class AdamStepper {
   std::optional<at::Device> table_device_;
   cudaStream_t table_stream_ = nullptr;
 #endif
+  OverlapCheck overlap_;
   int64_t table_builds_ = 0;
 };
 

@@ -8,6 +8,7 @@
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
 #include "core/cast.h"
+#include "core/overlap.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -164,6 +165,7 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
   const at::Device device = dst_list[0].device();
   check_device_supported({op, "dsts", 0}, device);
   std::vector<CastSegment> segments;
+  std::vector<MemoryRange> written, read;
   for (size_t i = 0; i < dst_list.size(); ++i) {
     const Where dst_at{op, "dsts", static_cast<int64_t>(i)};
     const Where src_at{op, "srcs", static_cast<int64_t>(i)};
@@ -172,6 +174,15 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
     check_numel(src_at, src_list[i], dst_list[i].numel(), "dsts");
     segments.push_back({dst_list[i].data_ptr(), src_list[i].const_data_ptr(), dst_list[i].numel(),
                         float_dtype(dst_at, dst_list[i]), float_dtype(src_at, src_list[i])});
+    const CastSegment& t = segments.back();
+    if (t.numel == 0) continue;
+    written.push_back(memory_range(t.dst, t.numel * itemsize(t.dst_dtype), static_cast<int64_t>(i)));
+    read.push_back(memory_range(t.src, t.numel * itemsize(t.src_dtype), static_cast<int64_t>(dst_list.size() + i)));
+  }
+  if (const auto found = OverlapCheck().find(std::move(written), std::move(read))) {
+    const auto count = static_cast<int64_t>(dst_list.size());
+    const auto at = [&](int64_t tag) { return Where{op, tag < count ? "dsts" : "srcs", tag % count}; };
+    refuse_shared(at(found->second_tag), at(found->first_tag));
   }
   for (const at::Tensor& dst : dst_list) mark_written(dst);
   const py::gil_scoped_release no_gil;

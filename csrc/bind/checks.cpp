@@ -119,6 +119,13 @@ DType float_dtype(const Where& where, const at::Tensor& tensor) {
   }
 }
 
+void refuse_shared(const Where& where, const Where& other) {
+  std::ostringstream whose;
+  whose << other.name;
+  if (other.index >= 0) whose << "[" << other.index << "]";
+  value_error(where, "memory that ", whose.str(), " has too; expected memory of its own (this call writes there)");
+}
+
 void mark_written(const at::Tensor& tensor) {
   if (tensor.defined() && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

@@ -55,6 +55,9 @@ void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, co
 void check_f32(const Where& where, const at::Tensor& tensor);
 DType float_dtype(const Where& where, const at::Tensor& tensor);
 
+// `where` shares bytes with `other`, and the call writes one of them.
+[[noreturn]] void refuse_shared(const Where& where, const Where& other);
+
 // Tell autograd that an in-place write happened.
 void mark_written(const at::Tensor& tensor);
 

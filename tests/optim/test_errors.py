@@ -8,6 +8,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam, global_norm
+from tests.native.helpers import nothing_written
 
 OURS = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
@@ -302,6 +303,14 @@ def test_states_of_other_optimizers_are_refused():
     other.step()
     with pytest.raises(ValueError, match="unknown key"):
         FusedAdam([param()]).load_state_dict(other.state_dict())
+
+
+@OURS
+def test_parameters_that_share_memory_are_refused(make):
+    buffer = torch.ones(12)
+    optimizer = make([torch.nn.Parameter(buffer[:8]), torch.nn.Parameter(buffer[4:])])
+    with nothing_written(buffer), pytest.raises(ValueError, match=r"params\[1\] has memory that params\[0\] has too; expected"):
+        optimizer.step(grads=[torch.ones(8)] * 2)
 
 
 def test_native_functions_refuse_what_python_cannot_see():
