@@ -2,6 +2,11 @@
 
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "core/cpu_isa.h"
 
 #ifndef INTRA_OP_PARALLEL
 #error "ATen/Parallel.h would run serially: compile with -fopenmp (csrc/flags.txt)"
@@ -47,7 +52,10 @@ void check_count(const char* op, const char* name, size_t count, const char* of,
 }
 
 void check_device_supported(const Where& where, at::Device device) {
-  if (device.is_cpu()) return;
+  if (device.is_cpu()) {
+    cpu_isa();  // reads SHARDCORE_CPU_ISA: a name that it does not know is refused here, before anything is marked as written
+    return;
+  }
   if (!device.is_cuda()) value_error(where, "device ", device.str(), "; expected cpu or cuda");
 #ifndef SHARDCORE_WITH_CUDA
   value_error(where, "device ", device.str(),
