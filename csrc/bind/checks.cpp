@@ -140,11 +140,27 @@ void mark_written(const at::Tensor& tensor) {
 
 namespace {
 
+// The threads of at::parallel_for (libgomp's) do not exist in a forked child, which would wait for them for ever. So only the
+// process that started them uses them; a child of it works alone, to the same bits.
 class TorchExecutor final : public Executor {
  public:
   void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override {
-    at::parallel_for(begin, end, grain, fn);
+    if (begin >= end) return;
+    if (end - begin <= grain || at::get_num_threads() == 1 || !owns_threads()) {
+      fn(begin, end);
+    } else {
+      at::parallel_for(begin, end, grain, fn);
+    }
   }
+
+ private:
+  bool owns_threads() {
+    const pid_t self = getpid();
+    pid_t owner = 0;
+    return owner_.compare_exchange_strong(owner, self) || owner == self;
+  }
+
+  std::atomic<pid_t> owner_{0};  // who called at::parallel_for first; 0: nobody yet, then a child may
 };
 
 }  // namespace

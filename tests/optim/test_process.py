@@ -1,7 +1,37 @@
-"""What a step finds in its process: SHARDCORE_CPU_ISA."""
+"""What a step finds in its process: threads that a fork left behind, and SHARDCORE_CPU_ISA."""
 
 import subprocess
 import sys
+
+import pytest
+
+FORK = """
+import hashlib, os, signal, torch, shardcore
+torch.set_num_threads(2)
+p = torch.nn.Parameter(torch.linspace(-1, 1, 1 << 20))
+optimizer = shardcore.CPUAdam([p], lr=0.1)
+grad = torch.linspace(1, 2, 1 << 20)
+optimizer.step(grads=[grad])  # starts the threads
+digest = lambda: hashlib.sha256(p.detach().numpy()).digest()
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends a child that waits for threads which it does not have
+    optimizer.step(grads=[grad])
+    os.write(writer, digest())
+    os._exit(0)
+status = os.waitpid(child, 0)[1]
+assert status == 0, f"the child ended with status {status}"
+before = digest()
+optimizer.step(grads=[grad])
+assert os.read(reader, 32) == digest() != before
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process")
+def test_a_forked_child_steps_to_the_same_bits():
+    result = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_wrong_instruction_set_is_refused_before_anything_is_marked_as_written():
