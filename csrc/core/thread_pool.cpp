@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <memory>
 
 namespace shardcore {
 
@@ -18,46 +19,64 @@ struct ThreadPool::State {
   int running = 0;
   bool stop = false;
   std::exception_ptr error;
+
+  void run_part(int index);
+  void worker(int index);
+  void stop_and_join();
 };
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(std::max(1, num_threads)), pid_(getpid()), state_(new State) {
-  for (int i = 1; i < num_threads_; ++i) state_->threads.emplace_back([this, i] { worker(i); });
+// Threads know the State, not the pool, so that a constructor that fails midway can end them.
+ThreadPool::ThreadPool(int num_threads, const Spawn& spawn)
+    : num_threads_(std::max(1, num_threads)), pid_(getpid()), state_(nullptr) {
+  auto state = std::make_unique<State>();
+  state->threads.reserve(static_cast<size_t>(num_threads_));
+  try {
+    for (int i = 1; i < num_threads_; ++i) state->threads.push_back(spawn([s = state.get(), i] { s->worker(i); }));
+  } catch (...) {
+    state->stop_and_join();
+    throw;
+  }
+  state_ = state.release();
 }
 
 ThreadPool::~ThreadPool() {
   if (getpid() != pid_) return;
-  {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->stop = true;
-  }
-  state_->wake.notify_all();
-  for (std::thread& thread : state_->threads) thread.join();
+  state_->stop_and_join();
   delete state_;
 }
 
-void ThreadPool::run_part(int index) {
-  const int64_t first = state_->begin + index * state_->part_size;
-  const int64_t last = std::min(state_->end, first + state_->part_size);
+void ThreadPool::State::stop_and_join() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    stop = true;
+  }
+  wake.notify_all();
+  for (std::thread& thread : threads) thread.join();
+}
+
+void ThreadPool::State::run_part(int index) {
+  const int64_t first = begin + index * part_size;
+  const int64_t last = std::min(end, first + part_size);
   if (first >= last) return;
   try {
-    (*state_->fn)(first, last);
+    (*fn)(first, last);
   } catch (...) {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    if (!state_->error) state_->error = std::current_exception();
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!error) error = std::current_exception();
   }
 }
 
-void ThreadPool::worker(int index) {
+void ThreadPool::State::worker(int index) {
   uint64_t seen = 0;
-  std::unique_lock<std::mutex> lock(state_->mutex);
+  std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
-    state_->wake.wait(lock, [&] { return state_->stop || state_->generation != seen; });
-    if (state_->stop) return;
-    seen = state_->generation;
+    wake.wait(lock, [&] { return stop || generation != seen; });
+    if (stop) return;
+    seen = generation;
     lock.unlock();
     run_part(index);
     lock.lock();
-    if (--state_->running == 0) state_->done.notify_one();
+    if (--running == 0) done.notify_one();
   }
 }
 
@@ -80,7 +99,7 @@ void ThreadPool::parallel_for(int64_t begin, int64_t end, int64_t grain, const R
     ++state_->generation;
   }
   state_->wake.notify_all();
-  run_part(0);
+  state_->run_part(0);
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->done.wait(lock, [&] { return state_->running == 0; });
   if (state_->error) std::rethrow_exception(state_->error);

@@ -9,8 +9,10 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/executor.h"
@@ -19,7 +21,12 @@ namespace shardcore {
 
 class ThreadPool final : public Executor {
  public:
-  explicit ThreadPool(int num_threads);
+  // Starts a thread that runs the loop given. Tests give one that fails.
+  using Spawn = std::function<std::thread(std::function<void()> loop)>;
+
+  // Throws what spawn throws (std::system_error if the machine has no more threads), with every started thread ended.
+  explicit ThreadPool(
+      int num_threads, const Spawn& spawn = [](std::function<void()> loop) { return std::thread(std::move(loop)); });
   ~ThreadPool() override;
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -28,8 +35,6 @@ class ThreadPool final : public Executor {
 
  private:
   struct State;
-  void worker(int index);
-  void run_part(int index);
 
   const int num_threads_;
   const pid_t pid_;

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <set>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
 
 #include "core/block_walk.h"
 #include "core/chunks.h"
@@ -120,6 +122,21 @@ TEST(core, thread_pool_passes_exceptions_on_and_works_after_them) {
   std::atomic<int64_t> sum{0};
   pool.parallel_for(0, 100, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
   EXPECT_EQ(sum, 100);
+}
+
+TEST(core, thread_pool_that_cannot_start_ends_the_threads_it_started) {
+  std::atomic<int> started{0}, ended{0};
+  const ThreadPool::Spawn third_fails = [&](const std::function<void()>& loop) {
+    if (started == 2) throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+    ++started;
+    return std::thread([&ended, loop] {
+      loop();
+      ++ended;
+    });
+  };
+  EXPECT_THROW(ThreadPool(8, third_fails), std::system_error);
+  EXPECT_EQ(started, 2);
+  EXPECT_EQ(ended, 2);
 }
 
 #if !defined(__SANITIZE_THREAD__)  // TSan does not follow a fork of a program with threads
