@@ -7,6 +7,7 @@
 #include "adam/make_scalars.h"
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
+#include "bind/initialized.h"
 #include "core/overlap.h"
 #include "core/tile.h"
 
@@ -15,44 +16,50 @@
 #endif
 
 namespace shardcore::bind {
-namespace {
-
-constexpr const char* kOp = "AdamStepper.step";
 
 struct PyAdamHyper {
   AdamScalars scalars;
 };
 
-PyAdamHyper make_hyper(double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step, double grad_scale,
-                       bool adam_w_mode, bool bias_correction, bool maximize, bool stochastic_rounding, const py::int_& seed) {
-  const auto check = [](const char* name, double value, bool valid, const char* expected) {
-    if (!valid) value_error({"AdamHyper", name}, value, "; expected ", expected);
+namespace {
+
+constexpr const char* kOp = "AdamStepper.step";
+
+PyAdamHyper make_hyper(const py::handle& lr, const py::handle& beta1, const py::handle& beta2, const py::handle& eps,
+                       const py::handle& weight_decay, const py::handle& step, const py::handle& grad_scale,
+                       const py::handle& adam_w_mode, const py::handle& bias_correction, const py::handle& maximize,
+                       const py::handle& stochastic_rounding, const py::handle& seed) {
+  const auto at = [](const char* name) { return Where{"AdamHyper", name}; };
+  const auto size = [&](const char* name, const py::handle& object) {
+    const double value = number_of(at(name), object);
+    if (!(value >= 0.0 && std::isfinite(value))) value_error(at(name), value, "; expected a finite number, 0 or more");
+    return value;
   };
-  check("lr", lr, lr >= 0.0 && std::isfinite(lr), "a finite number, 0 or more");
-  check("beta1", beta1, beta1 >= 0.0 && beta1 < 1.0, "a number in [0, 1)");
-  check("beta2", beta2, beta2 >= 0.0 && beta2 < 1.0, "a number in [0, 1)");
-  check("eps", eps, eps >= 0.0 && std::isfinite(eps), "a finite number, 0 or more");
-  check("weight_decay", weight_decay, weight_decay >= 0.0 && std::isfinite(weight_decay), "a finite number, 0 or more");
-  if (step < 1) value_error({"AdamHyper", "step"}, step, "; expected 1 or more (the first step is 1)");
+  const auto beta = [&](const char* name, const py::handle& object) {
+    const double value = number_of(at(name), object);
+    if (!(value >= 0.0 && value < 1.0)) value_error(at(name), value, "; expected a number in [0, 1)");
+    return value;
+  };
   AdamHyper hyper;
-  hyper.lr = lr;
-  hyper.beta1 = beta1;
-  hyper.beta2 = beta2;
-  hyper.eps = eps;
-  hyper.weight_decay = weight_decay;
-  hyper.grad_scale = grad_scale;
-  hyper.step = step;
-  hyper.adam_w_mode = adam_w_mode;
-  hyper.bias_correction = bias_correction;
-  hyper.maximize = maximize;
-  hyper.stochastic_rounding = stochastic_rounding;
+  hyper.lr = size("lr", lr);
+  hyper.beta1 = beta("beta1", beta1);
+  hyper.beta2 = beta("beta2", beta2);
+  hyper.eps = size("eps", eps);
+  hyper.weight_decay = size("weight_decay", weight_decay);
+  hyper.grad_scale = number_of(at("grad_scale"), grad_scale);
+  hyper.step = int_of(at("step"), step);
+  if (hyper.step < 1) value_error(at("step"), hyper.step, "; expected 1 or more (the first step is 1)");
+  hyper.adam_w_mode = bool_of(at("adam_w_mode"), adam_w_mode);
+  hyper.bias_correction = bool_of(at("bias_correction"), bias_correction);
+  hyper.maximize = bool_of(at("maximize"), maximize);
+  hyper.stochastic_rounding = bool_of(at("stochastic_rounding"), stochastic_rounding);
+  if (!PyLong_Check(seed.ptr())) type_error(at("seed"), "type ", Py_TYPE(seed.ptr())->tp_name, "; expected an int");
   hyper.seed = PyLong_AsUnsignedLongLongMask(seed.ptr());
   return {make_adam_scalars(hyper)};
 }
 
 std::vector<AdamScalars> scalars_of(const py::handle& sequence) {
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "hypers: expected a list of AdamHyper"));
-  if (!items) throw py::error_already_set();
+  const py::object items = items_of({kOp, "hypers"}, sequence, "a list of AdamHyper");
   std::vector<AdamScalars> scalars;
   for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
     const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
@@ -70,36 +77,35 @@ struct Key {
 };
 
 std::vector<Key> keys_of(const py::handle& sequence, size_t count) {
-  const auto items = py::reinterpret_borrow<py::sequence>(sequence);
-  check_count(kOp, "keys", items.size(), "params", count);
+  const py::object items = items_of({kOp, "keys"}, sequence, "a list of pairs of int");
+  check_count(kOp, "keys", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
   std::vector<Key> keys;
   keys.reserve(count);
   for (size_t i = 0; i < count; ++i) {
+    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
     try {
-      const auto [index, first] = items[i].cast<std::pair<int64_t, int64_t>>();
+      const auto [index, first] = item.cast<std::pair<int64_t, int64_t>>();
       if (index >= 0 && first >= 0) {
         keys.push_back({static_cast<uint64_t>(index), first});
         continue;
       }
     } catch (const py::cast_error&) {
     }
-    value_error({kOp, "keys", static_cast<int64_t>(i)}, py::repr(items[i]).cast<std::string>(),
+    value_error({kOp, "keys", static_cast<int64_t>(i)}, py::repr(item).cast<std::string>(),
                 "; expected (parameter index, index of element 0 in the whole parameter), both 0 or more");
   }
   return keys;
 }
 
 std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, size_t num_hypers) {
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "hyper_index: expected a list of int"));
-  if (!items) throw py::error_already_set();
+  const py::object items = items_of({kOp, "hyper_index"}, sequence, "a list of int");
   check_count(kOp, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
   std::vector<int32_t> indices(count);
   for (size_t i = 0; i < count; ++i) {
-    const long long index = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
-    if (index == -1 && PyErr_Occurred()) throw py::error_already_set();
-    if (index < 0 || index >= static_cast<long long>(num_hypers)) {
-      value_error({kOp, "hyper_index", static_cast<int64_t>(i)}, index, "; expected an index of hypers, which has ", num_hypers,
-                  " items");
+    const Where where{kOp, "hyper_index", static_cast<int64_t>(i)};
+    const int64_t index = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
+    if (index < 0 || index >= static_cast<int64_t>(num_hypers)) {
+      value_error(where, index, "; expected an index of hypers, which has ", num_hypers, " items");
     }
     indices[i] = static_cast<int32_t>(index);
   }
@@ -242,6 +248,8 @@ const char* why_random(const AdamSegment& t, const AdamScalars& s) {
                                                                       : nullptr;
 }
 
+}  // namespace
+
 class AdamStepper {
  public:
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
@@ -327,8 +335,6 @@ class AdamStepper {
   OverlapCheck overlap_;
   int64_t table_builds_ = 0;
 };
-
-}  // namespace
 
 void bind_adam(py::module_& module) {
   py::class_<PyAdamHyper>(module, "AdamHyper")

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "bind/checks.h"
+#include "bind/initialized.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
 
@@ -27,7 +28,9 @@ int64_t checked_bytes(const char* op, int64_t numel, at::ScalarType dtype) {
   throw py::error_already_set();
 }
 
-at::Tensor empty_huge(int64_t numel, at::ScalarType dtype) {
+at::Tensor empty_huge(const py::handle& numel_object, const py::handle& dtype_object) {
+  const int64_t numel = int_of({"empty_huge", "numel"}, numel_object);
+  const at::ScalarType dtype = dtype_of({"empty_huge", "dtype"}, dtype_object);
   const int64_t size_bytes = checked_bytes("empty_huge", numel, dtype);
   if (size_bytes == 0) return at::empty({0}, at::TensorOptions().dtype(dtype));
   void* data = nullptr;
@@ -40,9 +43,14 @@ at::Tensor empty_huge(int64_t numel, at::ScalarType dtype) {
       data, {numel}, [size_bytes](void* p) { free_pages(p, size_bytes); }, at::TensorOptions().dtype(dtype));
 }
 
+}  // namespace
+
 class PyHostTier {
  public:
-  PyHostTier(const at::Device& device, [[maybe_unused]] bool pin_memory) : device_(device) {
+  PyHostTier(const py::handle& device_object, const py::handle& pin_memory_object)
+      : device_(device_of({"HostTier", "device"}, device_object)) {
+    [[maybe_unused]] const bool pin_memory = bool_of({"HostTier", "pin_memory"}, pin_memory_object);
+    const at::Device device = device_;
     check_device_supported({"HostTier", "device"}, device);
     std::unique_ptr<CopyBackend> backend;
     if (device.is_cpu()) {
@@ -58,7 +66,9 @@ class PyHostTier {
     tier_ = std::make_shared<HostTier>(std::move(backend));
   }
 
-  at::Tensor empty(int64_t numel, at::ScalarType dtype) {
+  at::Tensor empty(const py::handle& numel_object, const py::handle& dtype_object) {
+    const int64_t numel = int_of({"HostTier.empty", "numel"}, numel_object);
+    const at::ScalarType dtype = dtype_of({"HostTier.empty", "dtype"}, dtype_object);
     const int64_t size_bytes = checked_bytes("HostTier.empty", numel, dtype);
     if (size_bytes == 0) return at::empty({0}, at::TensorOptions().dtype(dtype));
     void* data = nullptr;
@@ -124,12 +134,10 @@ class PyHostTier {
   std::shared_ptr<HostTier> tier_;
 };
 
-}  // namespace
-
 void bind_host_tier(py::module_& module) {
   module.def("empty_huge", &empty_huge, py::arg("numel"), py::arg("dtype"));
   py::class_<PyHostTier>(module, "HostTier")
-      .def(py::init<const at::Device&, bool>(), py::arg("device"), py::arg("pin_memory") = false)
+      .def(py::init<const py::handle&, const py::handle&>(), py::arg("device"), py::arg("pin_memory") = false)
       .def("empty", &PyHostTier::empty, py::arg("numel"), py::arg("dtype"))
       .def("to_tier", &PyHostTier::to_tier, py::arg("dst"), py::arg("src"))
       .def("from_tier", &PyHostTier::from_tier, py::arg("dst"), py::arg("src"))

@@ -55,9 +55,9 @@ void decode(const Code* codes, const float* scales, float* x, int64_t numel, con
   });
 }
 
-py::tuple encode_moment(const py::handle& values_object, const py::object& dtype_object) {
+py::tuple encode_moment(const py::handle& values_object, const py::handle& dtype_object) {
   const at::Tensor values = cpu_tensor("encode_moment", "values", values_object, {at::kFloat});
-  const auto dtype = py::cast<at::ScalarType>(dtype_object);
+  const at::ScalarType dtype = dtype_of({"encode_moment", "dtype"}, dtype_object);
   if (dtype != at::kChar && dtype != at::kByte) {
     type_error({"encode_moment", "dtype"}, dtype, "; expected Char (exp_avg) or Byte (exp_avg_sq)");
   }

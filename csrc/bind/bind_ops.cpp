@@ -89,14 +89,18 @@ bool overlap(const at::Tensor& a, const at::Tensor& b) {
   return a.numel() != 0 && b.numel() != 0 && x < y + b.nbytes() && y < x + a.nbytes();
 }
 
-at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, double scale, const py::handle& out_object,
-                       bool accumulate, const py::handle& own_object, int64_t rank) {
+at::Tensor ordered_sum(const py::handle& pieces_object, const py::handle& world_size_object, const py::handle& scale,
+                       const py::handle& out_object, const py::handle& accumulate, const py::handle& own_object,
+                       const py::handle& rank_object) {
   constexpr const char* name = "ordered_sum";
+  const int64_t world_size = int_of({name, "world_size"}, world_size_object);
+  const int64_t rank = int_of({name, "rank"}, rank_object);
   const at::Tensor pieces = tensor_of(name, "pieces", pieces_object);
   const at::Tensor out = tensor_of(name, "out", out_object);
   const at::Device device = pieces.device();
   check_device_supported({name, "pieces"}, device);
   if (world_size < 1) value_error({name, "world_size"}, world_size, "; expected 1 or more");
+  if (rank < 0 || rank >= world_size) value_error({name, "rank"}, rank, "; expected 0 to ", world_size - 1);
   check_layout({name, "pieces"}, pieces, device);
   check_layout({name, "out"}, out, device);
   OrderedSum op{};
@@ -116,7 +120,6 @@ at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, doub
     if (own.scalar_type() != pieces.scalar_type()) {
       type_error({name, "own"}, "dtype ", own.scalar_type(), "; expected that of pieces, ", pieces.scalar_type());
     }
-    if (rank < 0 || rank >= world_size) value_error({name, "rank"}, rank, "; expected 0 to ", world_size - 1);
     const bool same = own.const_data_ptr() == out.const_data_ptr() && own.scalar_type() == out.scalar_type();
     if (overlap(own, out) && !same) value_error({name, "out"}, "part of own's memory; expected all of it, or none");
     op.own = own.const_data_ptr();
@@ -124,9 +127,9 @@ at::Tensor ordered_sum(const py::handle& pieces_object, int64_t world_size, doub
   }
   op.pieces = pieces.const_data_ptr();
   op.world_size = world_size;
-  op.scale = scale;
+  op.scale = number_of({name, "scale"}, scale);
   op.out = out.data_ptr();
-  op.accumulate = accumulate;
+  op.accumulate = bool_of({name, "accumulate"}, accumulate);
   mark_written(out);
   const py::gil_scoped_release no_gil;
 #ifdef SHARDCORE_WITH_CUDA

@@ -1,6 +1,8 @@
 #include "bind/checks.h"
 
 #include <ATen/Parallel.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <unistd.h>
 
@@ -20,12 +22,24 @@ std::ostream& operator<<(std::ostream& out, const Where& where) {
   return out;
 }
 
-std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
-  if (!PySequence_Check(sequence.ptr()) || THPVariable_Check(sequence.ptr())) {
-    type_error({op, name}, "type ", Py_TYPE(sequence.ptr())->tp_name, "; expected a list of tensors");
-  }
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), "expected a list of tensors"));
+namespace {
+
+[[noreturn]] void refuse_type(const Where& where, const py::handle& object, const char* expected) {
+  type_error(where, "type ", Py_TYPE(object.ptr())->tp_name, "; expected ", expected);
+}
+
+}  // namespace
+
+py::object items_of(const Where& where, const py::handle& sequence, const char* expected) {
+  // A tensor is a sequence too, of tensors even.
+  if (!PySequence_Check(sequence.ptr()) || THPVariable_Check(sequence.ptr())) refuse_type(where, sequence, expected);
+  auto items = py::reinterpret_steal<py::object>(PySequence_Fast(sequence.ptr(), expected));
   if (!items) throw py::error_already_set();
+  return items;
+}
+
+std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
+  const py::object items = items_of({op, name}, sequence, "a list of tensors");
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
   std::vector<at::Tensor> tensors;
   tensors.reserve(static_cast<size_t>(count));
@@ -45,6 +59,42 @@ std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::h
 const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object) {
   if (!THPVariable_Check(object.ptr())) type_error({op, name}, "type ", Py_TYPE(object.ptr())->tp_name, "; expected a tensor");
   return THPVariable_Unpack(object.ptr());
+}
+
+int64_t int_of(const Where& where, const py::handle& object) {
+  if (!PyIndex_Check(object.ptr())) refuse_type(where, object, "an int");
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  if (!index) throw py::error_already_set();
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (overflow != 0) value_error(where, py::str(index).cast<std::string>(), "; expected an int of 64 bits");
+  return value;
+}
+
+double number_of(const Where& where, const py::handle& object) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (value == -1.0 && PyErr_Occurred() != nullptr) {
+    const bool too_large = PyErr_ExceptionMatches(PyExc_OverflowError) != 0;
+    PyErr_Clear();
+    if (too_large) value_error(where, "an int too large for a double; expected a number");
+    refuse_type(where, object, "a number");
+  }
+  return value;
+}
+
+bool bool_of(const Where& where, const py::handle& object) {
+  if (!PyBool_Check(object.ptr())) refuse_type(where, object, "a bool");
+  return object.ptr() == Py_True;
+}
+
+at::ScalarType dtype_of(const Where& where, const py::handle& object) {
+  if (!THPDtype_Check(object.ptr())) refuse_type(where, object, "torch.dtype");
+  return reinterpret_cast<THPDtype*>(object.ptr())->scalar_type;
+}
+
+at::Device device_of(const Where& where, const py::handle& object) {
+  if (!THPDevice_Check(object.ptr())) refuse_type(where, object, "torch.device");
+  return reinterpret_cast<THPDevice*>(object.ptr())->device;
 }
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected) {

@@ -46,6 +46,16 @@ template <typename... Parts>
 std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed = false);
 const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object);
 
+// A list or tuple with the items of a sequence, for PySequence_Fast_GET_ITEM.
+py::object items_of(const Where& where, const py::handle& sequence, const char* expected);
+
+// Python's numbers and torch's words, for bindings that take py::handle: pybind11's own errors name no argument.
+int64_t int_of(const Where& where, const py::handle& object);
+double number_of(const Where& where, const py::handle& object);
+bool bool_of(const Where& where, const py::handle& object);
+at::ScalarType dtype_of(const Where& where, const py::handle& object);
+at::Device device_of(const Where& where, const py::handle& object);
+
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
 // Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);

@@ -44,7 +44,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_host_tier(module);
   shardcore::bind::bind_moments(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
-  module.def("set_cpu_isa", &shardcore::set_cpu_isa, pybind11::arg("name"));
+  module.def(
+      "set_cpu_isa",
+      [](const pybind11::handle& name) {
+        if (!pybind11::isinstance<pybind11::str>(name)) {
+          shardcore::bind::type_error({"set_cpu_isa", "name"}, "type ", Py_TYPE(name.ptr())->tp_name, "; expected a str");
+        }
+        shardcore::set_cpu_isa(name.cast<std::string>());
+      },
+      pybind11::arg("name"));
   module.def("cpu_isas", &shardcore::cpu_isas);
   module.def("build_info", &build_info);
 }

@@ -40,6 +40,7 @@ STEP_VALUE_ERRORS = [
     ({"masters": [None]}, "AdamStepper.step: masters has 1 items; expected 2 (one for each of params)"),
     ({"hyper_index": [0]}, "AdamStepper.step: hyper_index has 1 items; expected 2 (one for each of params)"),
     ({"hyper_index": [0, 1]}, "AdamStepper.step: hyper_index[1] has 1; expected an index of hypers, which has 1 items"),
+    ({"hyper_index": [2**64, 0]}, f"AdamStepper.step: hyper_index[0] has {2**64}; expected an int of 64 bits"),
     ({"hyper_index": [-1, 0]}, "AdamStepper.step: hyper_index[0] has -1; expected an index of hypers, which has 1 items"),
     ({"grads": [ONE, ONE]}, "AdamStepper.step: grads[1] has 4 elements; expected 6 (as params)"),
     ({"exp_avgs": [ONE, ONE]}, "AdamStepper.step: exp_avgs[1] has 4 elements; expected 6 (as params)"),
@@ -113,6 +114,10 @@ STEP_TYPE_ERRORS = [
     ({"grads": [ONE, 1.0]}, "AdamStepper.step: grads[1] has type float; expected a tensor"),
     ({"grads": [ONE, None]}, "AdamStepper.step: grads[1] has type NoneType; expected a tensor"),
     ({"masters": [ONE, 2]}, "AdamStepper.step: masters[1] has type int; expected a tensor or None"),
+    ({"hypers": 5}, "AdamStepper.step: hypers has type int; expected a list of AdamHyper"),
+    ({"keys": 5}, "AdamStepper.step: keys has type int; expected a list of pairs of int"),
+    ({"hyper_index": None}, "AdamStepper.step: hyper_index has type NoneType; expected a list of int"),
+    ({"hyper_index": [0, 0.5]}, "AdamStepper.step: hyper_index[1] has type float; expected an int"),
     ({"hypers": [None]}, "AdamStepper.step: hypers[0] has type NoneType; expected AdamHyper"),
     (
         {"params": [torch.ones(4, dtype=torch.float64), torch.ones(6)]},
@@ -161,6 +166,8 @@ def test_the_good_call_itself_is_accepted():
         ({"eps": math.nan}, "AdamHyper: eps has nan; expected a finite number, 0 or more"),
         ({"weight_decay": -1.0}, "AdamHyper: weight_decay has -1; expected a finite number, 0 or more"),
         ({"step": 0}, "AdamHyper: step has 0; expected 1 or more (the first step is 1)"),
+        ({"step": 2**63}, f"AdamHyper: step has {2**63}; expected an int of 64 bits"),
+        ({"lr": 2**5000}, "AdamHyper: lr has an int too large for a double; expected a number"),
     ],
 )
 def test_hyper_refusals(changes, message):
@@ -169,11 +176,49 @@ def test_hyper_refusals(changes, message):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lr": "fast"}, "AdamHyper: lr has type str; expected a number"),
+        ({"grad_scale": None}, "AdamHyper: grad_scale has type NoneType; expected a number"),
+        ({"step": 1.5}, "AdamHyper: step has type float; expected an int"),
+        ({"maximize": 1}, "AdamHyper: maximize has type int; expected a bool"),
+        ({"seed": 0.5}, "AdamHyper: seed has type float; expected an int"),
+    ],
+)
+def test_hyper_type_refusals(changes, message):
+    with pytest.raises(TypeError) as error:
+        make_hyper(**changes)
+    assert str(error.value) == message
+
+
+def test_objects_whose_init_was_not_called_are_refused():
+    class Tier(_C.HostTier):
+        """A subclass, which must be called by its own name."""
+
+    def made(kind):
+        return kind.__new__(kind)
+
+    uses = [
+        ("HostTier", lambda: made(_C.HostTier).bytes_to_tier),
+        ("HostTier", lambda: made(_C.HostTier).empty(4, torch.float32)),
+        ("Tier", lambda: made(Tier).synchronize()),
+        ("AdamStepper", lambda: made(_C.AdamStepper).table_builds),
+        ("AdamHyper", lambda: step_with(hypers=[made(_C.AdamHyper)])),
+    ]
+    for name, use in uses:
+        with pytest.raises(TypeError) as error:
+            use()
+        assert str(error.value) == f"{name}: self has no content; expected an object whose __init__ was called"
+    assert Tier(torch.device("cpu")).bytes_to_tier == 0
+
+
 def test_any_python_int_is_a_seed():
     for seed in (0, -1, 2**64 - 1, 2**70):
         make_hyper(seed=seed)
 
 
+CPU = torch.device("cpu")
 OUT = torch.zeros(4)
 OPS = [
     (
@@ -234,6 +279,26 @@ OPS = [
         ValueError,
         "ordered_sum: rank has 2; expected 0 to 1",
     ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, OUT, rank=99),  # wrong even where it is not used
+        ValueError,
+        "ordered_sum: rank has 99; expected 0 to 1",
+    ),
+    (
+        lambda: _C.ordered_sum(torch.ones(8), 2.0, 1.0, OUT),
+        TypeError,
+        "ordered_sum: world_size has type float; expected an int",
+    ),
+    (lambda: _C.ordered_sum(torch.ones(8), 2, "1", OUT), TypeError, "ordered_sum: scale has type str; expected a number"),
+    (lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, OUT, 1), TypeError, "ordered_sum: accumulate has type int; expected a bool"),
+    (lambda: _C.HostTier("cpu"), TypeError, "HostTier: device has type str; expected torch.device"),
+    (lambda: _C.HostTier(CPU, pin_memory=1), TypeError, "HostTier: pin_memory has type int; expected a bool"),
+    (lambda: _C.HostTier(CPU).empty(1.5, torch.int8), TypeError, "HostTier.empty: numel has type float; expected an int"),
+    (lambda: _C.empty_huge(2, "float32"), TypeError, "empty_huge: dtype has type str; expected torch.dtype"),
+    (lambda: _C.empty_huge(2**64, torch.int8), ValueError, f"empty_huge: numel has {2**64}; expected an int of 64 bits"),
+    (lambda: _C.encode_moment(ONE, int), TypeError, "encode_moment: dtype has type type; expected torch.dtype"),
+    (lambda: _C.dense(ONE), TypeError, "dense: tensors has type Tensor; expected a list of tensors"),
+    (lambda: _C.set_cpu_isa(2), TypeError, "set_cpu_isa: name has type int; expected a str"),
     (
         lambda: _C.ordered_sum(torch.ones(8), 2, 1.0, SIX[1:5], own=SIX[:4]),
         ValueError,

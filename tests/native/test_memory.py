@@ -121,3 +121,13 @@ def test_ordinary_tensors_with_odd_storages_are_accepted():
     tensors = [end, empty, torch.ones(8)[7:], torch.nn.Parameter(torch.ones(2)), torch.ones(1).as_subclass(Named)]
     with Idle():
         assert _C.sq_norm(tensors).tolist() == [4.0, 0.0]
+
+
+def test_dense_copies_only_what_it_must():
+    plain, strided = torch.ones(4), torch.arange(8.0).view(2, 4).t()
+    got = _C.dense((plain, strided, flipped()))
+    assert got[0] is plain
+    assert got[1].is_contiguous()
+    assert torch.equal(got[1], strided)
+    assert not got[2].is_neg()
+    assert got[2].tolist() == [-1.0] * 4

@@ -1,0 +1,40 @@
+// What pybind11 lacks: a method of an object that was made by __new__ alone finds uninitialised memory there. The casters of
+// our classes refuse such an object.
+#pragma once
+
+#include <cstring>
+
+#include "bind/checks.h"
+
+namespace shardcore::bind {
+
+struct PyAdamHyper;
+class AdamStepper;
+class PyHostTier;
+
+template <typename T>
+class InitializedCaster : public py::detail::type_caster_base<T> {
+ public:
+  bool load(py::handle source, bool convert) {
+    if (py::isinstance<T>(source)) {
+      auto* const instance = reinterpret_cast<py::detail::instance*>(source.ptr());
+      if (!instance->get_value_and_holder().holder_constructed()) {
+        const char* const name = Py_TYPE(source.ptr())->tp_name;  // with its module
+        const char* const dot = std::strrchr(name, '.');
+        type_error({dot == nullptr ? name : dot + 1, "self"}, "no content; expected an object whose __init__ was called");
+      }
+    }
+    return py::detail::type_caster_base<T>::load(source, convert);
+  }
+};
+
+}  // namespace shardcore::bind
+
+namespace pybind11::detail {
+template <>
+class type_caster<shardcore::bind::PyAdamHyper> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamHyper> {};
+template <>
+class type_caster<shardcore::bind::AdamStepper> : public shardcore::bind::InitializedCaster<shardcore::bind::AdamStepper> {};
+template <>
+class type_caster<shardcore::bind::PyHostTier> : public shardcore::bind::InitializedCaster<shardcore::bind::PyHostTier> {};
+}  // namespace pybind11::detail
