@@ -1,7 +1,9 @@
 """The compiled extension (csrc/bind). The only rooms below it are torch-free C++ and CUDA.
 
 Every function checks all of its arguments before it writes anything, and raises ValueError or TypeError in the form
-``op: argument[index] has X; expected Y (what to do)``. On CUDA tensors work is queued on the current stream.
+``op: argument[index] has X; expected Y (what to do)``. On CUDA tensors work is queued on the current stream. Tensors have
+memory of their own that holds their values: no released storage, no negative or conjugate bit, no wrapper or fake tensor. In
+a child that was forked after CPU work used threads, CPU work runs serially, to the same bits.
 """
 
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ class AdamHyper:
     ) -> None: ...
 
 class AdamStepper:
-    """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table between calls."""
+    """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls."""
 
     def __init__(self) -> None: ...
     def step(
@@ -58,7 +60,8 @@ class AdamStepper:
         csrc/adam/state_codec.h). masters[i]: float32, then it is what the formula reads and writes, and params[i] is only
         written (rounded from it); or int16, the remainder that makes a bfloat16 params[i] a float32 master, lossless.
         max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] =
-        (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding.
+        (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding. What is written
+        shares no memory with another argument; only a float32 params[i] may be its own masters[i].
         """
     @property
     def table_builds(self) -> int:
@@ -89,7 +92,7 @@ def ordered_sum(
 
     pieces: contiguous (world_size * n,), float32 | bfloat16 | float16; out: contiguous (n,) of float32 | bfloat16.
     The product with scale is taken in double and rounded once to float32; out is read and written once.
-    own: contiguous (n,), the piece of `rank`, read instead of that part of pieces; it may be out itself.
+    own: contiguous (n,), the piece of `rank` (0 to world_size - 1), read instead of that part of pieces; it may be out itself.
     """
 
 def encode_moment(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +117,7 @@ def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights
 
-    (bfloat16: to nearest, ties away from zero; float16: to nearest, ties to even)."""
+    (bfloat16: to nearest, ties away from zero; float16: to nearest, ties to even). dsts share no memory, with srcs neither."""
 
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""

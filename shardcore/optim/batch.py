@@ -33,7 +33,8 @@ def collect(
 ) -> tuple[list[Active], list[torch.Tensor]]:
     """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
 
-    device_type: the only one allowed, or None. A gradient that is not contiguous, or has torch's negative bit, is copied. Raises ValueError or TypeError.
+    device_type: the only one allowed, or None. A gradient that is not contiguous, or has torch's negative bit, is copied.
+    Raises ValueError or TypeError.
     """
     actives: list[Active] = []
     idle: list[torch.Tensor] = []
