@@ -17,7 +17,7 @@
 
 namespace shardcore::bind {
 
-struct PyAdamHyper {
+struct __attribute__((visibility("hidden"))) PyAdamHyper {
   AdamScalars scalars;
 };
 
@@ -250,7 +250,7 @@ const char* why_random(const AdamSegment& t, const AdamScalars& s) {
 
 }  // namespace
 
-class AdamStepper {
+class __attribute__((visibility("hidden"))) AdamStepper {
  public:
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,

@@ -45,7 +45,7 @@ at::Tensor empty_huge(const py::handle& numel_object, const py::handle& dtype_ob
 
 }  // namespace
 
-class PyHostTier {
+class __attribute__((visibility("hidden"))) PyHostTier {
  public:
   PyHostTier(const py::handle& device_object, const py::handle& pin_memory_object)
       : device_(device_of({"HostTier", "device"}, device_object)) {

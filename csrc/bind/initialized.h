@@ -8,12 +8,12 @@
 
 namespace shardcore::bind {
 
-struct PyAdamHyper;
-class AdamStepper;
-class PyHostTier;
+struct __attribute__((visibility("hidden"))) PyAdamHyper;
+class __attribute__((visibility("hidden"))) AdamStepper;
+class __attribute__((visibility("hidden"))) PyHostTier;
 
 template <typename T>
-class InitializedCaster : public py::detail::type_caster_base<T> {
+class __attribute__((visibility("hidden"))) InitializedCaster : public py::detail::type_caster_base<T> {
  public:
   bool load(py::handle source, bool convert) {
     if (py::isinstance<T>(source)) {

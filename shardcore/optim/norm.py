@@ -19,10 +19,10 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for t in tensors:
-        by_device.setdefault(t.device, []).append(t.detach().contiguous())
+        by_device.setdefault(t.device, []).append(t.detach())
     if not by_device:
         return 0.0
-    totals = [_C.sq_norm(group).cpu() for group in by_device.values()]
+    totals = [_C.sq_norm(_C.dense(group)).cpu() for group in by_device.values()]
     return _C.norm_from_sq(totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals)))
 
 
