@@ -114,6 +114,10 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with a copy for each that is not contiguous or has torch's negative bit set."""
 
+def plain_grads(params: Sequence[torch.Tensor], idle: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The gradients of params, or None if a step would have to look closer: one is missing, not contiguous, of another
+    shape, dtype or device, params are not on one device, or one of idle has a gradient."""
+
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights
 

@@ -143,6 +143,7 @@ def shard(
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
     adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]
+    adam._repeat = None  # it holds the whole states
     adam._engine = engine
     return model, adam
 

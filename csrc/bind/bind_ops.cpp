@@ -5,6 +5,8 @@
 
 #include <cmath>
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
 #include "core/cast.h"
@@ -159,6 +161,31 @@ py::list dense(const py::object& tensors) {
   return out;
 }
 
+bool plain_float(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return is_plain(tensor) && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
+
+// Anything unusual gives None: the caller then goes the long way, which copies, or says what is wrong.
+py::object plain_grads(const py::handle& params_object, const py::handle& idle_object) {
+  const std::vector<at::Tensor> params = tensors_of("plain_grads", "params", params_object);
+  for (const at::Tensor& param : tensors_of("plain_grads", "idle", idle_object)) {
+    if (param.grad().defined()) return py::none();
+  }
+  py::list grads(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& param = params[i];
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || grad.sizes() != param.sizes() ||
+        param.device() != params[0].device() || grad.device() != params[0].device()) {
+      return py::none();
+    }
+    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad));
+  }
+  return grads;
+}
+
 void cast(const py::handle& dsts, const py::handle& srcs) {
   constexpr const char* op = "cast";
   const std::vector<at::Tensor> dst_list = tensors_of(op, "dsts", dsts);
@@ -208,6 +235,7 @@ void bind_ops(py::module_& module) {
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"));
+  module.def("plain_grads", &plain_grads, py::arg("params"), py::arg("idle"));
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
 }
 

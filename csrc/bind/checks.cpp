@@ -134,13 +134,15 @@ void check_memory(const Where& where, const at::Tensor& tensor) {
   if (!impl->has_storage()) value_error(where, "no memory of its own; expected a plain tensor");
   const c10::StorageImpl* const storage = impl->unsafe_storage().unsafeGetStorageImpl();
   const auto end = static_cast<size_t>(impl->storage_offset() + impl->numel());
-  if (impl->numel() != 0 && (end > storage->nbytes() / impl->itemsize() || storage->data() == nullptr)) {
+  if (impl->numel() != 0 && (end * impl->itemsize() > storage->nbytes() || storage->data() == nullptr)) {
     value_error(where, "a storage of ", storage->data() == nullptr ? 0 : storage->nbytes(), " bytes; expected ",
                 end * impl->itemsize(), " (its memory was released: restore it first)");
   }
 }
 
 }  // namespace
+
+bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has_any(kNotPlain); }
 
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device) {
   if (tensor.key_set().has_any(kNotPlain)) refuse_not_plain(where, tensor);

@@ -60,6 +60,8 @@ void check_count(const char* op, const char* name, size_t count, const char* of,
 // Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
 // cpu or cuda (if this build has it).
+// Whether its values lie in its own memory, as the bytes say.
+bool is_plain(const at::Tensor& tensor);
 void check_device_supported(const Where& where, at::Device device);
 void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of);
 void check_f32(const Where& where, const at::Tensor& tensor);

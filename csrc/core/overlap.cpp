@@ -7,7 +7,8 @@ namespace shardcore {
 namespace {
 
 void sort_by_address(std::vector<MemoryRange>& ranges) {
-  std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; });
+  const auto before = [](const MemoryRange& a, const MemoryRange& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), before)) std::sort(ranges.begin(), ranges.end(), before);
 }
 
 SharedMemory shared(const MemoryRange& a, const MemoryRange& b) { return {std::min(a.tag, b.tag), std::max(a.tag, b.tag)}; }

@@ -6,7 +6,6 @@ Invariants: a step checks everything before it writes anything. After shardcore.
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, overload
 
@@ -14,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
-from shardcore.optim.batch import Update, check_device, collect
+from shardcore.optim.batch import Repeat, Update, check_device, collect
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import check_max_norm, clip_coefficient, global_norm
 from shardcore.optim.options import check_master, check_options, check_param, number
-from shardcore.optim.state import ParamState
+from shardcore.optim.state import States
 
 logger = logging.getLogger("shardcore")
 
@@ -49,6 +48,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     _device_type: str | None = None  # the only kind of device allowed, or None
     _engine: Engine | None = None
+    _repeat: Repeat | None = None  # the last step, if the next may go the short way
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         super().__init__(given, defaults)
-        self.state = defaultdict(ParamState)
+        self.state = States()
 
     @property
     def _op(self) -> str:
@@ -197,22 +197,41 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, grads: Gradients | None, scale: float, max_norm: float | None) -> None:
+        calls = None
+        if self._repeat is not None and grads is None:
+            for i, group in enumerate(self.param_groups):
+                check_options(self._op, group, f"param_groups[{i}].")
+            calls = self._repeat.calls(self.param_groups, self.state)
+        if self._repeat is not None and calls is not None:
+            clipped = self._clipped_scale([call.grads for call in calls], scale, max_norm)
+            if clipped is not None:
+                self._repeat.run(self._steppers, clipped)
+            return
+        self._repeat = None
         for i, group in enumerate(self.param_groups):
             self._check_group(group, group["params"], f"param_groups[{i}].")
         actives, idle = collect(self._op, self.param_groups, grads, self._device_type)
+        clipped = self._clipped_scale([active.grads for active in actives], scale, max_norm)
+        if clipped is None:
+            return
+        update = Update(self._op, actives, self.state, clipped)
+        update.run(self._steppers)
+        update.commit(self.state, idle)
+        self._repeat = Repeat(update, self.param_groups, self.state, idle)
+
+    def _clipped_scale(self, grads: Sequence[Sequence[torch.Tensor]], scale: float, max_norm: float | None) -> float | None:
+        """Return the scale with the clip coefficient in it, or None after counting a skipped step."""
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
-            return
-        if max_norm is not None:
-            norm = global_norm([grad for active in actives for grad in active.grads]) * abs(scale)
-            if not math.isfinite(norm):
-                self._skip(f"the gradients' norm is {norm}")
-                return
-            scale *= clip_coefficient(norm, max_norm)
-        update = Update(self._op, actives, self.state, scale)
-        update.run(self._steppers)
-        update.commit(self.state, idle)
+            return None
+        if max_norm is None:
+            return scale
+        norm = global_norm([grad for some in grads for grad in some]) * abs(scale)
+        if not math.isfinite(norm):
+            self._skip(f"the gradients' norm is {norm}")
+            return None
+        return scale * clip_coefficient(norm, max_norm)
 
     def _skip(self, why: str) -> None:
         self.skipped_steps += 1
@@ -300,13 +319,14 @@ class AdamOptimizer(torch.optim.Optimizer):
                 _C.cast(list(masters), [master.detach().to(p.device).contiguous() for p, master in masters.items()])
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
-        self.state = defaultdict(ParamState, states)
+        self.state = States(states)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None:
             raise TypeError(
                 f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state lies on all ranks)"
             )
+        self._repeat = None
         state: dict[str, Any] = super().__getstate__()
         return {**state, "skipped_steps": self.skipped_steps}
 

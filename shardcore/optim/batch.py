@@ -4,6 +4,7 @@ Invariants: ``collect`` checks every gradient before a step does anything; ``Upd
 side, and ``commit`` puts them in place only after every kernel call has been accepted.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
-from shardcore.optim.state import ParamState, StepCount, new_state
+from shardcore.optim.state import Changes, ParamState, StepCount, new_state
 from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
@@ -117,6 +118,7 @@ class Update:
         self._op = op
         self._calls: dict[torch.device, _Call] = {}
         self._hypers: list[_C.AdamHyper] = []
+        self._sources: list[tuple[Group, ParamState]] = []  # what each of them was made from
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self._states: list[ParamState] = []
@@ -153,6 +155,7 @@ class Update:
                 if count.value not in hyper_of_count:
                     hyper_of_count[count.value] = len(self._hypers)
                     self._hypers.append(hyper_of(group, count.value + 1, grad_scale))
+                    self._sources.append((group, state))
                 hyper = hyper_of_count[count.value]
             self._states.append(state)
             call.indices.append(index)
@@ -231,8 +234,7 @@ class Update:
                 exp_avg_scales=call.exp_avg_scales if call.with_scales else None,
                 exp_avg_sq_scales=call.exp_avg_sq_scales if call.with_scales else None,
             )
-            # The kernel writes behind autograd's back; a graph that saved a weight must learn that it has changed.
-            torch.autograd.graph.increment_version(call.params)
+            call.grads = []  # they are the user's to free
 
     def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
         """Put new states in place and count the step. Parameters in idle keep their count."""
@@ -248,3 +250,52 @@ class Update:
                     state.count = split[id(state.count)]
         for count in self._counts.values():
             split.get(id(count), count).value += 1
+
+
+class Repeat:
+    """The lists of a committed step, to be run again while only values change: no look at each tensor from Python.
+
+    It is good as long as groups hold the same parameters and storage options, no state was put in place or taken away, and
+    the same parameters have gradients. Options, learning rates and counts are read anew.
+    """
+
+    def __init__(self, update: Update, groups: Sequence[Group], states: Mapping[torch.Tensor, Any], idle: list[torch.Tensor]):
+        """Remember `update`, just committed."""
+        self._update, self._states, self._idle, self._changes = update, states, idle, Changes.count
+        self._groups = list(groups)
+        self._kinds = [_kind(group) for group in groups]
+        self._params = [list(group["params"]) for group in groups]
+        self._counts = list({id(state.count): state.count for state in update._states}.values())
+        self._sources = [(group, state.count) for group, state in update._sources]
+
+    def calls(self, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> "list[_Call] | None":
+        """Return the calls with this step's gradients (``p.grad``), or None if something else has to be looked at."""
+        if self._changes != Changes.count or states is not self._states or not _same(groups, self._groups):
+            return None
+        for group, params, kind in zip(groups, self._params, self._kinds, strict=True):
+            if not _same(group["params"], params) or _kind(group) != kind:
+                return None
+        calls = list(self._update._calls.items())
+        for device, call in calls:
+            grads = _C.plain_grads(call.params, self._idle)
+            if grads is None or call.params[0].device != device:
+                return None
+            call.grads = grads
+        return [call for _, call in calls] or None
+
+    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], grad_scale: float) -> None:
+        """Step, after ``calls``, and count the step."""
+        self._update._hypers = [hyper_of(group, count.value + 1, grad_scale) for group, count in self._sources]
+        self._update.run(steppers)
+        for count in self._counts:
+            count.value += 1
+
+
+def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether both hold the same objects (== would compare tensors)."""
+    return len(items) == len(others) and all(map(operator.is_, items, others))
+
+
+def _kind(group: Group) -> tuple[Any, ...]:
+    """The options of a group that decide which lists a step has."""
+    return group["master"], group["state_dtype"], group["amsgrad"], group["stochastic_rounding"]

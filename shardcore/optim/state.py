@@ -8,6 +8,7 @@ elements), max_exp_avg_sq (float32), and either master (float32) or remainder (i
 """
 
 import math
+from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
@@ -18,6 +19,55 @@ from shardcore.optim.storage import zeros
 
 # As state dicts have them (shardcore.optim.storage: what else a state may keep).
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+
+
+class Changes:
+    """Counts every change of which tensors any optimizer's states hold, so that a step can tell that there was none."""
+
+    count = 0
+
+
+class States(defaultdict[torch.Tensor, Any]):
+    """``optimizer.state``: a defaultdict of ParamState that counts its changes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(ParamState, *args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return States, (), None, None, iter(self.items())
+
+    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
+        Changes.count += 1
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: torch.Tensor) -> None:
+        Changes.count += 1
+        super().__delitem__(key)
+
+    def pop(self, *args: Any) -> Any:
+        Changes.count += 1
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[torch.Tensor, Any]:
+        Changes.count += 1
+        return super().popitem()
+
+    def clear(self) -> None:
+        Changes.count += 1
+        super().clear()
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        Changes.count += 1
+        super().update(*args, **kwargs)
+
+    def setdefault(self, *args: Any) -> Any:
+        Changes.count += 1
+        return super().setdefault(*args)
+
+    def __ior__(self, other: Any) -> "States":  # type: ignore[override, misc]
+        Changes.count += 1
+        super().update(other)
+        return self
 
 
 class StepCount:
@@ -62,6 +112,7 @@ class ParamState(dict[str, Any]):
 
     @count.setter
     def count(self, count: StepCount) -> None:
+        Changes.count += 1
         super().__setitem__("step", count)
 
     def moment(self, key: str) -> torch.Tensor:
@@ -81,7 +132,16 @@ class ParamState(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "step" and type(value) is not StepCount:
             value = StepCount(step_count("state", "step", value))
+        Changes.count += 1
         super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        Changes.count += 1
+        super().__delitem__(key)
+
+    def clear(self) -> None:
+        Changes.count += 1
+        super().clear()
 
     # dict(state) and {**state} read through keys() and [] only when __iter__ is not dict's own.
     def __iter__(self) -> Iterator[str]:
@@ -105,6 +165,7 @@ class ParamState(dict[str, Any]):
     __copy__ = copy
 
     def pop(self, key: str, *default: Any) -> Any:
+        Changes.count += 1
         value = super().pop(key, *default)
         return value.tensor() if type(value) is StepCount else value
 

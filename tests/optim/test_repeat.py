@@ -1,0 +1,141 @@
+"""The short way of a step that repeats the last one: taken when it may be, and never when anything but values changed."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+
+from shardcore.optim import CPUAdam, FusedAdam, adam
+
+from .helpers import grads_of, params_of, same, snapshot
+
+
+class LongWay(FusedAdam):
+    """The twin that forgets the last step."""
+
+    _repeat = property(lambda self: None, lambda self, value: None)
+
+
+def give(params, step):
+    for i, (p, grad) in enumerate(zip(params, grads_of(params, seed=step), strict=True)):
+        p.grad = grad if (i + step // 3) % 4 else None  # another one is left out now and then
+
+
+def replace_data(optimizer, params):
+    params[1].data = params[1].detach().clone()
+
+
+def other_dtype(optimizer, params):
+    params[2].grad = None
+    params[2].data = params[2].detach().bfloat16()
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[params[2]][key] = optimizer.state[params[2]][key].clone()
+
+
+def not_contiguous(optimizer, params):
+    params[4].grad = torch.stack([params[4].grad, params[4].grad * 2], dim=1)[:, 1]
+
+
+def load(optimizer, params):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def add_group(optimizer, params):
+    extra = torch.nn.Parameter(torch.full((9,), 0.5))
+    extra.grad = torch.ones(9)
+    optimizer.add_param_group({"params": [extra], "lr": 0.3})
+
+
+CHANGES = {
+    "nothing": lambda optimizer, params: None,
+    "lr": lambda optimizer, params: optimizer.param_groups[0].update(lr=0.5),
+    "amsgrad": lambda optimizer, params: optimizer.param_groups[0].update(amsgrad=True),
+    "master": lambda optimizer, params: optimizer.param_groups[0].update(master="fp32"),
+    "group dict": lambda optimizer, params: optimizer.param_groups.__setitem__(0, dict(optimizer.param_groups[0], lr=0.2)),
+    "params list": lambda optimizer, params: optimizer.param_groups[0]["params"].reverse(),
+    "fewer params": lambda optimizer, params: optimizer.param_groups[0]["params"].pop(),
+    "step": lambda optimizer, params: optimizer.state[params[3]].update(step=7),
+    "moment": lambda optimizer, params: optimizer.state[params[3]].update(exp_avg=torch.ones_like(params[3])),
+    "moment in place": lambda optimizer, params: optimizer.state[params[3]]["exp_avg"].fill_(0.25),
+    "plain state": lambda optimizer, params: optimizer.state.update({params[3]: dict(optimizer.state[params[3]], step=2)}),
+    "state gone": lambda optimizer, params: optimizer.state.pop(params[3]),
+    "all states gone": lambda optimizer, params: optimizer.state.clear(),
+    "data": replace_data,
+    "dtype": other_dtype,
+    "not contiguous": not_contiguous,
+    "load": load,
+    "add group": add_group,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300, 5, 1000, 17)
+        optimizer = make(params, lr=0.1, weight_decay=0.1)
+        for step in range(9):
+            give(params, step)
+            if step in (5, 7):
+                params[3].grad = grads_of(params, seed=step)[3]
+                params[4].grad = grads_of(params, seed=step)[4]
+                change(optimizer, params)
+            optimizer.step(max_norm=3.0 if step % 2 else None, grad_scale=0.5)
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+
+def test_the_short_way_is_taken(monkeypatch):
+    params = params_of(3, 300)
+    optimizer = CPUAdam(params)
+    for step in range(2):
+        for p, grad in zip(params, grads_of(params, seed=step), strict=True):
+            p.grad = grad
+        optimizer.step()
+
+    def refuse(*args):
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(adam, "collect", refuse)
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 3
+    params[0].grad = None
+    with pytest.raises(AssertionError, match="the long way"):
+        optimizer.step()
+
+
+def test_an_error_on_the_short_way_changes_nothing():
+    params = params_of(3, 300)
+    optimizer = CPUAdam(params)
+    for step in range(3):
+        for p, grad in zip(params, grads_of(params, seed=step), strict=True):
+            p.grad = grad
+        optimizer.step()
+    before = snapshot(optimizer)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"param_groups\[0\].lr has -1.0"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1
+    params[1].grad = None
+    params[1].grad_dtype = None
+    params[1].grad = torch.ones(300, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"grads\[1\] has dtype float64"):
+        optimizer.step()
+    params[1].grad = grads_of(params)[1]
+    optimizer.step(max_norm=1.0)
+    assert optimizer.state[params[0]]["step"] == 4
+    assert not same(before, snapshot(optimizer))
+
+
+def test_gradients_are_free_after_the_step():
+    params = params_of(1000)
+    optimizer = CPUAdam(params)
+    for _ in range(3):
+        params[0].grad = torch.ones(1000)
+        grad = weakref.ref(params[0].grad.untyped_storage())
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert grad() is None
