@@ -99,7 +99,7 @@ def encode_moment(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     """8-bit codes and scales of a moment, rounded to nearest: int8 for exp_avg, uint8 for exp_avg_sq.
 
     values: contiguous float32 CPU tensor (n,). Returns codes (n,) and float32 scales, one for 256 elements. What
-    decode_moment made comes back to the same codes and scales.
+    decode_moment made comes back to the same values.
     """
 
 def decode_moment(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,7 @@ SHARDCORE_HD void adam_cuda_q8_block(const AdamChunkView& t, const AdamScalars& 
     m_largest = magnitude_bits(m[k]) > m_largest ? magnitude_bits(m[k]) : m_largest;
     v_largest = magnitude_bits(v[k]) > v_largest ? magnitude_bits(v[k]) : v_largest;
   }
-  const float new_m_scale = bits_float(warp.max(m_largest)), new_v_scale = bits_float(warp.max(v_largest));
+  const float new_m_scale = scale_of(warp.max(m_largest)), new_v_scale = scale_of(warp.max(v_largest));
   const float m_inv = 1.0f / new_m_scale, v_inv = 1.0f / new_v_scale;
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) {

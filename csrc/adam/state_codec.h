@@ -1,78 +1,84 @@
 // 8-bit states, and the random bits of reduced states. Element formulas, shared by every CPU instruction set and CUDA; they
-// use only + * sqrt, compares and integers, so bits are the same.
+// use multiplications by powers of two, compares and integers only, so bits are the same.
 //
-// Each 256-element block has a float32 scale, its largest magnitude. A code c of the first moment (signed,
-// -127..127) stands for scale * (c/127)*|c/127|, one of the second (0..255) for scale * (c/255)^4: relative steps near the
-// scale of about 1.6 %, and a range of 4 and of 9 decades below it. (Block-wise scales and a map that is dense near zero:
-// T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022; the power maps need no table.)
+// Each 256-element block has a float32 scale: the smallest power of two that is not below its largest magnitude. A code is a
+// small float relative to it with 3 bits of mantissa, exact to decode: for the first moment a sign, 4 bits of exponent and
+// subnormals (5 decades below the scale), for the second 5 bits of exponent (10 decades). (Scales of blocks, and codes that
+// are dense near zero: T. Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022. Floats need no table.)
 // Invariants: codes are rounded stochastically, so a slowly moving average moves. A second moment that is not zero is never
-// stored as zero (the update would divide by eps alone). The largest element keeps its value. NaN makes its block NaN.
+// stored as zero (the update would divide by eps alone). What is not finite makes its block NaN.
 #pragma once
 
 #include <cstdint>
 
-#include "adam/adam_math.h"
 #include "core/convert.h"
 #include "core/macros.h"
 #include "core/random.h"
 
 namespace shardcore {
 
-constexpr float kMaxCode1 = 127.0f;
-constexpr float kMaxCode2 = 255.0f;
+constexpr int kMantissaBits = 3;
+constexpr int kExpAvgBias = 15;    // code of 1.0: 15 << 3
+constexpr int kExpAvgSqBias = 31;  // code of 1.0: 31 << 3
 
 // The bits of |x|: as integers they order as the magnitudes do, with NaN above infinity.
 SHARDCORE_HD uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
 
-// The scale of a block.
+// The scale of a block, from the largest magnitude_bits in it. At least the smallest normal float32, and at
+// most 2^127 (what is above is cut), so that it has an inverse.
+SHARDCORE_HD float scale_of(uint32_t largest_bits) {
+  const uint32_t power = (largest_bits + 0x007fffffu) & 0x7f800000u;
+  const uint32_t low = power < 0x00800000u ? 0x00800000u : power;
+  const uint32_t normal = low < 0x7f000000u ? low : 0x7f000000u;
+  return bits_float(largest_bits < 0x7f800000u ? normal : 0x7fc00000u);
+}
+
 static inline float block_scale(const float* SHARDCORE_RESTRICT x, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) largest = magnitude_bits(x[i]) > largest ? magnitude_bits(x[i]) : largest;
-  return bits_float(largest);
+  return scale_of(largest);
+}
+
+// 2^exponent, for exponents of normal floats.
+SHARDCORE_HD float power_of_two(int exponent) { return bits_float(static_cast<uint32_t>(127 + exponent) << 23); }
+
+// The float that a code without sign stands for; 1.0 is bias << 3. Below 8 codes are subnormal: equal steps down to zero.
+SHARDCORE_HD float small_float(int code, int bias) {
+  const float normal = bits_float(static_cast<uint32_t>(code + ((127 - bias) << kMantissaBits)) << (23 - kMantissaBits));
+  const float subnormal = static_cast<float>(code) * power_of_two(1 - bias - kMantissaBits);
+  return code < (1 << kMantissaBits) ? subnormal : normal;
+}
+
+// The code of y (0 <= y <= 1), rounded by 16 random bits; 0x8000 rounds to nearest. NaN gives the code of 1.0.
+SHARDCORE_HD int small_code(float y, int bias, uint32_t random) {
+  const int top = bias << kMantissaBits;
+  const int normal = static_cast<int>((float_bits(y) + (random << (7 - kMantissaBits))) >> (23 - kMantissaBits)) -
+                     ((127 - bias) << kMantissaBits);
+  const float steps = y * power_of_two(bias - 1 + kMantissaBits);
+  const float below = steps < 8.0f ? steps : 0.0f;  // a number that every machine converts alike
+  const int subnormal = static_cast<int>(below + static_cast<float>(static_cast<int32_t>(random)) * power_of_two(-16));
+  const int code = y < power_of_two(1 - bias) ? subnormal : normal;
+  return code < top ? code : top;
 }
 
 SHARDCORE_HD float decode_exp_avg(int8_t code, float scale) {
-  const float q = static_cast<float>(code) * (1.0f / kMaxCode1);
-  return (q * bits_float(magnitude_bits(q))) * scale;
+  const int sign = code >> 7;  // 0 or -1
+  const float magnitude = small_float((code ^ sign) - sign, kExpAvgBias) * scale;
+  return bits_float(float_bits(magnitude) ^ (static_cast<uint32_t>(sign) & 0x80000000u));
 }
 
-SHARDCORE_HD float decode_exp_avg_sq(uint8_t code, float scale) {
-  const float q = static_cast<float>(code) * (1.0f / kMaxCode2);
-  const float q2 = q * q;
-  return (q2 * q2) * scale;
-}
+SHARDCORE_HD float decode_exp_avg_sq(uint8_t code, float scale) { return small_float(code, kExpAvgSqBias) * scale; }
 
-// Where x lies between two neighbouring codes: above `low` by `part` of the step to the next, all in the map's own units.
-// random: 16 uniform bits, compared with part/step; 0x8000 rounds to nearest.
-SHARDCORE_HD int round_code(int low, float part, float step, uint32_t random) {
-  return low + static_cast<int>(static_cast<float>(static_cast<int32_t>(random)) * step < part * 65536.0f);
-}
-
-// r clamped to [low, high] and cut to an integer; NaN becomes low.
-SHARDCORE_HD int clamped_floor(float r, float low, float high) {
-  float x = r < high ? r : high;
-  x = r > low ? x : low;
-  return static_cast<int>(x);
-}
-
-// inv_scale: 1 / scale, in float32.
+// inv_scale: 1 / scale, exact.
 SHARDCORE_HD int8_t encode_exp_avg(float x, float inv_scale, uint32_t random) {
-  const float y = (bits_float(magnitude_bits(x)) * inv_scale) * (kMaxCode1 * kMaxCode1);
-  const int low = clamped_floor(sqrt_f32(y), 0.0f, kMaxCode1 - 1.0f);
-  const float k = static_cast<float>(low);
-  const int magnitude = round_code(low, y - k * k, k + k + 1.0f, random);
-  const int sign = -static_cast<int>(x < 0.0f);  // 0 or -1
+  const int magnitude = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgBias, random);
+  const int sign = -static_cast<int>(x < 0.0f);  // no branches: loops vectorize
   return static_cast<int8_t>((magnitude ^ sign) - sign);
 }
 
 SHARDCORE_HD uint8_t encode_exp_avg_sq(float x, float inv_scale, uint32_t random) {
-  const float y = (x * inv_scale) * (kMaxCode2 * kMaxCode2 * kMaxCode2 * kMaxCode2);
-  const int low = clamped_floor(sqrt_f32(sqrt_f32(y)), 1.0f, kMaxCode2 - 1.0f);
-  const float k = static_cast<float>(low);
-  const float k2 = k * k, k4 = k2 * k2;
-  const float n2 = (k + 1.0f) * (k + 1.0f), n4 = n2 * n2;
-  const int code = round_code(low, y - k4, n4 - k4, random);
-  return static_cast<uint8_t>(code & -static_cast<int>(x != 0.0f));  // no branch: loops vectorize
+  const int code = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgSqBias, random);
+  return static_cast<uint8_t>(code + static_cast<int>(code == 0) * static_cast<int>(x != 0.0f));
 }
 
 // --- random bits of states: a stream beside the one of weights ------------------------------------------------------------

@@ -1,7 +1,7 @@
 """How moments and masters are kept: float32, bfloat16, 8-bit codes with scales, and the split master's remainder.
 
 State dicts show them as torch.optim does: codes as the float32 values that they stand for, a remainder as the float32
-master that it makes with its weight. Both ways are exact: what was exported comes back to the same codes, scales, remainder.
+master that it makes with its weight. Both ways are exact: what was exported comes back to the same values.
 """
 
 from collections.abc import Mapping

@@ -44,7 +44,7 @@ class Reference {
       ms.push_back(m);
       vs.push_back(v);
     }
-    const float m_scale = largest(ms), v_scale = largest(vs);
+    const float m_scale = scale_for(ms), v_scale = scale_for(vs);
     for (int64_t i = first; i < last; ++i)
       store(i, ms[static_cast<size_t>(i - first)], vs[static_cast<size_t>(i - first)], m_scale, v_scale);
     if (t_.state_dtype != StateDType::q8) return;
@@ -58,11 +58,17 @@ class Reference {
     return load_as_f32(data, t_.state_dtype == StateDType::f32 ? DType::f32 : DType::bf16, i);
   }
 
-  static float largest(const std::vector<float>& x) {  // NaN if there is one
-    float result = 0.0f;
-    for (const float value : x) result = std::isnan(value) || std::fabs(value) > result ? std::fabs(value) : result;
-    for (const float value : x) result = std::isnan(value) ? kNan : result;
-    return result;
+  // The smallest power of two that is not below any magnitude, within what has an inverse; NaN if one is not finite.
+  static float scale_for(const std::vector<float>& x) {
+    float largest = 0.0f;
+    for (const float value : x) {
+      if (!std::isfinite(value)) return kNan;
+      largest = std::max(largest, std::fabs(value));
+    }
+    if (largest == 0.0f) return std::ldexp(1.0f, -126);
+    int exponent = 0;
+    const float fraction = std::frexp(largest, &exponent);  // in [0.5, 1)
+    return std::ldexp(1.0f, std::min(127, std::max(-126, fraction > 0.5f ? exponent : exponent - 1)));
   }
 
   void element(int64_t i, float& m, float& v) {

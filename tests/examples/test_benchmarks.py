@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_cpu_adam, bench_train_step, harness
+from benchmarks import bench_cpu_adam, bench_reduced_states, bench_train_step, harness
 
 
 @pytest.fixture
@@ -55,7 +55,18 @@ def test_train_step(tmp_path, run_main):
     assert all(len(engine["seconds"]) == 2 for engine in result["engines"].values())
 
 
-@pytest.mark.parametrize("module", [bench_cpu_adam, bench_train_step])
+def test_reduced_states(tmp_path, run_main):
+    options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
+    printed = run_main(bench_reduced_states, *options, "--out", str(tmp_path))
+    assert "speed / fp32 master" in printed
+    result = json.loads((tmp_path / "reduced_states.json").read_text())
+    assert [(r["subject"], r["numel"]) for r in result["results"]] == [
+        (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
+    ]
+    assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
+
+
+@pytest.mark.parametrize("module", [bench_cpu_adam, bench_reduced_states, bench_train_step])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -82,17 +82,15 @@ def test_reduced_moments_are_the_float32_ones_within_one_step_of_their_map(state
         results[kept, "params"] = [p.detach() for p in params]
     # The weights of the first step come from unrounded moments.
     assert same(results["fp32", "params"], results[state_dtype, "params"])
-    for power, exact_list, kept_list in zip((2, 4), results["fp32"], results[state_dtype], strict=True):
+    for lowest, exact_list, kept_list in zip((2.0**-17, 2.0**-33), results["fp32"], results[state_dtype], strict=True):
         for exact, kept in zip(exact_list, kept_list, strict=True):
             exact, kept = exact.double(), kept.double()
             if state_dtype == "bf16":
                 limit = exact.abs() * 2.0**-7
             else:
-                codes = 127 if power == 2 else 255
-                blocks = torch.cat([b.abs().max().expand_as(b) for b in exact.split(256)]) if exact.numel() else exact
-                root = (exact.abs() / blocks) ** (1 / power) * codes
-                limit = blocks * (((root + 1) / codes) ** power - ((root - 1).clamp(min=0) / codes) ** power)
-            assert ((kept - exact).abs() <= limit * (1 + 1e-5)).all()
+                largest = torch.cat([b.abs().max().expand_as(b) for b in exact.split(256)]) if exact.numel() else exact
+                limit = torch.maximum(exact.abs() * 2.0**-3, 2 * largest * lowest)  # 3 bits of mantissa, then equal steps
+            assert ((kept - exact).abs() <= limit).all()
             assert exact.numel() < 100 or not torch.equal(kept, exact)
 
 
@@ -109,7 +107,9 @@ def test_training_goes_on_from_a_state_dict_with_the_same_bits(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.load_state_dict(saved)
-    assert same(snapshot(optimizer), snapshot(other))
+    for entry, again in zip(optimizer.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True):
+        assert entry.keys() == again.keys()
+        assert all(torch.equal(entry[key], again[key]) for key in entry)
     train(optimizer, params, 5, start=5)
     train(other, other_params, 5, start=5)
     assert same(snapshot(optimizer), snapshot(other))

@@ -1,0 +1,116 @@
+"""Time CPU Adam steps with reduced states against our own float32 ones: what fewer bytes bring, and where arithmetic binds.
+
+Two subjects, each a flat tensor of --numel elements; bytes are what one element moves (read and written):
+
+    offload   bfloat16 gradient in, unscale, Adam, bfloat16 weight out: float32 master (28 bytes), split master (26), and a
+              split master with bfloat16 (18) or 8-bit (14) moments
+    fp32      float32 weight and gradient: float32 (28), bfloat16 (20) or 8-bit (16) moments
+
+Each is measured at --numel elements, where memory binds, and at --small, which stays in the caches: there only arithmetic
+is left. Cases take turns in a random order; what counts is the ratio within a round.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+import shardcore
+from benchmarks import harness
+from benchmarks.bench_cpu_adam import LOSS_SCALE, OPTIONS, Buffers, huge_page_setting, parse_size
+from examples.arguments import make_out_folder, not_negative, positive
+from examples.machine import describe_machine, usable_cores
+
+# subject -> name -> (weight and gradient dtype, options, bytes an element); the first is the base.
+SUBJECTS = {
+    "offload": {
+        "fp32 master": (torch.bfloat16, {"master": "fp32"}, 28),
+        "split master": (torch.bfloat16, {"master": "split"}, 26),
+        "split master, bf16 states": (torch.bfloat16, {"master": "split", "state_dtype": "bf16"}, 18),
+        "split master, 8-bit states": (torch.bfloat16, {"master": "split", "state_dtype": "8bit"}, 14),
+    },
+    "fp32": {
+        "fp32 states": (torch.float32, {}, 28),
+        "bf16 states": (torch.float32, {"state_dtype": "bf16"}, 20),
+        "8-bit states": (torch.float32, {"state_dtype": "8bit"}, 16),
+    },
+}
+
+
+def make_step(buffers: Buffers, dtype: torch.dtype, options: dict[str, str]) -> Callable[[], None]:
+    """Set up one optimizer; its step unscales."""
+    param = buffers.parameter(dtype)
+    param.grad = buffers.copy_of(buffers.grad * LOSS_SCALE, dtype)
+    optimizer = shardcore.CPUAdam([param], **OPTIONS, **options)
+    return lambda: optimizer.step(grad_scale=1 / LOSS_SCALE)
+
+
+def measure(subject: str, numel: int, options: argparse.Namespace) -> dict[str, object]:
+    """Run one subject at one size; prints the table and returns what JSON holds."""
+    buffers = Buffers(numel, equal_pages=True)
+    cases = {name: make_step(buffers, dtype, kind) for name, (dtype, kind, _) in SUBJECTS[subject].items()}
+    repeats = min(100, max(1, 2**21 // numel))  # a sample of a small size is many steps
+    seconds = harness.interleave(cases, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
+    base = next(iter(cases))
+    rows = [["states", "bytes", "Gparam/s", f"speed / {base} [quartiles]"]]
+    result = {}
+    for name, samples in seconds.items():
+        rate = numel / harness.spread(samples).median / 1e9
+        speed = harness.paired(seconds[base], samples)
+        bytes_each = SUBJECTS[subject][name][2]
+        rows.append([name, str(bytes_each), f"{rate:.2f}", str(speed)])
+        result[name] = {"seconds": samples, "bytes": bytes_each, "gparams_per_second": rate, "speed_over_base": asdict(speed)}
+    print(f"\n{subject}, {numel:,} elements, {options.threads} threads, {options.rounds} rounds")
+    print(harness.table(rows))
+    return {"subject": subject, "numel": numel, "base": base, "states": result}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_reduced_states",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--numel", type=parse_size, default=64 * 2**20, help="elements where memory binds (default: 64M)")
+    parser.add_argument("--small", type=parse_size, default=512 * 2**10, help="elements that the caches hold (default: 512K)")
+    parser.add_argument("--rounds", type=positive, default=15, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--threads", type=positive, help="threads (default: all cores)")
+    parser.add_argument("--pause", type=not_negative, default=0.02, help="seconds before each step (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    make_out_folder(parser, options.out)
+    options.threads = options.threads or usable_cores()
+    torch.set_num_threads(options.threads)
+    results = [measure(subject, numel, options) for numel in (options.numel, options.small) for subject in SUBJECTS]
+    report = {
+        "benchmark": "reduced_states",
+        "machine": describe_machine(),
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        "huge_pages": huge_page_setting(),
+        "results": results,
+    }
+    harness.write_json(options.out / "reduced_states.json", report)
+    panels = [
+        harness.Panel(
+            f"{result['subject']}, {result['numel']:,} elements",
+            f"speed, {result['base']} = 1 (median and quartiles)",
+            {
+                name: harness.paired(result["states"][result["base"]]["seconds"], state["seconds"])
+                for name, state in result["states"].items()
+            },
+            lambda name: True,
+            mark=1.0,
+        )
+        for result in results
+    ]
+    harness.write_png(options.out / "reduced_states.png", panels, f"Reduced states, {options.threads} threads")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
