@@ -27,6 +27,7 @@ class GPTConfig:
 
 PRESETS = {
     "tiny": GPTConfig(dim=64, layers=2, heads=2, context=64),  # 0.1M parameters: tests
+    "cpu3m": GPTConfig(dim=256, layers=4, heads=4, context=128),  # 3.3M: benchmarks/convergence.py
     "cpu10m": GPTConfig(dim=384, layers=6, heads=6, context=128),  # 10.9M: the demo on a CPU machine
     "cpu26m": GPTConfig(dim=512, layers=8, heads=8, context=128),  # 25.5M: benchmarks/bench_train_step.py
     "gpu": GPTConfig(dim=1024, layers=28, heads=16, context=1024),  # 354M: the demo on GPUs

@@ -31,7 +31,7 @@ def error_of(function: Any) -> str:
 
 
 def _one_reads_while_others_train(rank: int, world_size: int) -> str:
-    model, _ = sharded(stage=1, timeout_s=3, precision="bf16", accumulate=2)
+    model, _ = sharded(stage=1, timeout_s=10, precision="bf16", accumulate=2)
 
     def go_on() -> None:
         for micro in range(2):
@@ -41,7 +41,7 @@ def _one_reads_while_others_train(rank: int, world_size: int) -> str:
 
 
 def _one_fails_in_backward(rank: int, world_size: int) -> str:
-    model, optimizer = sharded(timeout_s=3)
+    model, optimizer = sharded(timeout_s=10)
 
     def fail(grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("rank 0's own")
