@@ -50,9 +50,10 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_special_values_and_empty_tensors) {
 
 TEST(adam_cuda_body, has_the_cpu_bits_for_reduced_moments_and_split_masters) {
   constexpr int64_t kRound = 8 * kAdamThreads;
-  for (const int64_t misalign : {0, 1, 8}) {
+  for (const int64_t misalign : {0, 1, 8}) {  // elements
     for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{9}, int64_t{255}, int64_t{256}, int64_t{257}, kRound + 3,
                                 kAdamChunk + int64_t{300}}) {
+      if (misalign != 0 && numel > kRound) continue;
       const auto values = numel % 2 ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
       AdamProblem problem(every_reduced_mix(numel, misalign), static_cast<uint32_t>(numel + misalign), values);
       problem.run_cpu(various_hypers());

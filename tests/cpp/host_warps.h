@@ -5,6 +5,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <thread>
@@ -63,23 +64,54 @@ struct NoWarp {
   uint32_t max(uint32_t) const { throw std::logic_error("a warp operation in a body without warps"); }
 };
 
-// The warps of one CUDA block.
+// The warps of one CUDA block, one after the other on the same 32 threads, which stay for the next block: warps share nothing.
 class HostWarps {
  public:
   explicit HostWarps(int count) : count_(count) {}
 
-  // body(thread, warp) for every thread of the block, all at once.
+  // body(thread, warp) for every thread of the block, the lanes of a warp all at once.
   template <typename Body>
   void run(const Body& body) const {
     std::vector<HostWarp::Shared> warps(static_cast<size_t>(count_));
-    std::vector<std::thread> threads;
-    for (int thread = 32 * count_ - 1; thread >= 0; --thread) {
-      threads.emplace_back([&, thread] { body(thread, HostWarp(warps[static_cast<size_t>(thread / 32)], thread % 32)); });
-    }
-    for (std::thread& t : threads) t.join();
+    lanes().run([&](int lane) {
+      for (int warp = 0; warp < count_; ++warp) body(32 * warp + lane, HostWarp(warps[static_cast<size_t>(warp)], lane));
+    });
   }
 
  private:
+  class Lanes {
+   public:
+    Lanes() {
+      for (int lane = 0; lane < 32; ++lane) threads_.emplace_back([this, lane] { serve(lane); });
+    }
+    ~Lanes() {
+      work_ = nullptr;
+      start_.wait();
+      for (std::thread& thread : threads_) thread.join();
+    }
+    void run(const std::function<void(int)>& work) {
+      work_ = &work;
+      start_.wait();
+      end_.wait();
+    }
+
+   private:
+    void serve(int lane) {
+      for (start_.wait(); work_ != nullptr; start_.wait()) {
+        (*work_)(lane);
+        end_.wait();
+      }
+    }
+    HostBarrier start_{33}, end_{33};
+    const std::function<void(int)>* work_ = nullptr;
+    std::vector<std::thread> threads_;
+  };
+
+  static Lanes& lanes() {
+    static Lanes lanes;
+    return lanes;
+  }
+
   int count_;
 };
 
