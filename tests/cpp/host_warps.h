@@ -2,38 +2,28 @@
 // Warp run on it, and the thread sanitizer sees what CUDA's lanes would race for.
 #pragma once
 
+#include <pthread.h>
+
 #include <array>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 namespace shardcore::testing {
 
+// pthread's, since the thread sanitizer knows it: leaving orders a thread after those that came to the same meeting, and after
+// nothing else (a mutex would also order it after whoever has locked it meanwhile, and hide races).
 class HostBarrier {
  public:
-  explicit HostBarrier(int count) : count_(count) {}
-  void wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t round = round_;
-    if (++arrived_ == count_) {
-      arrived_ = 0;
-      ++round_;
-      all_here_.notify_all();
-      return;
-    }
-    all_here_.wait(lock, [&] { return round_ != round; });
-  }
+  explicit HostBarrier(unsigned count) { pthread_barrier_init(&barrier_, nullptr, count); }
+  ~HostBarrier() { pthread_barrier_destroy(&barrier_); }
+  HostBarrier(const HostBarrier&) = delete;
+  void wait() { pthread_barrier_wait(&barrier_); }
 
  private:
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-  const int count_;
-  int arrived_ = 0;
-  uint64_t round_ = 0;
+  pthread_barrier_t barrier_;
 };
 
 // What a body sees of its warp: the operations of CudaWarp (csrc/core/cuda_warp.h).
