@@ -88,7 +88,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def write_json(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result``; the directory must exist."""
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    beside = path.with_name(path.name + ".new")  # whoever is interrupted keeps the old file whole
+    beside.write_text(json.dumps(result, indent=1) + "\n")
+    beside.replace(path)
     print(f"wrote {path}")
 
 

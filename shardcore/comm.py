@@ -34,13 +34,18 @@ _TAGS_A_KIND = 1 << 28
 
 @dataclass
 class _Place:
-    """A process group that engines take one after the other; `group` is None for the one that the user gave."""
+    """A process group that engines take one after the other; `group` is None for the one that the user gave.
+
+    in_backward: one has begun and not ended. spoiled: one was left, or a wait failed: messages that nobody took may lie there.
+    """
 
     group: dist.ProcessGroup | None
     taken: bool = False
+    in_backward: bool = False
+    spoiled: bool = False
 
     def release(self) -> None:
-        self.taken = False
+        self.taken = self.in_backward or self.spoiled
 
 
 # The groups made beside each user's group, in the same order on every rank.
@@ -76,12 +81,13 @@ class Comm:
         if self.uses_nccl:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
         self._count = dict.fromkeys(Traffic, 0)
+        self._place = _Place(None)
 
     def separate(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
-        whose engines are gone on every rank are used again.
+        whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed.
         """
         if self.group is None:
             return
@@ -91,7 +97,7 @@ class Comm:
         if not common:
             common.add(len(places))
             places.append(_Place(self._new_group(self.group)))
-        place = places[min(common)]
+        self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
         weakref.finalize(self, place.release)
@@ -108,7 +114,13 @@ class Comm:
 
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
+        self._place.spoiled |= self._place.in_backward
+        self._place.in_backward = True
         self._count[Traffic.BACKWARD] = (self._count[Traffic.BACKWARD] // _TAGS_A_BACKWARD + 1) * _TAGS_A_BACKWARD
+
+    def end_backward(self) -> None:
+        """Say that every message of this backward was sent and taken."""
+        self._place.in_backward = False
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, kind: Traffic) -> list[dist.Work]:
         """Start sending the r-th equal piece of `sent` to rank r; `received` gets a piece from each other rank, in rank order.
@@ -194,6 +206,8 @@ def wait_all(works: Sequence[dist.Work]) -> None:
         for work in works:
             work.wait()
     except RuntimeError as error:
+        for place in (place for places in _places.values() for place in places):
+            place.spoiled |= place.taken
         raise RuntimeError(
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
             "(state_dict, full_grad, ...): a rank that ended, failed or did another thing leaves the rest waiting. "

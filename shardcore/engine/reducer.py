@@ -209,6 +209,7 @@ class Reducer:
             self._late_params.clear()
             self._drain(0)
         self._wait_gathers()
+        self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
 

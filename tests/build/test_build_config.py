@@ -151,7 +151,7 @@ def test_isolated_environment_is_refused_with_what_to_add(prefix):
     assert "--no-build-isolation" in build_config.no_setuptools(paths)
 
 
-@pytest.mark.parametrize("prefix", ["/home/me/env", "/opt/build-env-py311", "/opt/pip-build-env-1", "/work/builds-v0.9/env"])
+@pytest.mark.parametrize("prefix", ["/home/me/env", "/opt/build-env-py311", "/opt/pip-build-env-1", "/srv/builds-v0.9/env"])
 def test_ordinary_environment_passes_and_missing_torch_names_the_fix(prefix):
     paths = [prefix, f"{prefix}/lib/python3.11/site-packages"]
     build_config.check_torch_location(f"{paths[1]}/torch/__init__.py", paths)

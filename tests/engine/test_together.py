@@ -107,6 +107,27 @@ def test_groups_of_engines_that_are_gone_are_used_again() -> None:
     assert first[0] == first[1] > 1
 
 
+def _group_of_a_left_backward(rank: int, world_size: int) -> tuple[int, int]:
+    model, optimizer, _ = train(rank, Run(steps=1))
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    model.blocks[0].up.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss_of(model, batch_of(0, 0, rank)).backward()
+    before = len(comm._places[dist.group.WORLD])
+    del model, optimizer
+    gc.collect()
+    train(rank, Run(steps=1))
+    return before, len(comm._places[dist.group.WORLD])
+
+
+def test_the_group_of_a_backward_that_was_left_is_not_used_again() -> None:
+    for before, after in run_ranks(2, _group_of_a_left_backward):
+        assert after == before + 1
+
+
 def _order_differs(rank: int, world_size: int) -> list[str]:
     model = make_net()
     params = list(model.parameters())

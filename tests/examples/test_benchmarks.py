@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_cpu_adam, bench_reduced_states, bench_train_step, harness
+from benchmarks import bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
 
 
 @pytest.fixture
@@ -64,6 +64,19 @@ def test_reduced_states(tmp_path, run_main):
         (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
     ]
     assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
+
+
+def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
+    kinds = ["bf16 weights, fp32 master", "bf16 weights, split master"]
+    options = ["--preset", "tiny", "--batch", "1", "--steps", "3", "--seeds", "1", "--threads", "1", "--out", str(tmp_path)]
+    run_main(convergence, *options, "--kinds", kinds[0])
+    first = json.loads((tmp_path / "convergence.json").read_text())["runs"]
+    printed = run_main(convergence, *options, "--kinds", *kinds)
+    runs = json.loads((tmp_path / "convergence.json").read_text())["runs"]
+    assert runs[0] == first[0]
+    assert [run["kind"] for run in runs] == kinds
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert "spread over seeds" in printed
 
 
 @pytest.mark.parametrize("module", [bench_cpu_adam, bench_reduced_states, bench_train_step])
