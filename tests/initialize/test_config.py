@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardcore.config import BatchSizes, read_config
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis")
+from hypothesis import given
+from hypothesis import strategies as st
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}

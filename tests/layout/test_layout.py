@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shardcore.layout import BLOCK, FlatLayout, plan_flat
+
+pytest.importorskip("hypothesis", reason="property tests need hypothesis")
+from hypothesis import given
+from hypothesis import strategies as st
 
 sizes = st.lists(st.one_of(st.integers(0, 3 * BLOCK), st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 100_003])), max_size=12)
 

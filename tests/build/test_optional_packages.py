@@ -1,0 +1,55 @@
+"""The test suite on a machine that lacks optional packages: every file can be collected, and says what it skips."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tests.conftest
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = ("hypothesis", "expecttest", "pydantic", "matplotlib", "rich", "apex", "deepspeed", "bitsandbytes")
+
+
+def test_every_test_file_is_collected_without_optional_packages(tmp_path):
+    for name in OPTIONAL:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})\n")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    for reason in ("property tests need hypothesis", "torch.testing._internal needs expecttest"):
+        assert reason in done.stdout
+
+
+class Item:
+    """Stands in for a test."""
+
+    def __init__(self, marked):
+        self.marked, self.markers = marked, []
+
+    def get_closest_marker(self, name):
+        return pytest.mark.gpu if name == "gpu" and self.marked else None
+
+    def add_marker(self, marker):
+        self.markers.append(marker)
+
+
+@pytest.mark.parametrize(
+    ("available", "cuda", "reason"),
+    [(False, "", "no GPU"), (False, "13.0", "no GPU"), (True, "", "this build has no CUDA"), (True, "13.0", None)],
+)
+def test_tests_marked_gpu_say_what_is_missing(monkeypatch, available, cuda, reason):
+    from shardcore._native import _C
+
+    monkeypatch.setattr(tests.conftest.torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": cuda})
+    items = [Item(marked=False), Item(marked=True)]
+    tests.conftest.pytest_collection_modifyitems(items)
+    assert items[0].markers == []
+    assert [marker.kwargs["reason"] for marker in items[1].markers] == ([reason] if reason else [])
