@@ -200,17 +200,15 @@ SUBJECTS = {"fp32": fp32_cases, "offload": offload_cases}
 OURS = "shardcore CPUAdam"
 
 
-def check_same_work(subject: str, cases: dict[str, Case]) -> float:
+def check_same_work(subject: str, cases: dict[str, Case], ours: str = OURS, op: str = "bench_cpu_adam") -> float:
     """Return the largest difference of any engine's weights from ours, relative to |weight| + lr; raises if it is large."""
-    ours = cases[OURS].weight
-    assert ours is not None
     sampled = {name: case.weight.detach()[::CHECK_STRIDE].double() for name, case in cases.items() if case.weight is not None}
     # A bfloat16 weight may round the other way once. In float32, engines that keep beta^t in float32 are off by 1e-5 and more.
-    tolerance = 2.0**-7 if ours.dtype == torch.bfloat16 else 1e-4
-    scale = sampled[OURS].abs() + OPTIONS["lr"]
-    worst = max(float(((values - sampled[OURS]).abs() / scale).max()) for values in sampled.values())
+    tolerance = 2.0**-7 if cases[ours].weight.dtype == torch.bfloat16 else 1e-4
+    scale = sampled[ours].abs() + OPTIONS["lr"]
+    worst = max(float(((values - sampled[ours]).abs() / scale).max()) for values in sampled.values())
     if not worst <= tolerance:
-        raise ValueError(f"bench_cpu_adam: {subject} weights differ by {worst:.2e} relative; expected at most {tolerance:.2e}")
+        raise ValueError(f"{op}: {subject} weights differ by {worst:.2e} relative; expected at most {tolerance:.2e}")
     return worst
 
 

@@ -13,45 +13,47 @@ is left. Cases take turns in a random order; what counts is the ratio within a r
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 import shardcore
 from benchmarks import harness
+from benchmarks.adam_kinds import Kind
 from benchmarks.bench_cpu_adam import LOSS_SCALE, OPTIONS, Buffers, huge_page_setting, parse_size
 from examples.arguments import make_out_folder, not_negative, positive
 from examples.machine import describe_machine, usable_cores
 
-# subject -> name -> (weight and gradient dtype, options, bytes an element); the first is the base.
+# subject -> name -> kind; the first is the base.
+BF16 = Kind(torch.bfloat16, torch.bfloat16)
 SUBJECTS = {
     "offload": {
-        "fp32 master": (torch.bfloat16, {"master": "fp32"}, 28),
-        "split master": (torch.bfloat16, {"master": "split"}, 26),
-        "split master, bf16 states": (torch.bfloat16, {"master": "split", "state_dtype": "bf16"}, 18),
-        "split master, 8-bit states": (torch.bfloat16, {"master": "split", "state_dtype": "8bit"}, 14),
+        "fp32 master": replace(BF16, master="fp32"),
+        "split master": replace(BF16, master="split"),
+        "split master, bf16 states": replace(BF16, master="split", state_dtype="bf16"),
+        "split master, 8-bit states": replace(BF16, master="split", state_dtype="8bit"),
     },
     "fp32": {
-        "fp32 states": (torch.float32, {}, 28),
-        "bf16 states": (torch.float32, {"state_dtype": "bf16"}, 20),
-        "8-bit states": (torch.float32, {"state_dtype": "8bit"}, 16),
+        "fp32 states": Kind(),
+        "bf16 states": Kind(state_dtype="bf16"),
+        "8-bit states": Kind(state_dtype="8bit"),
     },
 }
 
 
-def make_step(buffers: Buffers, dtype: torch.dtype, options: dict[str, str]) -> Callable[[], None]:
+def make_step(buffers: Buffers, kind: Kind) -> Callable[[], None]:
     """Set up one optimizer; its step unscales."""
-    param = buffers.parameter(dtype)
-    param.grad = buffers.copy_of(buffers.grad * LOSS_SCALE, dtype)
-    optimizer = shardcore.CPUAdam([param], **OPTIONS, **options)
+    param = buffers.parameter(kind.weight)
+    param.grad = buffers.copy_of(buffers.grad * LOSS_SCALE, kind.grad)
+    optimizer = shardcore.CPUAdam([param], **OPTIONS, **kind.options)
     return lambda: optimizer.step(grad_scale=1 / LOSS_SCALE)
 
 
 def measure(subject: str, numel: int, options: argparse.Namespace) -> dict[str, object]:
     """Run one subject at one size; prints the table and returns what JSON holds."""
     buffers = Buffers(numel, equal_pages=True)
-    cases = {name: make_step(buffers, dtype, kind) for name, (dtype, kind, _) in SUBJECTS[subject].items()}
+    cases = {name: make_step(buffers, kind) for name, kind in SUBJECTS[subject].items()}
     repeats = min(100, max(1, 2**21 // numel))  # a sample of a small size is many steps
     seconds = harness.interleave(cases, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
     base = next(iter(cases))
@@ -60,7 +62,7 @@ def measure(subject: str, numel: int, options: argparse.Namespace) -> dict[str, 
     for name, samples in seconds.items():
         rate = numel / harness.spread(samples).median / 1e9
         speed = harness.paired(seconds[base], samples)
-        bytes_each = SUBJECTS[subject][name][2]
+        bytes_each = SUBJECTS[subject][name].bytes_moved
         rows.append([name, str(bytes_each), f"{rate:.2f}", str(speed)])
         result[name] = {"seconds": samples, "bytes": bytes_each, "gparams_per_second": rate, "speed_over_base": asdict(speed)}
     print(f"\n{subject}, {numel:,} elements, {options.threads} threads, {options.rounds} rounds")

@@ -9,10 +9,12 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 try:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -54,6 +56,14 @@ def random_order(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[
         yield order
 
 
+def wall_seconds(call: Callable[[], None], repeats: int) -> float:
+    """Time ``repeats`` calls by the clock on the wall."""
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return time.perf_counter() - start
+
+
 def interleave(
     cases: Mapping[str, Callable[[], None]],
     rounds: int,
@@ -62,17 +72,49 @@ def interleave(
     pause_s: float = 0.05,
     warmup: int = 1,
     seed: int = 0,
+    timer: Callable[[Callable[[], None], int], float] = wall_seconds,
 ) -> dict[str, list[float]]:
-    """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away."""
+    """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away.
+
+    ``timer`` runs a case ``repeats`` times and returns the seconds that took. On a terminal a bar shows how far it is.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    bar = Bar((warmup + rounds) * len(cases))
     for order in random_order(list(cases), warmup + rounds, seed):
         for name in order:
+            bar.advance(name)
             time.sleep(pause_s)
-            start = time.perf_counter()
-            for _ in range(repeats):
-                cases[name]()
-            seconds[name].append((time.perf_counter() - start) / repeats)
+            seconds[name].append(timer(cases[name], repeats) / repeats)
+    bar.clear()
     return {name: samples[warmup:] for name, samples in seconds.items()}
+
+
+class Bar:
+    """A progress bar on the last line of a terminal; nothing where standard error is none.
+
+    It is drawn only by ``advance``, between samples: a bar with a thread of its own would take part in the measurement.
+    """
+
+    WIDTH = 30
+
+    def __init__(self, total: int, stream: TextIO | None = None) -> None:
+        self.total, self.done = total, 0
+        self.stream = sys.stderr if stream is None else stream
+
+    def advance(self, name: str) -> None:
+        """Show that the next of ``total`` samples begins, and of which case."""
+        filled = self.WIDTH * self.done // self.total
+        self._draw(f"{'#' * filled}{'.' * (self.WIDTH - filled)} {self.done}/{self.total}  {name[:40]}")
+        self.done += 1
+
+    def clear(self) -> None:
+        """Leave an empty line."""
+        self._draw("")
+
+    def _draw(self, line: str) -> None:
+        if self.stream.isatty():
+            self.stream.write(f"\r{line}\x1b[K")
+            self.stream.flush()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,5 +1,6 @@
 """The benchmarks at sizes that say nothing about speed: they run, write what they measured, and notice who does other work."""
 
+import io
 import json
 import sys
 
@@ -7,25 +8,6 @@ import pytest
 import torch
 
 from benchmarks import bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
-
-
-@pytest.fixture
-def run_main(monkeypatch, capfd):
-    """Run a benchmark's main with arguments, in this process; returns what it printed. Threads are put back."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    # As bench_cpu_adam wants it, so that it does not start itself again; both benchmarks set these for their ranks.
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    threads = torch.get_num_threads()
-
-    def run(module, *arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
-        assert not module.main()
-        return capfd.readouterr().out
-
-    yield run
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("pages", ["equal", "own"])
@@ -151,3 +133,28 @@ def test_every_case_runs_once_a_round():
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
     assert calls.count("a") == calls.count("b") == 8
     assert all({calls[i], calls[i + 2]} == {"a", "b"} for i in range(0, 16, 4))
+
+
+def test_a_timer_may_be_given():
+    asked = []
+
+    def timer(call, repeats):
+        asked.append(repeats)
+        return 6.0
+
+    seconds = harness.interleave({"a": lambda: None}, rounds=2, repeats=3, pause_s=0, warmup=1, timer=timer)
+    assert seconds == {"a": [2.0, 2.0]}
+    assert asked == [3, 3, 3]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_bar_is_for_terminals(terminal):
+    stream = io.StringIO()
+    stream.isatty = lambda: terminal
+    bar = harness.Bar(4, stream)
+    for name in ("a", "b", "a", "b"):
+        bar.advance(name)
+    bar.clear()
+    lines = stream.getvalue().replace("\x1b[K", "").split("\r")
+    assert lines[1:] == (["." * 30 + " 0/4  a", "#" * 7 + "." * 23 + " 1/4  b", "#" * 15 + "." * 15 + " 2/4  a",
+                          "#" * 22 + "." * 8 + " 3/4  b", ""] if terminal else [])  # fmt: skip

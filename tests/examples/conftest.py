@@ -1,0 +1,26 @@
+"""Runs the benchmarks' main functions in this process."""
+
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd):
+    """Run a benchmark's main with arguments, in this process; returns what it printed. Threads are put back."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    # As bench_cpu_adam wants it, so that it does not start itself again; both benchmarks set these for their ranks.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    threads = torch.get_num_threads()
+
+    def run(module, *arguments: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+        assert (module.main() or 0) == code
+        printed = capfd.readouterr()
+        return printed.out + (printed.err if code else "")
+
+    yield run
+    torch.set_num_threads(threads)
