@@ -1,5 +1,6 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow")
+# make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels); docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
 # make clean   remove what was built (distclean: .venv too)
@@ -14,7 +15,7 @@ ARGS ?= -m "not slow"
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test lint clean distclean
+.PHONY: help setup demo test gpu-check lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -31,6 +32,9 @@ test: setup
 	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
 		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
 	@$(PICKED) -m pytest tests $(ARGS)
+
+gpu-check:
+	@$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
 
 lint: setup
 	@PYTHON=$(PICKED) bash tools/lint.sh

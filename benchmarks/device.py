@@ -6,8 +6,6 @@ nothing.
 
 import ctypes
 import gc
-import os
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import harness
-from tools.build_config import find_nvcc
+from tools.nvcc import compile_cuda
 
 SOURCE = Path(__file__).with_name("read_limit.cu")
 COPIES = ("Memcpy", "Memset")  # how the profiler begins the names of copies and fills
@@ -99,28 +97,13 @@ class Device:
         return call
 
 
-def compile_reader(library: Path, arch: str) -> None:
-    """Compile read_limit.cu for one architecture ("sm_90"). Raises OSError or CalledProcessError where nvcc does not work."""
-    nvcc = find_nvcc(dict(os.environ))
-    if nvcc is None:
-        raise FileNotFoundError("read_limit: nvcc was not found; expected CUDA's compiler on PATH or CUDA_HOME")
-    command = [
-        Path(nvcc.cuda_home, "bin/nvcc"),
-        "-O3",
-        f"-arch={arch}",
-        "-shared",
-        "-Xcompiler",
-        "-fPIC",
-        "-o",
-        library,
-        SOURCE,
-    ]
-    subprocess.run(command, check=True)
+def compile_reader(library: Path, arch: str | None = None) -> None:
+    """Compile read_limit.cu, for the GPU here or another architecture."""
+    compile_cuda(SOURCE, library, "-shared", "-Xcompiler", "-fPIC", arch=arch)
 
 
 def _build_reader() -> "ctypes._CFuncPtr":
-    major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as directory:
         library = Path(directory, "read_limit.so")
-        compile_reader(library, f"sm_{major}{minor}")
+        compile_reader(library)
         return ctypes.CDLL(str(library)).read_limit

@@ -128,11 +128,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def write_json(path: Path, result: Mapping[str, object]) -> None:
+def save_json(path: Path, result: Mapping[str, object]) -> None:
     """Write ``result``; the directory must exist."""
     beside = path.with_name(path.name + ".new")  # whoever is interrupted keeps the old file whole
     beside.write_text(json.dumps(result, indent=1) + "\n")
     beside.replace(path)
+
+
+def write_json(path: Path, result: Mapping[str, object]) -> None:
+    """save_json, and say so."""
+    save_json(path, result)
     print(f"wrote {path}")
 
 

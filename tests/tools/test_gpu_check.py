@@ -1,0 +1,221 @@
+"""tools/gpu_check.py without a GPU: what it refuses, its parts, its report, and steps that fail, hang or lack a tool."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tools import gpu_check
+from tools.gpu_check import Step
+
+DEVICE = {"name": "NVIDIA Test 9000", "capability": "9.0", "memory_bytes": 1, "multiprocessors": 1, "count": 1, "driver": "1.2"}
+
+
+def python(name, code, limit_s=60.0, **more):
+    return Step(name, [sys.executable, "-c", code], limit_s, **more)
+
+
+BUILD = python("build", "print('built')")
+OK = python("ok", "print('fine')")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Run main with made-up parts, as if there were a GPU; returns (exit status, reports by part, what was printed)."""
+    monkeypatch.setattr(gpu_check, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(gpu_check, "describe_device", lambda: DEVICE)
+    monkeypatch.setattr(gpu_check, "build_environment", lambda: {"TORCH_CUDA_ARCH_LIST": "9.0"})
+    monkeypatch.setattr(gpu_check, "INTERRUPT_S", 5)
+    monkeypatch.setattr(gpu_check, "WORK", tmp_path / "work")
+    out = tmp_path / "results"
+
+    def run(parts, *arguments, build=BUILD):
+        monkeypatch.setattr(gpu_check, "build", lambda: build)
+        monkeypatch.setattr(gpu_check, "PARTS", {name: lambda steps=steps: steps for name, steps in parts.items()})
+        monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out), "--commit", "abc", *arguments])
+        code = gpu_check.main()
+        reports = {path.name: json.loads(path.read_text()) for path in out.glob("*.json")}
+        return code, reports, capsys.readouterr().out
+
+    return run
+
+
+def statuses(report):
+    return {step["name"]: step["status"] for step in report["steps"]}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+@pytest.mark.parametrize(
+    "command", [[sys.executable, "-m", "tools.gpu_check"], ["make", "gpu-check", f"PYTHON={sys.executable}"]]
+)
+def test_without_a_gpu_it_says_so_and_exits_2(command):
+    done = subprocess.run(command, cwd=gpu_check.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        f"gpu_check: this machine has no GPU that torch {torch.__version__} can use; expected one; nothing was run"
+        in done.stderr
+    )
+
+
+def test_without_torch_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check"])
+    assert gpu_check.main() == 2
+    assert f"gpu_check: {sys.executable} has no torch; expected one built for CUDA" in capsys.readouterr().err
+
+
+def test_an_unknown_part_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--part", "kernel"])
+    with pytest.raises(SystemExit) as stop:
+        gpu_check.main()
+    assert stop.value.code == 2
+    assert "invalid choice: 'kernel' (choose from" in capsys.readouterr().err
+
+
+def test_the_report(run):
+    figure = python("figures", "print(6 * 7)", read=lambda folder: ({"answer": int((folder / "log.txt").read_text())}, None))
+    code, reports, printed = run({"kernels": [figure]})
+    assert code == 0
+    report = reports["gpu_kernels_nvidia_test_9000.json"]
+    assert list(report) == ["report", "part", "passed", "device", "machine", "steps"]
+    assert (report["report"], report["part"], report["passed"], report["device"]) == ("gpu_check", "kernels", True, DEVICE)
+    assert report["machine"]["commit"] == "abc"
+    assert [list(step) for step in report["steps"]] == [["name", "status", "detail", "seconds", "figures"]] * 2
+    assert statuses(report) == {"build": "passed", "figures": "passed"} or statuses(report) == {
+        "ok": "passed",
+        "figures": "passed",
+    }
+    assert report["steps"][1]["figures"] == {"answer": 42}
+    assert "gpu_check: part kernels passed; wrote" in printed
+    assert "no picture was made" in printed
+
+
+def test_only_the_part_that_is_asked_for_runs(run):
+    code, reports, _ = run({"a": [OK], "b": [OK]}, "--part", "b")
+    assert (code, list(reports)) == (0, ["gpu_b_nvidia_test_9000.json"])
+    code, reports, _ = run({"a": [OK], "b": [OK]})
+    assert (code, len(reports)) == (0, 2)
+
+
+def test_a_step_that_fails_makes_the_part_fail_and_the_rest_is_written(run):
+    def half(folder):
+        return {"half": 1}, None
+
+    steps = [
+        python("fails", "import sys; print('why'); sys.exit(7)", read=half),
+        python("lacks", "import sys; sys.exit(3)"),
+        OK,
+    ]
+    code, reports, printed = run({"kernels": steps})
+    (report,) = reports.values()
+    assert code == 1
+    assert report["passed"] is False
+    assert statuses(report) == {"build": "passed", "fails": "failed", "lacks": "not done", "ok": "passed"}
+    by_name = {step["name"]: step for step in report["steps"]}
+    assert by_name["fails"]["detail"] == "exit status 7: why"
+    assert by_name["fails"]["figures"] == {"half": 1}
+    assert by_name["lacks"]["detail"].startswith("a tool is missing")
+    assert "part kernels did NOT pass" in printed
+
+
+def test_a_missing_tool_alone_makes_the_part_fail(run):
+    assert run({"kernels": [OK, python("lacks", "import sys; sys.exit(3)")]})[0] == 1
+
+
+def test_a_reader_may_refuse_and_may_break(run):
+    empty = python("empty", "pass", read=lambda folder: ({"passed": 0}, "no test passed"))
+    broken = python("broken", "pass", read=gpu_check.read_tests)
+    code, reports, _ = run({"kernels": [empty, broken]})
+    (report,) = reports.values()
+    assert code == 1
+    assert [step["status"] for step in report["steps"]] == ["passed", "failed", "failed"]
+    assert report["steps"][1]["detail"].startswith("no test passed")
+    assert "its result cannot be read" in report["steps"][2]["detail"]
+
+
+def test_nothing_runs_after_a_build_that_failed(run):
+    code, reports, _ = run({"kernels": [OK]}, build=python("build", "import sys; sys.exit(1)"))
+    (report,) = reports.values()
+    assert code == 1
+    assert statuses(report) == {"build": "failed", "ok": "not done"}
+
+
+def test_a_step_that_hangs_is_stopped_with_its_children_and_may_write_what_it_has(run, tmp_path):
+    child = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code = f"""
+import time, pathlib
+{child}
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(c.pid))
+try:
+    time.sleep(600)
+finally:
+    pathlib.Path({str(tmp_path / "partial")!r}).write_text("3")
+"""
+    hangs = python("hangs", code, 5.0, read=lambda folder: ({"partial": (tmp_path / "partial").read_text()}, None))
+    start = time.monotonic()
+    _, reports, _ = run({"kernels": [hangs, OK]})
+    assert time.monotonic() - start < 60
+    (report,) = reports.values()
+    entry = report["steps"][1]
+    assert (entry["status"], entry["figures"]) == ("failed", {"partial": "3"})
+    assert entry["detail"].startswith("stopped after 5 s")
+    assert report["steps"][2]["status"] == "passed"
+    state = subprocess.run(["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()], capture_output=True, text=True)
+    assert state.stdout.strip() == "" or state.stdout.startswith("Z")  # gone, or dead and waiting for its parent
+
+
+def test_a_part_has_a_limit(run, monkeypatch):
+    monkeypatch.setattr(gpu_check, "PART_LIMIT_S", -1)
+    code, reports, _ = run({"kernels": [OK]})
+    (report,) = reports.values()
+    assert code == 1
+    assert report["steps"][0]["detail"] == "no time was left for it"
+
+
+def test_pictures_lie_beside_the_report(run, tmp_path):
+    draws = python("draws", "import pathlib, sys; pathlib.Path(sys.argv[1], 'bars.png').write_bytes(b'x')")
+    draws.command.append("{folder}")
+    _, _, printed = run({"kernels": [draws]})
+    assert (tmp_path / "results/gpu_kernels_nvidia_test_9000_bars.png").read_bytes() == b"x"
+    assert "no picture was made" not in printed
+    run({"kernels": [OK]})
+    assert not (tmp_path / "work/kernels/draws").exists()
+
+
+TESTS = """
+import pytest
+def test_good(): pass
+def test_bad(): assert False
+@pytest.mark.skip(reason="no GPU")
+def test_skipped(): pass
+"""
+
+
+def test_pytests_results_are_read(tmp_path):
+    (tmp_path / "test_it.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=junit.xml", "test_it.py"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    figures, problem = gpu_check.read_tests(tmp_path)
+    assert problem is None
+    assert figures == {"passed": 1, "failed": ["test_it::test_bad"], "skipped": {"test_it::test_skipped": "no GPU"}}
+    subprocess.run([*command, "-k", "skipped"], cwd=tmp_path, capture_output=True, check=False)
+    assert gpu_check.read_tests(tmp_path)[1] == "no test passed"
+
+
+def test_the_kernels_part_runs_what_is_there():
+    steps = {step.name: step for step in gpu_check.kernels()}
+    assert list(steps) == ["tests", "memcheck", "racecheck", "initcheck", "benchmarks"]
+    for step in [gpu_check.build(), *steps.values()]:
+        assert step.command[:2] == [sys.executable, "-m"]
+        assert importlib.util.find_spec(step.command[2]) is not None
+    assert steps["tests"].command[4:6] == ["-m", "gpu"]
+
+
+def test_the_build_is_for_the_gpus_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (8, 0), (9, 0)][index])
+    assert gpu_check.build_environment() == {"SHARDCORE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "8.0;9.0"}

@@ -1,0 +1,225 @@
+"""Proves this checkout on a machine with a CUDA GPU and writes what it saw: make gpu-check, or python -m tools.gpu_check.
+
+It uses the torch, nvcc and pytest that are there and no network. It consists of parts (PARTS, each under PART_LIMIT_S); a part
+is a list of steps after one build for that GPU. A step that fails does not stop the next ones. Each part writes one JSON file,
+gpu_<part>_<device>.json (device, driver, commit, every step's status and figures), after every step, and pictures beside it.
+
+Exit status: 0 all steps passed; 1 a step failed, or was not done because a tool is missing; 2 no GPU: nothing was run.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+try:
+    import torch
+
+    from benchmarks import harness
+    from examples.machine import describe_machine, git_commit
+except ImportError:
+    torch = None
+from tools.setup_env import fits, read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "build/gpu_check"
+PART_LIMIT_S = 460  # with the start and the last step's end still under 8 minutes
+NOT_DONE = 3  # the exit status of a step whose tool is missing (tools/sanitize.py)
+NO_GPU = 2
+INTERRUPT_S = 10  # what a step that ran too long has to write what it has
+
+# Reads what a step left in its folder: its figures, and what is wrong with them (None: nothing).
+Reader = Callable[[Path], tuple[dict[str, object], str | None]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, run in the repository root with its own folder ({folder} in its arguments) and a limit of its own."""
+
+    name: str
+    command: list[str]
+    limit_s: float
+    read: Reader | None = None
+    echo: bool = False  # print its output when it is done
+
+
+def read_tests(folder: Path) -> tuple[dict[str, object], str | None]:
+    """Read pytest's junit.xml: counts, and the names of what failed or was skipped. No test at all is a failure."""
+    cases = list(ElementTree.parse(folder / "junit.xml").iter("testcase"))
+    failed = [name_of(case) for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = {name_of(case): case.find("skipped").get("message") for case in cases if case.find("skipped") is not None}
+    passed = len(cases) - len(failed) - len(skipped)
+    figures = {"passed": passed, "failed": failed, "skipped": skipped}
+    return figures, None if passed else "no test passed"
+
+
+def name_of(case: ElementTree.Element) -> str:
+    return f"{case.get('classname')}::{case.get('name')}"
+
+
+def read_benchmark(folder: Path) -> tuple[dict[str, object], str | None]:
+    """Read the JSON of bench_fused_adam."""
+    figures = read_json(folder / "fused_adam.json")
+    return (figures, None) if isinstance(figures, dict) else ({}, "it wrote no figures")
+
+
+def kernels() -> list[Step]:
+    """The kernels alone: bits, memory errors, races, speed."""
+    python = [sys.executable, "-m"]
+    pytest = ["pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
+    return [
+        Step("tests", [*python, *pytest], 180, read_tests),
+        *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
+        Step("benchmarks", [*python, "benchmarks.bench_fused_adam", "--out", "{folder}"], 240, read_benchmark, echo=True),
+    ]
+
+
+PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels}
+
+
+def build() -> Step:
+    """Build the extension in place, unless it is there for this GPU."""
+    return Step("build", [sys.executable, "-m", "tools.setup_env"], 240)
+
+
+def build_environment() -> dict[str, str]:
+    """What setup.py reads: CUDA or an error, for the architectures of the GPUs here."""
+    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return {"SHARDCORE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ";".join(f"{a}.{b}" for a, b in sorted(capabilities))}
+
+
+def why_no_gpu() -> str | None:
+    """Say why nothing can be run here; None where there is a GPU."""
+    if torch is None:
+        return f"{sys.executable} has no torch; expected one built for CUDA (make gpu-check PYTHON=... picks another Python)"
+    if not fits(torch.__version__):
+        return f"{sys.executable} has torch {torch.__version__}; expected 2.11 or newer"
+    if not torch.cuda.is_available():
+        return f"this machine has no GPU that torch {torch.__version__} can use; expected one"
+    return None
+
+
+def describe_device() -> dict[str, object]:
+    """Describe the GPU and its driver as JSON can hold them."""
+    properties = torch.cuda.get_device_properties(0)
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        driver = "unknown"
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "count": torch.cuda.device_count(),
+        "driver": driver,
+    }
+
+
+def run_command(command: list[str], log: Path, environment: dict[str, str], limit_s: float) -> int | None:
+    """Run a command with its output in ``log``; returns its exit status, None if it had to be stopped at the limit."""
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGINT)  # Python then ends by an exception, and what it measured is written
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(INTERRUPT_S)
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it left running, and it itself when we are interrupted
+            process.wait()
+
+
+def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: float) -> dict[str, object]:
+    """Run one step; returns its entry in the report: name, status (passed, failed, not done), detail, seconds, figures."""
+    if left_s <= 0:
+        return {"name": step.name, "status": "failed", "detail": "no time was left for it", "seconds": 0.0, "figures": {}}
+    folder.mkdir(parents=True)
+    log, limit_s, start = folder / "log.txt", min(step.limit_s, left_s), time.monotonic()
+    code = run_command([part.replace("{folder}", str(folder)) for part in step.command], log, environment, limit_s)
+    problem = {0: None, None: f"stopped after {limit_s:.0f} s", NOT_DONE: "a tool is missing"}.get(code, f"exit status {code}")
+    figures: dict[str, object] = {}
+    if step.read is not None:
+        try:
+            figures, wrong = step.read(folder)
+            problem = problem or wrong
+        except (OSError, ElementTree.ParseError) as error:
+            problem = problem or f"its result cannot be read: {error}"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    if step.echo or problem:
+        print("\n".join(lines if step.echo else lines[-30:]))
+    status = "passed" if problem is None else "not done" if code == NOT_DONE else "failed"
+    last_line = lines[-1][:500] if lines else ""
+    return {
+        "name": step.name,
+        "status": status,
+        "detail": f"{problem}: {last_line}" if problem else last_line,
+        "seconds": round(time.monotonic() - start, 1),
+        "figures": figures,
+    }
+
+
+def run_part(part: str, out: Path, commit: str) -> bool:
+    """Build, run a part's steps, and write its report after each; returns whether all passed."""
+    device = describe_device()
+    file = out / f"gpu_{part}_{re.sub('[^a-z0-9]+', '_', str(device['name']).lower()).strip('_')}.json"
+    report = {"report": "gpu_check", "part": part, "passed": False, "device": device}
+    report |= {"machine": describe_machine() | {"commit": commit}, "steps": (entries := [])}
+    shutil.rmtree(WORK / part, ignore_errors=True)  # what an earlier run left must not pass for this one's
+    environment = os.environ | build_environment()
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    end = time.monotonic() + PART_LIMIT_S
+    print(f"gpu_check: part {part} on {device['name']}, driver {device['driver']}, commit {commit}", flush=True)
+    for step in [build(), *PARTS[part]()]:
+        if entries and entries[0]["status"] != "passed":
+            entry = {"name": step.name, "status": "not done", "detail": "the build failed", "seconds": 0.0, "figures": {}}
+        else:
+            entry = run_step(step, WORK / part / step.name, environment, end - time.monotonic())
+        entries.append(entry)
+        print(f"gpu_check: {entry['name']}: {entry['status']} ({entry['seconds']} s) {entry['detail']}", flush=True)
+        report["passed"] = len(entries) > len(PARTS[part]()) and all(e["status"] == "passed" for e in entries)
+        harness.save_json(file, report)
+    pictures = sorted((WORK / part).glob("*/*.png"))
+    for picture in pictures:
+        shutil.copyfile(picture, out / f"{file.stem}_{picture.name}")
+    if not pictures:
+        print("gpu_check: no picture was made (matplotlib is optional); the JSON has every figure")
+    print(f"gpu_check: part {part} {'passed' if report['passed'] else 'did NOT pass'}; wrote {file}", flush=True)
+    return bool(report["passed"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=list(PARTS), help="only this part (default: all)")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="folder of the results")
+    parser.add_argument("--commit", help="what is checked, where git cannot tell (a copy without .git)")
+    options = parser.parse_args()
+    reason = why_no_gpu()
+    if reason is not None:
+        print(f"gpu_check: {reason}; nothing was run", file=sys.stderr)
+        return NO_GPU
+    options.out.mkdir(parents=True, exist_ok=True)
+    commit = options.commit or git_commit()
+    return 0 if all([run_part(part, options.out, commit) for part in PARTS if options.part in (None, part)]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
