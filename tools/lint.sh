@@ -13,7 +13,7 @@ check() { # name, command...
 
 clang_format() {
   command -v clang-format >/dev/null || { echo "clang-format is not on PATH (apt-get install clang-format)"; return 1; }
-  find csrc tests benchmarks \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 -r clang-format --dry-run -Werror
+  find csrc tests benchmarks tools \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh' \) -print0 | xargs -0 -r clang-format --dry-run -Werror
 }
 
 check "ruff check" "$PYTHON" -m ruff check .

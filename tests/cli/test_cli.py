@@ -1,0 +1,129 @@
+"""shardcore info and bench: what they print, what they refuse, and how suites that fail or cannot run are told apart."""
+
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import torch
+
+import shardcore
+from shardcore import cli
+from shardcore._native import _C
+
+ROOT = cli._CHECKOUT
+
+
+@pytest.fixture
+def checkout(monkeypatch, tmp_path):
+    """A checkout with made-up suites: each runs a line of code with ``out`` and ``options`` at hand."""
+
+    def make(**suites):
+        folder = tmp_path / "benchmarks"
+        folder.mkdir()
+        (tmp_path / "pyproject.toml").touch()
+        for name, code in suites.items():
+            head = f'"""Time {name}.\n\nMore of it.\n"""\nimport sys\nout, options = sys.argv[2], sys.argv[3:]\n'
+            (folder / f"bench_{name}.py").write_text(head + code + "\n")
+        monkeypatch.setattr(cli, "_CHECKOUT", tmp_path)
+        return tmp_path
+
+    return make
+
+
+def test_info(capsys):
+    assert cli.main(["info"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(lines) == ["shardcore", "build", "library", "compiler", "torch", "CPU", "CUDA", "GPUs"]
+    assert lines["shardcore"] == shardcore.__version__
+    assert lines["torch"] == torch.__version__
+    assert lines["library"] == _C.__file__
+    assert " because " in lines["build"]
+    assert lines["CPU"].startswith(f"{_C.cpu_isa()} (")
+    assert (lines["CUDA"] == "not in this build") == (_C.build_info()["cuda"] == "")
+
+
+def test_it_runs_as_a_module_and_as_a_script():
+    done = subprocess.run([sys.executable, "-m", "shardcore", "info"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("shardcore ")
+    module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["shardcore"].partition(":")
+    assert getattr(importlib.import_module(module), function) is cli.main
+
+
+def test_only_what_is_built_is_offered(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "info | bench" in text
+    for word in ("estimate", "consolidate", "{run"):
+        assert word not in text
+    for bad in ([], ["estimate"], ["run"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(bad)
+        assert stop.value.code == 2
+
+
+def test_the_suites_are_those_of_the_checkout(capsys):
+    suites = cli._suites(ROOT)
+    assert {"cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
+    assert all(about.startswith("Time ") for about in suites.values())
+    for name in suites:
+        assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()  # where bench says the figures are
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "cpu_adam: Time one CPU Adam step" in capsys.readouterr().out
+
+
+def test_a_real_suite(tmp_path):
+    options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
+    command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", "--", *options]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    file = tmp_path / "here/reduced_states.json"
+    assert json.loads(file.read_text())["options"]["rounds"] == 2
+    assert "[1/1] reduced_states: Time CPU Adam steps with reduced states" in done.stdout
+    assert done.stdout.splitlines()[-1].split() == ["reduced_states", "done", done.stdout.split()[-3], "s", str(file)]
+    assert done.stderr == ""  # the bar is for terminals
+
+
+def test_suites_run_in_turn_and_a_failure_does_not_stop_them(checkout, capfd):
+    checkout(a="sys.exit(5)", b="print('b ran', options)", c="sys.exit(2)")
+    assert cli.main(["bench"]) == 1
+    out = capfd.readouterr().out
+    assert "[2/3] b: Time b.\nb ran []\n" in out
+    results = {line[:5].strip(): line[7:22].strip() for line in out.splitlines()[-3:]}
+    assert results == {"a": "failed (5)", "b": "done", "c": "cannot run here"}
+
+
+@pytest.mark.parametrize(("suites", "status"), [([], 0), (["c"], 1)])
+def test_what_cannot_run_here_fails_only_where_it_was_asked_for(checkout, suites, status):
+    checkout(b="pass", c="sys.exit(2)")
+    assert cli.main(["bench", *suites]) == status
+
+
+def test_options_go_to_one_suite(checkout, capfd):
+    checkout(a="print(options)", b="print('b ran')")
+    assert cli.main(["bench", "a", "--", "--rounds", "3", "--", "x"]) == 0
+    assert "['--rounds', '3', '--', 'x']" in capfd.readouterr().out
+    assert cli.main(["bench", "--", "--rounds", "3"]) == 2
+    assert "options after -- need one suite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"),
+    [
+        (False, "argument SUITE: nope; expected a\n"),
+        (True, "is no source checkout; expected one (clone the repository, make setup"),
+    ],
+)
+def test_what_is_not_there_is_refused(checkout, capsys, installed, message):
+    root = checkout(a="pass")
+    if installed:  # another package may have installed a folder of that name
+        (root / "pyproject.toml").unlink()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "nope"])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
