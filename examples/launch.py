@@ -6,12 +6,14 @@ traceback (not the "connection closed" that it causes in the others) is what the
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -70,12 +72,23 @@ def _launch(function: Callable[..., int], nproc: int, device: str, threads: int 
             while not context.join():
                 pass
         except ProcessException as error:
-            print(_first_failure(directory) or str(error), file=sys.stderr)
+            print("\n".join([*_killed(context.processes), _first_failure(directory) or str(error)]), file=sys.stderr)
             return 1
         finally:
             for process in context.processes:
                 process.kill()
         return int(Path(directory, "result").read_text())
+
+
+def _killed(processes: Sequence[BaseProcess]) -> list[str]:
+    """Name the ranks that a signal ended and that could not report: why others fail. SIGTERM ends what was left running."""
+    codes = [(rank, process.exitcode or 0) for rank, process in enumerate(processes)]
+    return [
+        f"rank {rank} of {len(processes)} was ended by {signal.Signals(-code).name}"
+        + " (as the kernel does when memory runs out)" * (code == -signal.SIGKILL)
+        for rank, code in codes
+        if code < 0 and code != -signal.SIGTERM
+    ]
 
 
 def _first_failure(directory: str) -> str | None:
