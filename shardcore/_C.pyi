@@ -14,13 +14,15 @@ class AdamHyper:
     """The scalars of one Adam step, made in double and rounded once to float32 (csrc/adam/adam_scalars.h).
 
     ``step`` counts from 1. ``grad_scale`` multiplies the gradient. ``stochastic_rounding`` is for bfloat16 parameters that
-    have no master; ``seed`` (with ``keys`` of ``AdamStepper.step``) keys it, and the rounding of reduced moments.
+    have no master; ``seed`` (with ``keys`` of ``AdamStepper.step``) keys it, and the rounding of reduced moments. A step with
+    a DeviceStep takes neither step nor grad_scale from here, and lr may be a float32 or float64 tensor of one element,
+    which it reads when it runs.
     """
 
     def __init__(
         self,
         *,
-        lr: float,
+        lr: float | torch.Tensor,
         beta1: float,
         beta2: float,
         eps: float,
@@ -34,8 +36,33 @@ class AdamHyper:
         seed: int = 0,
     ) -> None: ...
 
+class DeviceStep:
+    """What one step reads and counts where its tensors are, so that a CUDA graph can replay it (csrc/adam/device_scalars.h).
+
+    counts: int64 tensors of one element, for each of params the steps it made; the step moves them on. grad_scale / loss_scale
+    multiplies the gradients; with max_norm also the clip coefficient of their norm does. If found_inf is not 0, a scale is
+    not finite, loss_scale is 0, or (with max_norm) the norm is not finite, the step writes nothing but adds 1 to `skipped`
+    (int64, one element). grad_scale, loss_scale and found_inf: numbers, or float32 or float64 tensors of one element, read
+    when the step runs.
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[torch.Tensor],
+        skipped: torch.Tensor,
+        *,
+        grad_scale: float | torch.Tensor = 1.0,
+        loss_scale: float | torch.Tensor = 1.0,
+        found_inf: float | torch.Tensor = 0.0,
+        max_norm: float | None = None,
+    ) -> None: ...
+
 class AdamStepper:
-    """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls."""
+    """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls.
+
+    While the current stream is captured in a CUDA graph a call needs device_step; tables that it makes then are kept as long
+    as the stepper, which must live as long as the graph, as all tensors of the call.
+    """
 
     def __init__(self) -> None: ...
     def step(
@@ -51,6 +78,7 @@ class AdamStepper:
         keys: Sequence[tuple[int, int]] | None = None,
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
+        device_step: DeviceStep | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
@@ -61,7 +89,8 @@ class AdamStepper:
         written (rounded from it); or int16, the remainder that makes a bfloat16 params[i] a float32 master, lossless.
         max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] =
         (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding. What is written
-        shares no memory with another argument; only a float32 params[i] may be its own masters[i].
+        shares no memory with another argument; only a float32 params[i] may be its own masters[i]. device_step: its numbers
+        and counts take the place of the hypers' step and grad_scale.
         """
     @property
     def table_builds(self) -> int:
@@ -78,6 +107,12 @@ def sq_norm_add(parts: torch.Tensor) -> torch.Tensor:
 
 def norm_from_sq(total: torch.Tensor) -> float:
     """float32(sqrt(high + low)) of a float64 CPU tensor (2,), returned as a Python float."""
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)) in double; NaN for a NaN norm (a minimum would hide it)."""
+
+def clipped_scale(scale: float, norm: float, max_norm: float) -> float | None:
+    """What multiplies gradients of this norm: scale times the clip coefficient of the scaled norm; None if not finite."""
 
 def ordered_sum(
     pieces: torch.Tensor,

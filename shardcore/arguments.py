@@ -89,6 +89,8 @@ def accept_optimizer(optimizer: object) -> AdamOptimizer:
                         f"shard: param_groups[{index}].{key} is {group[key]!r}, which is not built yet for sharded optimizers; "
                         f"expected {only[-1]!r}"
                     )
+            if group["capturable"]:
+                raise ValueError(f"shard: param_groups[{index}].capturable is True; expected False for a sharded optimizer")
             if group["stochastic_rounding"]:
                 raise ValueError(
                     f"shard: param_groups[{index}].stochastic_rounding is True; expected False (sharded weights are "

@@ -37,6 +37,20 @@ def run_adam(device: torch.device) -> int:
     return 2 * len(variants)
 
 
+def run_device_step(device: torch.device) -> int:
+    """Steps that decide and count on the device, the last one skipped."""
+    params, grads, *moments = ([make(device, torch.float32, *size) for size in SIZES] for _ in range(4))
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in SIZES]
+    skipped = torch.zeros((), dtype=torch.int64, device=device)
+    lr = torch.full((), 0.01, dtype=torch.float64, device=device)
+    hyper = _C.AdamHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
+    for found_inf in (0.0, 1.0):
+        found = torch.full((), found_inf, device=device)
+        device_step = _C.DeviceStep(counts, skipped, loss_scale=lr, found_inf=found, max_norm=1.0)
+        _C.AdamStepper().step(params, grads, *moments, [hyper], [0] * len(SIZES), device_step=device_step)
+    return 2
+
+
 def run_norm(device: torch.device) -> int:
     for dtype in SHORT:
         _C.sq_norm([make(device, dtype, *size) for size in SIZES])
@@ -72,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.run_kernels", description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to test this program")
     device = torch.device(parser.parse_args().device)
-    for run in (run_adam, run_norm, run_ordered_sum, run_cast, run_host_tier):
+    for run in (run_adam, run_device_step, run_norm, run_ordered_sum, run_cast, run_host_tier):
         count = run(device)
         if device.type == "cuda":
             torch.cuda.synchronize()

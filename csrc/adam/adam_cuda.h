@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "adam/adam_cuda_body.h"
+#include "adam/device_scalars.h"
 
 namespace shardcore {
 
@@ -13,5 +14,10 @@ namespace shardcore {
 // reduced: whether any segment has moments that are not float32, or a split master.
 void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars, bool reduced,
                cudaStream_t stream);
+
+// device_scalars_body, a thread a tensor. hypers, counts, scalars and what `decision` points to are device memory; `decision`
+// itself and num_tensors (> 0) are kept by a graph that captures the launch. Runs before adam_cuda of the same step.
+void device_scalars_cuda(const DeviceHyper* hypers, const DeviceCount* counts, int64_t num_tensors,
+                         const DeviceDecision& decision, AdamScalars* scalars, cudaStream_t stream);
 
 }  // namespace shardcore

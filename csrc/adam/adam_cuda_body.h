@@ -114,6 +114,7 @@ SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunk
   const Chunk chunk = chunks[block];
   const AdamSegment& segment = segments[chunk.tensor];
   const AdamScalars s = scalars[segment.hyper_index];
+  if (s.skip) return;
   const AdamChunkView t = adam_chunk_view(segment, chunk.first, s);
   const bool aligned = segment.aligned16;
   const bool l2 = s.l2 != 0.0f;

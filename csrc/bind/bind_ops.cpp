@@ -1,15 +1,14 @@
-// sq_norm, sq_norm_add, norm_from_sq, ordered_sum, cast.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
-
-#include <cmath>
 
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
 #include "core/cast.h"
+#include "core/grad_scale.h"
 #include "core/overlap.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
@@ -47,14 +46,7 @@ at::Tensor sq_norm(const py::handle& tensors) {
 #ifdef SHARDCORE_WITH_CUDA
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
-    const DeviceTable<NormSegment> table(segments, kNormChunk, device);
-    const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
-    const at::Tensor out = at::zeros({2}, options);
-    if (table.num_chunks == 0) return out;
-    const at::Tensor partial = at::empty({table.num_chunks, 2}, options);
-    sq_norm_cuda(table.segments(), table.chunks(), table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
-                 static_cast<DoubleDouble*>(out.data_ptr()), current_stream(device));
-    return out;
+    return queue_sq_norm(DeviceTable<NormSegment>(segments, kNormChunk, device), device, current_stream(device));
   }
 #endif
   return to_tensor(sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor()));
@@ -79,10 +71,20 @@ at::Tensor sq_norm_add(const py::handle& parts_object) {
   return to_tensor(total);
 }
 
-double norm_from_sq(const py::handle& total_object) {
+double norm_from_sq_of(const py::handle& total_object) {
   const at::Tensor total = tensor_of("norm_from_sq", "total", total_object);
   const double* const data = checked_sums("norm_from_sq", "total", total, 1);
-  return static_cast<double>(static_cast<float>(std::sqrt(data[0] + data[1])));
+  return static_cast<double>(norm_from_sq(DoubleDouble{data[0], data[1]}));
+}
+
+double clip_coefficient_of(const py::handle& norm, const py::handle& max_norm) {
+  return clip_coefficient(number_of({"clip_coefficient", "norm"}, norm), number_of({"clip_coefficient", "max_norm"}, max_norm));
+}
+
+py::object clipped_scale_of(const py::handle& scale, const py::handle& norm, const py::handle& max_norm) {
+  const auto number = [](const char* name, const py::handle& object) { return number_of({"clipped_scale", name}, object); };
+  const StepScale clipped = clipped_scale(number("scale", scale), number("norm", norm), number("max_norm", max_norm));
+  return clipped.skip ? py::object(py::none()) : py::float_(clipped.grad_scale);
 }
 
 bool overlap(const at::Tensor& a, const at::Tensor& b) {
@@ -231,7 +233,9 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
 void bind_ops(py::module_& module) {
   module.def("sq_norm", &sq_norm, py::arg("tensors"));
   module.def("sq_norm_add", &sq_norm_add, py::arg("parts"));
-  module.def("norm_from_sq", &norm_from_sq, py::arg("total"));
+  module.def("norm_from_sq", &norm_from_sq_of, py::arg("total"));
+  module.def("clip_coefficient", &clip_coefficient_of, py::arg("norm"), py::arg("max_norm"));
+  module.def("clipped_scale", &clipped_scale_of, py::arg("scale"), py::arg("norm"), py::arg("max_norm"));
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"));

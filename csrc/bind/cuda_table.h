@@ -8,6 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -15,6 +18,8 @@
 #include <vector>
 
 #include "core/chunks.h"
+#include "core/cuda_check.h"
+#include "norm/norm_cuda.h"
 
 namespace shardcore::bind {
 
@@ -28,6 +33,41 @@ inline at::Tensor upload(const void* data, size_t size_bytes, at::Device device)
   return pinned.to(device, at::kByte, /*non_blocking=*/true);
 }
 
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// The same for a table that a graph being captured will read: complete on return, and no part of the graph, so that replays
+// copy nothing and need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the
+// graph, whose other kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it.
+inline at::Tensor upload_for_graph(const void* data, size_t size_bytes, at::Device device) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  void* memory = nullptr;
+  SHARDCORE_CUDA_CHECK(cudaMalloc(&memory, size_bytes));
+  const auto release = [](void* p) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaFree(p);  // waits for kernels that read it; at exit CUDA may be gone, and with it the memory
+    cudaThreadExchangeStreamCaptureMode(&mode);
+  };
+  const at::Tensor table = at::from_blob(memory, {static_cast<int64_t>(size_bytes)}, release,
+                                         at::TensorOptions().dtype(at::kByte).device(device), device);
+  cudaStream_t side = nullptr;
+  SHARDCORE_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  const cudaError_t copied = cudaMemcpyAsync(memory, data, size_bytes, cudaMemcpyHostToDevice, side);
+  const cudaError_t done = cudaStreamSynchronize(side);
+  cudaStreamDestroy(side);
+  SHARDCORE_CUDA_CHECK(copied);
+  SHARDCORE_CUDA_CHECK(done);
+  return table;
+}
+
+inline at::Tensor upload_table(const void* data, size_t size_bytes, at::Device device, bool for_graph) {
+  return for_graph ? upload_for_graph(data, size_bytes, device) : upload(data, size_bytes, device);
+}
+
 template <typename Segment>
 struct DeviceTable {
   at::Tensor segments_bytes;
@@ -35,18 +75,29 @@ struct DeviceTable {
   int64_t num_chunks = 0;
 
   DeviceTable() = default;
-  DeviceTable(const std::vector<Segment>& segments, int64_t chunk_numel, at::Device device) {
+  DeviceTable(const std::vector<Segment>& segments, int64_t chunk_numel, at::Device device, bool for_graph = false) {
     const auto count = static_cast<int64_t>(segments.size());
     const auto table = make_chunks(
         count, [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, chunk_numel);
     num_chunks = static_cast<int64_t>(table.size());
     if (num_chunks == 0) return;
-    segments_bytes = upload(segments.data(), segments.size() * sizeof(Segment), device);
-    chunks_bytes = upload(table.data(), table.size() * sizeof(Chunk), device);
+    segments_bytes = upload_table(segments.data(), segments.size() * sizeof(Segment), device, for_graph);
+    chunks_bytes = upload_table(table.data(), table.size() * sizeof(Chunk), device, for_graph);
   }
   const Segment* segments() const { return static_cast<const Segment*>(segments_bytes.const_data_ptr()); }
   const Chunk* chunks() const { return static_cast<const Chunk*>(chunks_bytes.const_data_ptr()); }
 };
+
+// The squared norm of the table's tensors as a float64 tensor (2,) on the device, queued on the stream.
+inline at::Tensor queue_sq_norm(const DeviceTable<NormSegment>& table, at::Device device, cudaStream_t stream) {
+  const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
+  const at::Tensor out = at::zeros({2}, options);
+  if (table.num_chunks == 0) return out;
+  const at::Tensor partial = at::empty({table.num_chunks, 2}, options);
+  sq_norm_cuda(table.segments(), table.chunks(), table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
+               static_cast<DoubleDouble*>(out.data_ptr()), stream);
+  return out;
+}
 
 }  // namespace shardcore::bind
 

@@ -18,7 +18,6 @@ from shardcore.engine.reducer import ReducePolicy, Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
 from shardcore.engine.updater import Updater
-from shardcore.optim import clip_coefficient
 
 # What users call on every rank to read whole values.
 _READS = ("optimizer.state_dict", "state_dict", "full_grad", "full_state", "clip_grad_norm_")
@@ -147,7 +146,7 @@ class Engine:
                     if managed.has_grad and (chosen is None or managed.param in chosen)
                 ]
         norm = self._norm_of_views(views)
-        coefficient = clip_coefficient(norm, max_norm)
+        coefficient = _C.clip_coefficient(norm, max_norm)
         if coefficient != 1.0 and views:
             torch._foreach_mul_([view for _, _, view in views], coefficient)
             for bucket in {bucket: None for bucket, _, _ in views}:

@@ -11,7 +11,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.store import Span, StateStore
-from shardcore.optim import check_options, clip_coefficient, hyper_of
+from shardcore.optim import check_options, hyper_of
 
 logger = logging.getLogger("shardcore")
 
@@ -54,7 +54,7 @@ class Updater:
         if not math.isfinite(norm):
             self._skip(norm)
             return False
-        scale = grad_scale if max_norm is None else grad_scale * clip_coefficient(norm, max_norm)
+        scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
         if self.lifetimes.owns_everything:
             self.store.step([span for bucket in active for span in spans[bucket]], hypers)

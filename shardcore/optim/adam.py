@@ -5,38 +5,22 @@ Invariants: a step checks everything before it writes anything. After shardcore.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
-from shardcore.optim.batch import Repeat, Update, check_device, collect
+from shardcore.optim.batch import Repeat, Update, check_device, check_grads_list, collect
+from shardcore.optim.engine import Engine, Gradients
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
-from shardcore.optim.norm import check_max_norm, clip_coefficient, global_norm
-from shardcore.optim.options import check_master, check_options, check_param, number
+from shardcore.optim.norm import global_norm
+from shardcore.optim.options import check_capturable, check_master, check_options, check_param
+from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
 logger = logging.getLogger("shardcore")
-
-Gradients = Sequence[torch.Tensor | None]
-
-
-class Engine(Protocol):
-    """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
-
-    The optimizer has checked the arguments; ``grad_scale`` is one number (a GradScaler's included) and multiplies.
-    ``found_inf`` is not passed on: an engine looks for non-finite gradients itself, on every rank.
-    """
-
-    def step(
-        self, closure: Callable[[], Any] | None, grads: Gradients | None, grad_scale: float, max_norm: float | None
-    ) -> Any: ...
-    def zero_grad(self, set_to_none: bool) -> None: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 class AdamOptimizer(torch.optim.Optimizer):
@@ -47,6 +31,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     _device_type: str | None = None  # the only kind of device allowed, or None
+    _capture_type = "cuda"  # the kind of device that can be captured
     _engine: Engine | None = None
     _repeat: Repeat | None = None  # the last step, if the next may go the short way
 
@@ -88,7 +73,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         given: list[Any] = list(params)
         if not given or all(isinstance(g, dict) and "params" in g and not _as_list(g) for g in given):
             raise ValueError(f"{self._op}: params has no parameter; expected at least one")
-        self.skipped_steps = 0
+        self._skipped = 0
+        self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         super().__init__(given, defaults)
         self.state = States()
@@ -106,10 +92,14 @@ class AdamOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
         params = _as_list(param_group)
-        self._check_new_params([p[1] if isinstance(p, tuple) else p for p in params])
-        group_index = len(self.param_groups)
-        self._check_group({**self.defaults, **param_group}, params, f"param_groups[{group_index}].")
+        plain = [p[1] if isinstance(p, tuple) else p for p in params]
+        self._check_new_params(plain)
+        group = {**self.defaults, **param_group, "params": plain}
+        self._check_group(group, f"param_groups[{len(self.param_groups)}].")
+        check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
+        if group["capturable"] and plain:
+            self._skip_counter(plain[0].device)
 
     def _check_new_params(self, params: list[Any]) -> None:
         """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
@@ -130,16 +120,28 @@ class AdamOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{self._op}: {name} is given twice; expected each parameter once")
             known.add(p)
 
-    def _check_group(self, group: dict[str, Any], params: list[Any], where: str) -> None:
-        """check_options, and what it cannot know: that capturable needs CUDA parameters."""
-        if group["capturable"] is True and any((p[1] if isinstance(p, tuple) else p).device.type == "cpu" for p in params):
-            raise ValueError(
-                f"{self._op}: {where}capturable has True for CPU parameters; expected False (only CUDA graphs capture)"
-            )
+    def _check_group(self, group: dict[str, Any], where: str) -> None:
         check_options(self._op, group, where)
         if group["master"] == "split":
-            for i, p in enumerate(params):
-                check_master(self._op, f"{where}params[{i}]", p[1] if isinstance(p, tuple) else p, group["master"])
+            for i, p in enumerate(group["params"]):
+                check_master(self._op, f"{where}params[{i}]", p, group["master"])
+
+    def _skip_counter(self, device: torch.device) -> torch.Tensor:
+        """Return what capturable steps count skipped ones in."""
+        if self._device_skipped is None:
+            if capturing(device):
+                raise ValueError(f"{self._op}: capturable was set after construction; expected a step before the capture")
+            self._device_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        return self._device_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since the start. With capturable reading it waits for the device."""
+        return self._skipped + (0 if self._device_skipped is None else int(self._device_skipped.item()))
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: int) -> None:
+        self._skipped += count - self.skipped_steps
 
     @overload
     def step(
@@ -179,15 +181,19 @@ class AdamOptimizer(torch.optim.Optimizer):
             the step: nothing is written, no count moves, ``skipped_steps`` grows by one, and it is logged.
 
         Without max_norm (and without GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or
-        TypeError before anything is written. CUDA work is queued on the current stream; max_norm waits for it.
+        TypeError before anything is written. CUDA work is queued on the current stream; max_norm waits for it, but with
+        capturable, where grad_scale may be a tensor on the device: then a scale that is not finite skips, too, and a skipped
+        step is not logged.
         """
-        scale = self._grad_scale(grad_scale)
-        limit = None if max_norm is None else check_max_norm(self._op, max_norm)
+        capturable = self._engine is None and self.param_groups[0]["capturable"] is True
+        limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
         if grads is not None:
-            self._check_grads_list(grads)
+            check_grads_list(self._op, self.param_groups, grads)
         if self._engine is not None:
-            result: float | None = self._engine.step(closure, grads, scale, limit)
+            whole = host_scale(self._op, grad_scale, getattr(self, "grad_scale", None))
+            result: float | None = self._engine.step(closure, grads, whole, limit)
             return result
+        scale = self._scale(grad_scale, limit, capturable)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -196,7 +202,17 @@ class AdamOptimizer(torch.optim.Optimizer):
             self._update(grads, scale, limit)
         return loss
 
-    def _update(self, grads: Gradients | None, scale: float, max_norm: float | None) -> None:
+    def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        loss_scale = getattr(self, "grad_scale", None)
+        if capturable:
+            found_inf, skipped = getattr(self, "found_inf", None), self._skip_counter(device)
+            return device_scale(self._op, grad_scale, loss_scale, found_inf, max_norm, skipped)
+        if capturing(device):
+            raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
+        return host_scale(self._op, grad_scale, loss_scale)
+
+    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
         calls = None
         if self._repeat is not None and grads is None:
             for i, group in enumerate(self.param_groups):
@@ -209,7 +225,8 @@ class AdamOptimizer(torch.optim.Optimizer):
             return
         self._repeat = None
         for i, group in enumerate(self.param_groups):
-            self._check_group(group, group["params"], f"param_groups[{i}].")
+            self._check_group(group, f"param_groups[{i}].")
+        check_capturable(self._op, self.param_groups, self._capture_type)
         actives, idle = collect(self._op, self.param_groups, grads, self._device_type)
         clipped = self._clipped_scale([active.grads for active in actives], scale, max_norm)
         if clipped is None:
@@ -219,43 +236,27 @@ class AdamOptimizer(torch.optim.Optimizer):
         update.commit(self.state, idle)
         self._repeat = Repeat(update, self.param_groups, self.state, idle)
 
-    def _clipped_scale(self, grads: Sequence[Sequence[torch.Tensor]], scale: float, max_norm: float | None) -> float | None:
-        """Return the scale with the clip coefficient in it, or None after counting a skipped step."""
+    def _clipped_scale(
+        self, grads: Sequence[Sequence[torch.Tensor]], scale: float | DeviceScale, max_norm: float | None
+    ) -> float | DeviceScale | None:
+        """Return the scale with the clip coefficient in it, or None after counting a skipped step. The device does its own."""
+        if isinstance(scale, DeviceScale):
+            return scale
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
             return None
         if max_norm is None:
             return scale
-        norm = global_norm([grad for some in grads for grad in some]) * abs(scale)
-        if not math.isfinite(norm):
-            self._skip(f"the gradients' norm is {norm}")
-            return None
-        return scale * clip_coefficient(norm, max_norm)
+        norm = global_norm([grad for some in grads for grad in some])
+        clipped = _C.clipped_scale(scale, norm, max_norm)
+        if clipped is None:
+            self._skip(f"the gradients' norm is {norm * abs(scale)}")
+        return clipped
 
     def _skip(self, why: str) -> None:
         self.skipped_steps += 1
         logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self.skipped_steps)
-
-    def _grad_scale(self, grad_scale: object) -> float:
-        """Return what multiplies the gradients, in double: grad_scale, over GradScaler's scale if there is one."""
-        scale = 1.0 if grad_scale is None else number(self._op, "grad_scale", grad_scale)
-        loss_scale = getattr(self, "grad_scale", None)
-        divisor = 1.0 if loss_scale is None else number(self._op, "optimizer.grad_scale", loss_scale)
-        if not math.isfinite(scale) or not (math.isfinite(divisor) and divisor != 0.0):
-            raise ValueError(f"{self._op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers")
-        return scale / divisor
-
-    def _check_grads_list(self, grads: object) -> None:
-        if not isinstance(grads, list | tuple):
-            raise TypeError(
-                f"{self._op}: grads has type {type(grads).__name__}; expected a list with one entry for each parameter"
-            )
-        expected = sum(len(group["params"]) for group in self.param_groups)
-        if len(grads) != expected:
-            raise ValueError(
-                f"{self._op}: grads has {len(grads)} entries; expected {expected}, one for each parameter (None: no gradient)"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero, as torch.optim does."""
@@ -328,7 +329,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             )
         self._repeat = None
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "skipped_steps": self.skipped_steps}
+        return {**state, "_skipped": self._skipped, "_device_skipped": self._device_skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._steppers = {}
@@ -368,9 +369,14 @@ class FusedAdam(AdamOptimizer):
         seed as stochastic_rounding is, and exclude amsgrad. A NaN in an 8-bit moment makes its 256 elements NaN.
     stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
         parameter, element): the same bits everywhere.
-    capturable: True is not built yet and refused.
+    capturable: for CUDA parameters of one device, in all groups or none: step counts, scales, norm, clipping and the decision
+        to skip stay on the device, and step waits for nothing, so it can be captured in a CUDA graph: the same bits as the
+        ordinary step. As in torch: make a step with all gradients before the capture (states must exist), keep parameters
+        and gradients where the graph found them, and capture again after load_state_dict or another set of gradients. Each
+        replay reads lr and grad_scale anew if they are tensors on the device (float32 or float64; their values are not
+        checked); numbers and other options stay as captured. The optimizer must live as long as its graphs.
 
-    Raises ValueError or TypeError for what cannot work; NotImplementedError for what is not built yet.
+    Raises ValueError or TypeError for what cannot work.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);
     Reddi et al. 2018, algorithm 2 (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
     """

@@ -13,7 +13,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
-from shardcore.optim.state import Changes, ParamState, StepCount, new_state
+from shardcore.optim.scale import DeviceScale, capturing
+from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, new_state
 from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
@@ -69,6 +70,17 @@ def collect(
     return actives, idle
 
 
+def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
+    """Raise TypeError or ValueError unless grads is a list with one entry for each parameter."""
+    if not isinstance(grads, list | tuple):
+        raise TypeError(f"{op}: grads has type {type(grads).__name__}; expected a list with one entry for each parameter")
+    expected = sum(len(group["params"]) for group in groups)
+    if len(grads) != expected:
+        raise ValueError(
+            f"{op}: grads has {len(grads)} entries; expected {expected}, one for each parameter (None: no gradient)"
+        )
+
+
 def check_device(op: str, name: str, param: torch.Tensor, device_type: str) -> None:
     """Raise ValueError unless param is on this kind of device."""
     if param.device.type != device_type:
@@ -113,27 +125,48 @@ class _Call:
 class Update:
     """One step over the active parameters: built, run, committed, in this order."""
 
-    def __init__(self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], grad_scale: float) -> None:
+    def __init__(
+        self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], scale: float | DeviceScale
+    ) -> None:
         """Gather the lists. Missing states are made but not put in place; ``states`` is only read."""
-        self._op = op
+        self._op, self._scale = op, scale
         self._calls: dict[torch.device, _Call] = {}
         self._hypers: list[_C.AdamHyper] = []
-        self._sources: list[tuple[Group, ParamState]] = []  # what each of them was made from
+        self._sources: list[tuple[Group, ParamState | None]] = []  # what each of them was made from; None: the device counts
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self._states: list[ParamState] = []
         self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
+        self._device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of _states
         self._zero = StepCount()
         for active in actives:
-            self._add_group(active, states, grad_scale)
+            self._add_group(active, states)
+        if isinstance(scale, DeviceScale):
+            for device in self._calls:
+                self._count_on(device)
 
-    def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any], grad_scale: float) -> None:
+    def _count_on(self, device: torch.device) -> None:
+        """Take every state's count on the device. Memory made during a capture would be filled anew at each replay."""
+        missing = next((state for state in self._states if isinstance(state.count, StepCount)), None)
+        changed = missing if missing is not None else next((state for state, _, _ in self._new_tensors), None)
+        if changed is not None and capturing(device):
+            index = next(i for i, state in zip(self._calls[device].indices, self._states, strict=True) if state is changed)
+            raise ValueError(
+                f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
+                "with all the gradients of the graph before the capture (at replays a state made now would start again)"
+            )
+        self._device_counts = device_counts(self._states, device)
+
+    def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any]) -> None:
         group = active.group
         master, amsgrad, state_dtype = group["master"], group["amsgrad"], group["state_dtype"]
         dtypes = MOMENT_DTYPES[state_dtype]
         hyper_of_count: dict[int, int] = {}
         last_count: StepCount | None = None
         hyper = -1
+        on_device = isinstance(self._scale, DeviceScale)
+        if on_device:
+            hyper = self._add_hyper(group, None)
         call, device = _Call(), None
         for index, param, grad in zip(active.indices, active.params, active.grads, strict=True):
             if param.device != device:
@@ -147,15 +180,15 @@ class Update:
             if type(state) is not ParamState or len(state) < 3:
                 state = self._adopt(index, param, state, state_dtype)
             count = state.count
-            if count is not last_count:
+            if not on_device and count is not last_count:
+                if isinstance(count, DeviceStepCount):  # capturable was switched off
+                    count = StepCount(count.value)
                 shared = self._counts.setdefault(count.value, count)
-                if shared is not count:
+                if shared is not state.count:
                     state.count = count = shared
                 last_count = count
                 if count.value not in hyper_of_count:
-                    hyper_of_count[count.value] = len(self._hypers)
-                    self._hypers.append(hyper_of(group, count.value + 1, grad_scale))
-                    self._sources.append((group, state))
+                    hyper_of_count[count.value] = self._add_hyper(group, state)
                 hyper = hyper_of_count[count.value]
             self._states.append(state)
             call.indices.append(index)
@@ -171,6 +204,11 @@ class Update:
             call.exp_avg_scales.append(state.extra("exp_avg_scale"))
             call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
             call.masters.append(self._master(state, param, master) if master is not None else None)
+
+    def _add_hyper(self, group: Group, state: ParamState | None) -> int:
+        self._hypers.append(_hyper(group, None if state is None else state.count, self._scale))
+        self._sources.append((group, state))
+        return len(self._hypers) - 1
 
     def _other_state(self, index: int, found: torch.dtype, state_dtype: str) -> TypeError:
         expected = MOMENT_DTYPES[state_dtype].exp_avg
@@ -218,6 +256,9 @@ class Update:
     def run(self, steppers: dict[torch.device, "_C.AdamStepper"]) -> None:
         """Call the kernel once a device, with the stepper kept for that device."""
         for device, call in self._calls.items():
+            on_device = None
+            if isinstance(self._scale, DeviceScale):
+                on_device = self._scale.step([count.counter for count in self._device_counts])
             stepper = steppers.get(device)
             if stepper is None:
                 stepper = steppers[device] = _C.AdamStepper()
@@ -233,14 +274,18 @@ class Update:
                 keys=[(index, 0) for index in call.indices] if call.with_keys else None,
                 exp_avg_scales=call.exp_avg_scales if call.with_scales else None,
                 exp_avg_sq_scales=call.exp_avg_sq_scales if call.with_scales else None,
+                device_step=on_device,
             )
             call.grads = []  # they are the user's to free
 
     def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
-        """Put new states in place and count the step. Parameters in idle keep their count."""
+        """Put new states in place and count the step (a capturable step counts itself). Parameters in idle keep their count."""
         states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
+        for state, on_device in zip(self._states, self._device_counts, strict=bool(self._device_counts)):
+            if state.count is not on_device:
+                state.count = on_device
         idle_states = [states[param] for param in idle if states.get(param)]
         held = {id(state.count) for state in idle_states if type(state) is ParamState}
         split = {id(count): StepCount(count.value) for count in self._counts.values() if id(count) in held}
@@ -265,8 +310,10 @@ class Repeat:
         self._groups = list(groups)
         self._kinds = [_kind(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
-        self._counts = list({id(state.count): state.count for state in update._states}.values())
-        self._sources = [(group, state.count) for group, state in update._sources]
+        self._counts = list(
+            {id(state.count): state.count for state in update._states if isinstance(state.count, StepCount)}.values()
+        )
+        self._sources = [(group, None if state is None else state.count) for group, state in update._sources]
 
     def calls(self, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> "list[_Call] | None":
         """Return the calls with this step's gradients (``p.grad``), or None if something else has to be looked at."""
@@ -283,12 +330,19 @@ class Repeat:
             call.grads = grads
         return [call for _, call in calls] or None
 
-    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], grad_scale: float) -> None:
+    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
         """Step, after ``calls``, and count the step."""
-        self._update._hypers = [hyper_of(group, count.value + 1, grad_scale) for group, count in self._sources]
+        self._update._scale = scale
+        self._update._hypers = [_hyper(group, count, scale) for group, count in self._sources]
         self._update.run(steppers)
         for count in self._counts:
             count.value += 1
+
+
+def _hyper(group: Group, count: StepCount | DeviceStepCount | None, scale: float | DeviceScale) -> "_C.AdamHyper":
+    if isinstance(scale, DeviceScale) or count is None:
+        return hyper_of(group)
+    return hyper_of(group, count.value + 1, scale)
 
 
 def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -298,4 +352,4 @@ def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:
 
 def _kind(group: Group) -> tuple[Any, ...]:
     """The options of a group that decide which lists a step has."""
-    return group["master"], group["state_dtype"], group["amsgrad"], group["stochastic_rounding"]
+    return group["master"], group["state_dtype"], group["amsgrad"], group["stochastic_rounding"], group["capturable"]

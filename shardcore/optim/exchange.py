@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
-from shardcore.optim.state import TENSOR_KEYS, ParamState, StepCount, check_tensor, new_state, share_counts, step_count
+from shardcore.optim.state import (
+    TENSOR_KEYS,
+    ParamState,
+    StepCount,
+    check_tensor,
+    device_counts,
+    new_state,
+    share_counts,
+    step_count,
+)
 from shardcore.optim.storage import MOMENTS, SCALES, joined_master, moment_values, split_remainder, stored_moment
 
 # Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
@@ -172,7 +181,11 @@ def import_states(
             states[param] = state
         if "remainder" in state:
             masters[param] = value["master"]
-    share_counts(states.values())
+    if states and groups[0]["capturable"]:
+        for state, count in zip(states.values(), device_counts(list(states.values()), next(iter(states)).device), strict=True):
+            state.count = count
+    else:
+        share_counts(states.values())
     if lost:
         more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
         warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=3)

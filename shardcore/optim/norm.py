@@ -1,7 +1,7 @@
 """The global norm of gradients and what clipping makes of it.
 
 Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double-double, so neither the order nor the
-grouping of the tensors changes the norm; the coefficient stays in double until AdamHyper rounds it.
+grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from shardcore._native import _C
-from shardcore.optim.options import number
+from shardcore.optim.scale import check_max_norm
 
 
 def global_norm(tensors: Sequence[torch.Tensor]) -> float:
@@ -24,20 +24,6 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
         return 0.0
     totals = [_C.sq_norm(_C.dense(group)).cpu() for group in by_device.values()]
     return _C.norm_from_sq(totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals)))
-
-
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Return min(1, max_norm / (norm + 1e-6)) in double; NaN for a NaN norm (min() would hide it)."""
-    coefficient = max_norm / (norm + 1e-6)
-    return 1.0 if coefficient > 1.0 else coefficient
-
-
-def check_max_norm(op: str, max_norm: object) -> float:
-    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without clipping."""
-    x = number(op, "max_norm", max_norm)
-    if not x >= 0.0:
-        raise ValueError(f"{op}: max_norm has {x}; expected a number of at least 0")
-    return x
 
 
 def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -62,7 +48,7 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
         return engine.clip_grad_norm_(limit, params)  # type: ignore[no-any-return]
     grads = [p.grad for p in params if p.grad is not None]
     norm = global_norm(grads)
-    coefficient = clip_coefficient(norm, limit)
+    coefficient = _C.clip_coefficient(norm, limit)
     with torch.no_grad():
         if grads and coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)

@@ -5,7 +5,7 @@ the same whether the optimizer is sharded or not.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -44,6 +44,24 @@ def number(op: str, name: str, value: object) -> float:
     raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one element")
 
 
+def on_device(value: object) -> bool:
+    """Whether value is a tensor that the host would have to wait for."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
+    """Return a tensor on a device as it is, to be read there, anything else as `number` does. Raises TypeError."""
+    if not on_device(value):
+        return number(op, name, value)
+    assert isinstance(value, torch.Tensor)
+    if value.numel() != 1 or value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; expected "
+            "one float32 or float64 number (a capturable step reads it there)"
+        )
+    return value
+
+
 def _non_negative(op: str, name: str, value: object) -> None:
     x = number(op, name, value)
     if not (0.0 <= x < math.inf):
@@ -51,16 +69,19 @@ def _non_negative(op: str, name: str, value: object) -> None:
 
 
 def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
-    """Raise ValueError, TypeError or NotImplementedError for an option that no step can use.
+    """Raise ValueError or TypeError for an option that no step can use.
 
     op and where (for example "param_groups[1].") begin the message. Cheap enough for every step: schedulers and users
     change options at any time.
     """
-    for name in ("lr", "eps", "weight_decay"):
-        _non_negative(op, where + name, group[name])
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
+    if group["capturable"] is True:
+        _check_device_options(op, group, where)
+    for name in ("lr", "eps", "weight_decay"):
+        if not (name == "lr" and lr_on_device(group)):
+            _non_negative(op, where + name, group[name])
     for i, beta in enumerate(betas):
         x = number(op, f"{where}betas[{i}]", beta)
         if not (0.0 <= x < 1.0):
@@ -76,8 +97,50 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     _check_storage(op, group, where)
 
 
+def lr_on_device(group: Mapping[str, Any]) -> bool:
+    """Whether the kernel reads the group's lr, so that its value is not known here."""
+    return group["capturable"] is True and on_device(group["lr"])
+
+
+def _check_device_options(op: str, group: Mapping[str, Any], where: str) -> None:
+    device_number(op, where + "lr", group["lr"])
+    beta1, beta2 = group["betas"]
+    others = {"eps": group["eps"], "weight_decay": group["weight_decay"], "betas[0]": beta1, "betas[1]": beta2}
+    for name, value in others.items():
+        if on_device(value):
+            raise TypeError(
+                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a capturable step reads only lr there)"
+            )
+
+
+def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
+    """Raise ValueError unless no group is capturable, or all are and have parameters on one device of this type."""
+    flags = [group["capturable"] for group in groups]
+    if True not in flags:
+        return
+    first: torch.device | None = None
+    for i, group in enumerate(groups):
+        where = f"param_groups[{i}].capturable"
+        for p in group["params"] if group["capturable"] else ():
+            first = first or p.device
+            if p.device.type != device_type:
+                raise ValueError(
+                    f"{op}: {where} has True for {p.device.type.upper()} parameters; expected False (only CUDA graphs capture)"
+                )
+            if p.device != first:
+                raise ValueError(
+                    f"{op}: {where} has True for parameters on {first} and {p.device}; expected one device (a graph captures "
+                    "one: make an optimizer for each)"
+                )
+        if group["capturable"] is not flags[0]:
+            raise ValueError(
+                f"{op}: {where} has {flags[i]}, and param_groups[0] {flags[0]}; expected the same for all groups "
+                "(a step decides on the device, or on the host)"
+            )
+
+
 def _check_storage(op: str, group: Mapping[str, Any], where: str) -> None:
-    """Check how states are stored: master, state_dtype, stochastic_rounding and capturable."""
+    """Check how states are stored: master, state_dtype and stochastic_rounding."""
     master, state_dtype = group["master"], group["state_dtype"]
     for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
         if value is not None and not isinstance(value, str):
@@ -94,8 +157,6 @@ def _check_storage(op: str, group: Mapping[str, Any], where: str) -> None:
             f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
             "(a weight made from a master is always rounded to nearest)"
         )
-    if group["capturable"]:
-        raise NotImplementedError(f"{op}: {where}capturable has True, which is not built yet; expected False")
 
 
 def check_param(op: str, name: str, param: torch.Tensor) -> None:
@@ -121,14 +182,15 @@ def check_master(op: str, name: str, param: torch.Tensor, master: str | None) ->
         )
 
 
-def hyper_of(group: Mapping[str, Any], step: int, grad_scale: float) -> "_C.AdamHyper":
+def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
     """Make the scalars of one step (counted from 1) from a group that check_options has passed.
 
-    grad_scale multiplies the gradient; it arrives in double and is rounded once, inside AdamHyper.
+    grad_scale multiplies the gradient; it arrives in double and is rounded once. Step and grad_scale of a capturable step
+    are the device's, and so is an lr that lies there.
     """
     beta1, beta2 = group["betas"]
     return _C.AdamHyper(
-        lr=float(group["lr"]),
+        lr=group["lr"] if lr_on_device(group) else float(group["lr"]),
         beta1=float(beta1),
         beta2=float(beta2),
         eps=float(group["eps"]),

@@ -2,14 +2,15 @@
 
 Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
 fresh float32 tensor, as torch.optim keeps it. Parameters with equal counts share one StepCount, so that a step over
-100,000 tensors moves one integer. The other keys hold contiguous tensors on the parameter's device: exp_avg and exp_avg_sq
-of its shape (float32, bfloat16, or int8 and uint8 codes with float32 exp_avg_scale and exp_avg_sq_scale, one for 256
-elements), max_exp_avg_sq (float32), and either master (float32) or remainder (int16).
+100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold contiguous
+tensors on the parameter's device: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
+float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
+remainder (int16).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -83,6 +84,30 @@ class StepCount:
         return torch.tensor(float(self.value), dtype=torch.float32)
 
 
+class DeviceStepCount:
+    """The same for one parameter of a capturable optimizer: in device memory, where a replayed graph moves it on.
+
+    Not shared: a graph goes on counting the parameters that it was captured with, whatever other steps do meanwhile.
+    """
+
+    __slots__ = ("counter",)
+
+    def __init__(self, counter: torch.Tensor) -> None:
+        self.counter = counter  # int64 of shape ()
+
+    @property
+    def value(self) -> int:
+        """The count; waits for the device."""
+        return int(self.counter.item())
+
+    def tensor(self) -> torch.Tensor:
+        """Return the count as torch.optim.Adam(capturable=True) keeps it: a new float32 tensor of shape () on the device."""
+        return self.counter.to(torch.float32)
+
+
+_COUNTS = (StepCount, DeviceStepCount)
+
+
 def step_count(op: str, name: str, value: object) -> int:
     """Return a step count given as a number or as a tensor of one element; ValueError if it is not a whole number >= 0."""
     x = number(op, name, value)
@@ -105,13 +130,13 @@ class ParamState(dict[str, Any]):
         self.update(*args, **kwargs)
 
     @property
-    def count(self) -> StepCount:
+    def count(self) -> StepCount | DeviceStepCount:
         """The count itself, shared with other parameters. Raises KeyError when the state is empty."""
-        count: StepCount = super().__getitem__("step")
+        count: StepCount | DeviceStepCount = super().__getitem__("step")
         return count
 
     @count.setter
-    def count(self, count: StepCount) -> None:
+    def count(self, count: StepCount | DeviceStepCount) -> None:
         Changes.count += 1
         super().__setitem__("step", count)
 
@@ -127,10 +152,10 @@ class ParamState(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
-        return value.tensor() if type(value) is StepCount else value
+        return value.tensor() if isinstance(value, _COUNTS) else value
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if key == "step" and type(value) is not StepCount:
+        if key == "step" and not isinstance(value, _COUNTS):
             value = StepCount(step_count("state", "step", value))
         Changes.count += 1
         super().__setitem__(key, value)
@@ -167,7 +192,7 @@ class ParamState(dict[str, Any]):
     def pop(self, key: str, *default: Any) -> Any:
         Changes.count += 1
         value = super().pop(key, *default)
-        return value.tensor() if type(value) is StepCount else value
+        return value.tensor() if isinstance(value, _COUNTS) else value
 
     def popitem(self) -> tuple[str, Any]:
         key = next(reversed(self))
@@ -229,6 +254,15 @@ def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.
 
 def share_counts(states: Iterable[ParamState]) -> None:
     """Make states with equal counts share one StepCount."""
-    shared: dict[int, StepCount] = {}
+    shared: dict[int, StepCount | DeviceStepCount] = {}
     for state in states:
         state.count = shared.setdefault(state.count.value, state.count)
+
+
+def device_counts(states: Sequence[ParamState], device: torch.device) -> list[DeviceStepCount]:
+    """Return a count on the device for each state: its own, or a new one of the same value."""
+    on_host = [state.count for state in states if isinstance(state.count, StepCount)]
+    if not on_host:
+        return [state.count for state in states if isinstance(state.count, DeviceStepCount)]
+    made = iter(torch.tensor([count.value for count in on_host], dtype=torch.int64, device=device).unbind())
+    return [state.count if isinstance(state.count, DeviceStepCount) else DeviceStepCount(next(made)) for state in states]

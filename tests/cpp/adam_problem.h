@@ -107,9 +107,10 @@ class AdamProblem {
     run_cpu(hypers, executor);
   }
 
+  void run_cuda_body(const std::vector<AdamHyper>& hypers) { run_cuda_body(scalars_of(hypers)); }
+
   // The CUDA kernel's body over all blocks and threads, the last first.
-  void run_cuda_body(const std::vector<AdamHyper>& hypers) {
-    const std::vector<AdamScalars> scalars = scalars_of(hypers);
+  void run_cuda_body(const std::vector<AdamScalars>& scalars) {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
     for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= 0; --block) {
