@@ -33,7 +33,7 @@ struct AdamSegment {
   float* exp_avg_sq_scale;
   int64_t numel;
   uint64_t param_index;   // random key of stochastic rounding: which parameter,
-  int64_t first_element;  // and which of its elements is element 0 here (a multiple of 256 if q8)
+  int64_t first_element;  // and which of its elements is element 0 here (blocks of q8 start here)
   int32_t hyper_index;
   DType param_dtype;
   DType grad_dtype;

@@ -134,10 +134,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       } else if (const char* why = why_random(t, hyper_list[static_cast<size_t>(indices[i])].hyper.stochastic_rounding)) {
         value_error({kStepOp, "keys"}, "None; expected a key for each of params (params[", i, "] ", why, ")");
       }
-      if (t.state_dtype == StateDType::q8 && t.first_element % kBlock != 0) {
-        value_error({kStepOp, "keys", static_cast<int64_t>(i)}, "first element ", t.first_element,
-                    "; expected a multiple of 256 (8-bit blocks must not be cut)");
-      }
     }
     std::optional<DevicePlan> plan;
     std::vector<int64_t*> counts;

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
 from shardcore.optim.batch import Repeat, Update, check_device, check_grads_list, collect
+from shardcore.optim.dtensor import Rows, check_tensor_param, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Engine, Gradients
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
-from shardcore.optim.norm import global_norm
-from shardcore.optim.options import check_capturable, check_master, check_options, check_param
+from shardcore.optim.norm import ShardedGradients, global_norm
+from shardcore.optim.options import check_capturable, check_master, check_options
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
@@ -76,6 +77,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._skipped = 0
         self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
+        self._dtensors: dict[torch.Tensor, Rows] = {}
         super().__init__(given, defaults)
         self.state = States()
 
@@ -98,6 +100,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._check_group(group, f"param_groups[{len(self.param_groups)}].")
         check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
+        self._dtensors |= find_rows(self._op, self.param_groups[-1]["params"])
         if group["capturable"] and plain:
             self._skip_counter(plain[0].device)
 
@@ -109,13 +112,9 @@ class AdamOptimizer(torch.optim.Optimizer):
             name = f"params[{i}]"
             if not isinstance(p, torch.Tensor):
                 raise TypeError(f"{self._op}: {name} has type {type(p).__name__}; expected a tensor")
-            if is_traceable_wrapper_subclass(p):
-                raise TypeError(
-                    f"{self._op}: {name} has type {type(p).__name__}; expected a plain tensor (for a DTensor: p.to_local())"
-                )
             if self._device_type is not None:
                 check_device(self._op, name, p, self._device_type)
-            check_param(self._op, name, p)
+            check_tensor_param(self._op, name, p)
             if p in known:
                 raise ValueError(f"{self._op}: {name} is given twice; expected each parameter once")
             known.add(p)
@@ -219,7 +218,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                 check_options(self._op, group, f"param_groups[{i}].")
             calls = self._repeat.calls(self.param_groups, self.state)
         if self._repeat is not None and calls is not None:
-            clipped = self._clipped_scale([call.grads for call in calls], scale, max_norm)
+            clipped = self._clipped_scale([grad for call in calls for grad in call.grads], {}, scale, max_norm)
             if clipped is not None:
                 self._repeat.run(self._steppers, clipped)
             return
@@ -227,20 +226,30 @@ class AdamOptimizer(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             self._check_group(group, f"param_groups[{i}].")
         check_capturable(self._op, self.param_groups, self._capture_type)
-        actives, idle = collect(self._op, self.param_groups, grads, self._device_type)
-        clipped = self._clipped_scale([active.grads for active in actives], scale, max_norm)
+        actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._dtensors)
+        owners = [owner for active in actives for owner in active.owners]
+        whole, sharded = grouped(owners, [grad for active in actives for grad in active.grads], self._dtensors)
+        clipped = self._clipped_scale(whole, sharded, scale, max_norm)
         if clipped is None:
             return
         update = Update(self._op, actives, self.state, clipped)
         update.run(self._steppers)
         update.commit(self.state, idle)
-        self._repeat = Repeat(update, self.param_groups, self.state, idle)
+        if self._dtensors:  # their gradients are looked up anew each time
+            increment_version([owner for owner in owners if owner in self._dtensors])
+        else:
+            self._repeat = Repeat(update, self.param_groups, self.state, idle)
 
     def _clipped_scale(
-        self, grads: Sequence[Sequence[torch.Tensor]], scale: float | DeviceScale, max_norm: float | None
+        self, grads: Sequence[torch.Tensor], sharded: ShardedGradients, scale: float | DeviceScale, max_norm: float | None
     ) -> float | DeviceScale | None:
         """Return the scale with the clip coefficient in it, or None after counting a skipped step. The device does its own."""
         if isinstance(scale, DeviceScale):
+            if sharded and max_norm is not None:
+                raise ValueError(
+                    f"{self._op}: max_norm is given for capturable DTensors that are sharded; expected None (their norm needs other "
+                    "ranks: clip before the step)"
+                )
             return scale
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
@@ -248,7 +257,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             return None
         if max_norm is None:
             return scale
-        norm = global_norm([grad for some in grads for grad in some])
+        norm = global_norm(grads, sharded)
         clipped = _C.clipped_scale(scale, norm, max_norm)
         if clipped is None:
             self._skip(f"the gradients' norm is {norm * abs(scale)}")
@@ -283,7 +292,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         states = ((i, self.state[p]) for i, p in enumerate(params) if p in self.state)
         return {
-            "state": {i: export_state(state, params[i]) for i, state in states if state},
+            "state": {
+                i: export_dtensors(export_state(state, local_part(params[i])), self._dtensors.get(params[i]))
+                for i, state in states
+                if state
+            },
             "param_groups": export_groups(self.param_groups),
         }
 
@@ -314,7 +327,7 @@ class AdamOptimizer(torch.optim.Optimizer):
                     f"{self._op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns"
                 )
         options = import_groups(self._op, self.param_groups, state_dict["param_groups"])
-        states, masters = import_states(self._op, self.param_groups, state_dict)
+        states, masters = import_states(self._op, self.param_groups, state_dict, self._dtensors)
         if masters:
             with torch.no_grad():
                 _C.cast(list(masters), [master.detach().to(p.device).contiguous() for p, master in masters.items()])
@@ -334,6 +347,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._steppers = {}
         super().__setstate__(state)
+        self._dtensors = find_rows(self._op, (p for group in self.param_groups for p in group["params"]))
 
 
 def _as_list(group: dict[str, Any]) -> list[Any]:
@@ -356,7 +370,9 @@ class FusedAdam(AdamOptimizer):
     Updated weights have the same bits on every device and instruction set.
 
     params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in torch.optim; float32 |
-        bfloat16 | float16, contiguous. Gradients may have another dtype of these (``p.grad_dtype``, or ``step(grads=)``).
+        bfloat16 | float16, contiguous; FSDP2's DTensors too (Shard(0) and Replicate(); then step(max_norm=) is collective,
+        and ``state`` holds this rank's parts, which state_dict() shows as DTensors). Gradients may have another dtype of
+        these (``p.grad_dtype``, or ``step(grads=)``).
     lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0 by default).
     adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient (Adam).
     bias_correction: False leaves out the division by 1 - beta**step.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
+from shardcore.optim.dtensor import Rows, local_part
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
 from shardcore.optim.scale import DeviceScale, capturing
 from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, new_state
@@ -22,21 +23,30 @@ Group = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Active:
-    """The parameters of one group that have a gradient in this step; ``indices`` count over all groups."""
+    """The parameters of one group that have a gradient in this step.
+
+    keys: (index over all groups, index of its first element in the whole parameter). owners: the parameters as the groups hold
+    them; params and grads are what kernels see, this rank's part of a DTensor.
+    """
 
     group: Group
-    indices: list[int] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    owners: list[torch.Tensor] = field(default_factory=list)
     params: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor] = field(default_factory=list)
 
 
 def collect(
-    op: str, groups: Sequence[Group], grads: Sequence[torch.Tensor | None] | None, device_type: str | None
+    op: str,
+    groups: Sequence[Group],
+    grads: Sequence[torch.Tensor | None] | None,
+    device_type: str | None,
+    dtensors: Mapping[torch.Tensor, Rows],
 ) -> tuple[list[Active], list[torch.Tensor]]:
     """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
 
-    device_type: the only one allowed, or None. A gradient that is not contiguous, or has torch's negative bit, is copied.
-    Raises ValueError or TypeError.
+    device_type: the only one allowed, or None. dtensors: those of the parameters that are DTensors. A gradient that is not
+    contiguous, or has torch's negative bit, is copied. Raises ValueError or TypeError.
     """
     actives: list[Active] = []
     idle: list[torch.Tensor] = []
@@ -49,6 +59,11 @@ def collect(
             if grad is None:
                 idle.append(param)
                 continue
+            first_element = 0
+            active.owners.append(param)
+            if dtensors and param in dtensors:
+                rows = dtensors[param]
+                grad, param, first_element = rows.part(op, f"grads[{index}]", grad), local_part(param), rows.first_element
             # One chain of cheap tests: what is wrong is found out only when something is.
             if (
                 not isinstance(grad, torch.Tensor)
@@ -62,7 +77,7 @@ def collect(
                 check_param(op, f"params[{index}]", param)
             if device_type is not None and param.device.type != device_type:
                 check_device(op, f"params[{index}]", param, device_type)
-            active.indices.append(index)
+            active.keys.append((index, first_element))
             active.params.append(param)
             active.grads.append(grad)
         active.grads = _C.dense(active.grads)
@@ -115,7 +130,7 @@ class _Call:
     max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
     exp_avg_scales: list[torch.Tensor | None] = field(default_factory=list)
     exp_avg_sq_scales: list[torch.Tensor | None] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
+    keys: list[tuple[int, int]] = field(default_factory=list)
     with_masters: bool = False
     with_max: bool = False
     with_scales: bool = False
@@ -168,7 +183,7 @@ class Update:
         if on_device:
             hyper = self._add_hyper(group, None)
         call, device = _Call(), None
-        for index, param, grad in zip(active.indices, active.params, active.grads, strict=True):
+        for key, owner, param, grad in zip(active.keys, active.owners, active.params, active.grads, strict=True):
             if param.device != device:
                 device = param.device
                 call = self._calls.setdefault(device, _Call())
@@ -176,9 +191,9 @@ class Update:
                 call.with_max |= amsgrad
                 call.with_scales |= dtypes.scaled
                 call.with_keys |= group["stochastic_rounding"] or state_dtype != "fp32"
-            state = states.get(param)
+            state = states.get(owner)
             if type(state) is not ParamState or len(state) < 3:
-                state = self._adopt(index, param, state, state_dtype)
+                state = self._new_states[owner] = self._adopt(key[0], param, state, state_dtype)
             count = state.count
             if not on_device and count is not last_count:
                 if isinstance(count, DeviceStepCount):  # capturable was switched off
@@ -191,12 +206,12 @@ class Update:
                     hyper_of_count[count.value] = self._add_hyper(group, state)
                 hyper = hyper_of_count[count.value]
             self._states.append(state)
-            call.indices.append(index)
+            call.keys.append(key)
             call.params.append(param)
             call.grads.append(grad)
             exp_avg = state.moment("exp_avg")
             if exp_avg.dtype is not dtypes.exp_avg:
-                raise self._other_state(index, exp_avg.dtype, state_dtype)
+                raise self._other_state(key[0], exp_avg.dtype, state_dtype)
             call.exp_avgs.append(exp_avg)
             call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
             call.hyper_index.append(hyper)
@@ -242,7 +257,6 @@ class Update:
             adopted = ParamState()
             adopted.count = self._zero
             adopted.update(new_moments(param, state_dtype))
-        self._new_states[param] = adopted
         return adopted
 
     def _extra(self, state: ParamState, key: str, param: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
@@ -271,7 +285,7 @@ class Update:
                 call.hyper_index,
                 masters=call.masters if call.with_masters else None,
                 max_exp_avg_sqs=call.max_exp_avg_sqs if call.with_max else None,
-                keys=[(index, 0) for index in call.indices] if call.with_keys else None,
+                keys=call.keys if call.with_keys else None,
                 exp_avg_scales=call.exp_avg_scales if call.with_scales else None,
                 exp_avg_sq_scales=call.exp_avg_sq_scales if call.with_scales else None,
                 device_step=on_device,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardcore.optim.dtensor import Rows, import_dtensors, local_part
 from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
 from shardcore.optim.state import (
     TENSOR_KEYS,
@@ -152,12 +153,13 @@ def import_state(
 
 
 def import_states(
-    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], dtensors: Mapping[torch.Tensor, Rows]
 ) -> tuple[dict[torch.Tensor, ParamState], dict[torch.Tensor, torch.Tensor]]:
     """Return the states that loading state_dict gives to the parameters of groups; nothing is changed.
 
-    Also returned: the float32 masters of parameters whose state has a remainder. Their weights are part of the master and
-    must be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    dtensors: those of the parameters that are DTensors; a saved tensor may then be a DTensor or whole. Also returned: the
+    float32 masters of parameters (their local parts) whose state has a remainder. Their weights are part of the master and must
+    be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
     """
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):
@@ -175,12 +177,14 @@ def import_states(
         if key not in targets:
             raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
         param, master, state_dtype = targets[key]
-        state, lost_here = import_state(op, f"state[{key!r}]", value, param, master, state_dtype)
+        name, local = f"state[{key!r}]", local_part(param)
+        value = import_dtensors(op, name, value, dtensors.get(param))
+        state, lost_here = import_state(op, name, value, local, master, state_dtype)
         lost += lost_here
         if state:
             states[param] = state
         if "remainder" in state:
-            masters[param] = value["master"]
+            masters[local] = value["master"]
     if states and groups[0]["capturable"]:
         for state, count in zip(states.values(), device_counts(list(states.values()), next(iter(states)).device), strict=True):
             state.count = count

@@ -4,26 +4,43 @@ Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double
 grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from shardcore._native import _C
+from shardcore.comm import Comm
+from shardcore.optim.dtensor import find_rows, grouped
 from shardcore.optim.scale import check_max_norm
 
+# Local gradients by the groups of ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
+ShardedGradients = Mapping[tuple[dist.ProcessGroup, ...], Sequence[torch.Tensor]]
 
-def global_norm(tensors: Sequence[torch.Tensor]) -> float:
+
+def global_norm(tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None) -> float:
     """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. Waits for their devices.
 
     tensors: float32 | bfloat16 | float16, any shapes, on any devices. A non-finite element makes it non-finite.
+    sharded: local parts of which other ranks hold the rest; squares are added over those ranks in rank order, which is
+    collective: every rank of the groups makes the same call, even without tensors.
     """
+    total = _squares(tensors)
+    for groups, parts in (sharded or {}).items():
+        squares = _squares(parts)
+        for comm in map(Comm, groups):
+            squares = _C.sq_norm_add(comm.gather_rows(squares.to(comm.device)).cpu())
+        total = _C.sq_norm_add(torch.stack([total, squares]))
+    return _C.norm_from_sq(total)
+
+
+def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares as a double-double: float64 (2,) on the CPU."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for t in tensors:
         by_device.setdefault(t.device, []).append(t.detach())
-    if not by_device:
-        return 0.0
     totals = [_C.sq_norm(_C.dense(group)).cpu() for group in by_device.values()]
-    return _C.norm_from_sq(totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals)))
+    return totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2).double())
 
 
 def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -32,7 +49,8 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     For a module, a parameter or parameters: every ``.grad`` there is multiplied by min(1, max_norm / (norm + 1e-6)), as
     torch.nn.utils.clip_grad_norm_ does with norm_type 2 (a non-finite norm included). Returns a float32 tensor of shape
     () on the first gradient's device. For a module that shardcore.shard has changed the engine clips what it holds, on
-    every rank. In an optimizer's own loop ``step(max_norm=...)`` does the same without rewriting the gradients.
+    every rank. Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions
+    counted once. In an optimizer's own loop ``step(max_norm=...)`` does the same without rewriting the gradients.
     """
     limit = check_max_norm("clip_grad_norm_", max_norm)
     engine = getattr(model_or_params, "_shardcore_engine", None)
@@ -46,8 +64,14 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
         raise ValueError("clip_grad_norm_: params are not all of one sharded model; expected one model at a time")
     for engine in engines.values():
         return engine.clip_grad_norm_(limit, params)  # type: ignore[no-any-return]
-    grads = [p.grad for p in params if p.grad is not None]
-    norm = global_norm(grads)
+    dtensors = find_rows("clip_grad_norm_", params)
+    owners = [p for p in params if p.grad is not None]
+    grads = [
+        dtensors[p].part("clip_grad_norm_", f"grads[{i}]", p.grad) if p in dtensors else p.grad
+        for i, p in enumerate(params)
+        if p.grad is not None
+    ]
+    norm = global_norm(*grouped(owners, grads, dtensors))
     coefficient = _C.clip_coefficient(norm, limit)
     with torch.no_grad():
         if grads and coefficient != 1.0:

@@ -182,7 +182,7 @@ inline std::vector<TensorSpec> every_reduced_mix(int64_t numel, int64_t misalign
         for (const DType grad : kDTypes) {
           const auto hyper = static_cast<int32_t>(specs.size() % 4);
           const bool amsgrad = state == StateDType::f32 && specs.size() % 2 == 0;
-          specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 256 * numel, state});
+          specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 77 * numel, state});
         }
       }
     }

@@ -91,10 +91,6 @@ STEP_VALUE_ERRORS = [
         "AdamStepper.step: exp_avg_sq_scales[0] has 2 elements; expected 1 (one for 256 elements of params)",
     ),
     (
-        EIGHT_BIT | {"keys": [(0, 128), (1, 0)]},
-        "AdamStepper.step: keys[0] has first element 128; expected a multiple of 256 (8-bit blocks must not be cut)",
-    ),
-    (
         EIGHT_BIT | {"max_exp_avg_sqs": [ONE, None]},
         "AdamStepper.step: max_exp_avg_sqs[0] has a tensor; expected None (amsgrad needs float32 moments)",
     ),

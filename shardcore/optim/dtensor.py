@@ -1,0 +1,164 @@
+"""DTensor parameters (FSDP2): the rows of the whole that this rank holds, and the way between a rank's part and the DTensor.
+
+Invariants: kernels and ``optimizer.state`` only ever see this rank's part, a plain tensor; state dicts show DTensors, as
+torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up, never imported: it costs most of a second,
+and where nobody has imported it there are no DTensors.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardcore.optim.options import check_param
+from shardcore.optim.state import check_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether value is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, as a plain tensor of the same memory, and any other tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    wait = getattr(part, "wait", None)  # a collective may still be filling it
+    return part if wait is None else wait()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a DTensor's local part lies in the whole: rows [first_row, first_row + rows).
+
+    groups: the ranks that hold the other rows, one group a sharded mesh dimension; replicated dimensions are not among them.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    mesh: "DeviceMesh"
+    placements: tuple["Placement", ...]
+    groups: tuple[dist.ProcessGroup, ...]
+    first_row: int
+    rows: int
+
+    @property
+    def first_element(self) -> int:
+        """The index in the whole of element 0 of the local part."""
+        return self.first_row * self.shape[1:].numel()
+
+    def part(self, op: str, name: str, value: object) -> torch.Tensor:
+        """Return the local part of a DTensor that is placed as the parameter, or raise TypeError or ValueError."""
+        if not is_dtensor(value):
+            raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a DTensor, as its parameter is one")
+        given: DTensor = value  # type: ignore[assignment]
+        if given.shape != self.shape:
+            raise ValueError(f"{op}: {name} has shape {tuple(given.shape)}; expected {tuple(self.shape)}, the parameter's")
+        if given.device_mesh != self.mesh or given.placements != self.placements:
+            raise ValueError(
+                f"{op}: {name} has placements {given.placements} on {given.device_mesh}; expected {self.placements} on "
+                f"{self.mesh}, as its parameter (redistribute it first)"
+            )
+        return local_part(given)
+
+    def part_of_saved(self, op: str, name: str, value: object) -> object:
+        """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows of a whole plain tensor."""
+        if is_dtensor(value):
+            return self.part(op, name, value)
+        if not isinstance(value, torch.Tensor):
+            return value  # refused as it would be for any parameter
+        whole = check_tensor(op, name, value, self.shape)
+        return whole.narrow(0, self.first_row, self.rows) if whole.dim() else whole
+
+    def whole(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the DTensor whose local part is `local` (the same memory)."""
+        dtensor: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
+        return dtensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        )  # fmt: skip
+
+
+def rows_of(op: str, name: str, param: "DTensor") -> Rows:
+    """Return where the local part of `param` lies. Raises ValueError for placements that do not leave it whole rows."""
+    tensor = sys.modules["torch.distributed.tensor"]
+    mesh, first, rows, groups = param.device_mesh, 0, param.shape[0] if param.dim() else 1, []
+    for dim, placement in enumerate(param.placements):
+        if type(placement) is tensor.Replicate:
+            continue
+        if type(placement) is not tensor.Shard or not placement.is_shard(0):
+            raise ValueError(
+                f"{op}: {name} has placements {param.placements}; expected Replicate() and Shard(0) only (a local part must be "
+                "whole rows, one after the other: its elements' numbers key the random bits)"
+            )
+        groups.append(mesh.get_group(dim))
+        chunk = -(-rows // mesh.size(dim))  # as torch.chunk cuts
+        before = min(rows, chunk * mesh.get_local_rank(dim))
+        first, rows = first + before, min(chunk, rows - before)
+    local = local_part(param)
+    if local.shape != (torch.Size([rows, *param.shape[1:]]) if param.dim() else param.shape):
+        raise ValueError(
+            f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of {tuple(param.shape)} "
+            "(even chunks, as torch.chunk makes them)"
+        )
+    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), tuple(groups), first, rows)
+
+
+def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
+    """Raise unless the kernels can update param in place; return where the local part lies if it is a DTensor."""
+    if is_dtensor(param):
+        rows = rows_of(op, name, param)  # type: ignore[arg-type]
+        check_param(op, name, local_part(param))
+        return rows
+    if is_traceable_wrapper_subclass(param):
+        raise TypeError(f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor")
+    check_param(op, name, param)
+    return None
+
+
+def find_rows(op: str, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Rows]:
+    """Return where the local parts of those parameters lie that are DTensors."""
+    return {p: rows_of(op, f"params[{i}]", p) for i, p in enumerate(params) if is_dtensor(p)}  # type: ignore[arg-type]
+
+
+def export_dtensors(state: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
+    """Return a state dict's entry with every tensor but the step as a DTensor placed as the parameter."""
+    if rows is None:
+        return dict(state)
+    return {key: value if key == "step" else rows.whole(value) for key, value in state.items()}
+
+
+def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
+    """Return a state dict's entry with this rank's part of every tensor but the step. Raises as Rows.part."""
+    if rows is None or not isinstance(saved, Mapping):
+        return saved
+    return {
+        key: value if key == "step" else rows.part_of_saved(op, f"{name}.{key}", value) for key, value in saved.items()
+    }  # fmt: skip
+
+
+def grouped(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], known: Mapping[torch.Tensor, Rows]
+) -> tuple[list[torch.Tensor], dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]]:
+    """Split local gradients into those that are whole on this rank, and those of which groups of ranks hold other rows.
+
+    Every combination of groups in `known` is there, in one order on all ranks, even if this rank has no gradient for it:
+    summing over them is collective.
+    """
+    whole: list[torch.Tensor] = []
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {rows.groups: [] for rows in known.values()}
+    sharded[()] = whole
+    for param, grad in zip(params, grads, strict=True):
+        sharded[known[param].groups if param in known else ()].append(grad)
+    del sharded[()]
+    return whole, sharded
