@@ -76,7 +76,8 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
   const auto data = [&](const char* name, const at::Tensor& tensor) {
     const Where where{kStepOp, name, index};
     check_layout(where, tensor, device);
-    check_numel(where, tensor, t.numel, "params");
+    if (tensor.sizes() != param.sizes())
+      value_error(where, "shape ", tensor.sizes(), "; expected ", param.sizes(), " (as params)");
     return where;
   };
   const auto given = [&](const std::vector<at::Tensor>& list) { return !list.empty() && list[i].defined(); };

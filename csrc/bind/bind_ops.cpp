@@ -158,7 +158,9 @@ py::list dense(const py::object& tensors) {
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < list.size(); ++i) {
     const at::Tensor& tensor = list[i];
-    if (tensor.is_neg() || !tensor.is_contiguous()) out[i] = py::cast(tensor.resolve_neg().contiguous());
+    if (!tensor.is_neg() && tensor.is_contiguous()) continue;
+    check_memory({"dense", "tensors", static_cast<int64_t>(i)}, tensor);
+    out[i] = py::cast(tensor.resolve_neg().contiguous());
   }
   return out;
 }

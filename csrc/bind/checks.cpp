@@ -128,19 +128,20 @@ constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::Dispatch
               "call to_local())");
 }
 
-// A storage may be smaller than its tensor: whoever resized it to zero means to fill it again before the next use.
+}  // namespace
+
 void check_memory(const Where& where, const at::Tensor& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (!impl->has_storage()) value_error(where, "no memory of its own; expected a plain tensor");
+  if (impl->numel() == 0) return;
   const c10::StorageImpl* const storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  const auto end = static_cast<size_t>(impl->storage_offset() + impl->numel());
-  if (impl->numel() != 0 && (end * impl->itemsize() > storage->nbytes() || storage->data() == nullptr)) {
+  int64_t end = impl->storage_offset() + 1;
+  for (int64_t i = 0; i < impl->dim(); ++i) end += (impl->size(i) - 1) * impl->stride(i);
+  if (static_cast<size_t>(end) * impl->itemsize() > storage->nbytes() || storage->data() == nullptr) {
     value_error(where, "a storage of ", storage->data() == nullptr ? 0 : storage->nbytes(), " bytes; expected ",
-                end * impl->itemsize(), " (its memory was released: restore it first)");
+                static_cast<size_t>(end) * impl->itemsize(), " (its memory was released: restore it first)");
   }
 }
-
-}  // namespace
 
 bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has_any(kNotPlain); }
 

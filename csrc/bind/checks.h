@@ -57,6 +57,8 @@ at::ScalarType dtype_of(const Where& where, const py::handle& object);
 at::Device device_of(const Where& where, const py::handle& object);
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
+// Refuses a tensor whose storage does not hold all its elements: whoever resized it means to fill it again before the next use.
+void check_memory(const Where& where, const at::Tensor& tensor);
 // Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
 // cpu or cuda (if this build has it).

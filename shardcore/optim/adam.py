@@ -17,7 +17,7 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, export_dtensors, f
 from shardcore.optim.engine import Engine, Gradients
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import ShardedGradients, global_norm
-from shardcore.optim.options import check_capturable, check_master, check_options
+from shardcore.optim.options import check_capturable, check_dtype, check_options
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
@@ -121,9 +121,9 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any], where: str) -> None:
         check_options(self._op, group, where)
-        if group["master"] == "split":
+        if group["master"] == "split" or group["stochastic_rounding"]:
             for i, p in enumerate(group["params"]):
-                check_master(self._op, f"{where}params[{i}]", p, group["master"])
+                check_dtype(self._op, f"{where}params[{i}]", p, group)
 
     def _skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return what capturable steps count skipped ones in."""
@@ -384,13 +384,14 @@ class FusedAdam(AdamOptimizer):
         "8bit" (1 byte each, with a float32 scale for 256 elements, rounded stochastically). Reduced moments are keyed by
         seed as stochastic_rounding is, and exclude amsgrad. A NaN in an 8-bit moment makes its 256 elements NaN.
     stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
-        parameter, element): the same bits everywhere.
+        parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights are refused.
     capturable: for CUDA parameters of one device, in all groups or none: step counts, scales, norm, clipping and the decision
         to skip stay on the device, and step waits for nothing, so it can be captured in a CUDA graph: the same bits as the
         ordinary step. As in torch: make a step with all gradients before the capture (states must exist), keep parameters
         and gradients where the graph found them, and capture again after load_state_dict or another set of gradients. Each
         replay reads lr and grad_scale anew if they are tensors on the device (float32 or float64; their values are not
-        checked); numbers and other options stay as captured. The optimizer must live as long as its graphs.
+        checked); numbers and other options stay as captured. The optimizer must live as long as its graphs. Sharded DTensors
+        take no max_norm then: their norm needs other ranks.
 
     Raises ValueError or TypeError for what cannot work.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);

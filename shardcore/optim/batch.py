@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, local_part
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
 from shardcore.optim.scale import DeviceScale, capturing
-from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, new_state
+from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
@@ -218,7 +218,7 @@ class Update:
             call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
             call.exp_avg_scales.append(state.extra("exp_avg_scale"))
             call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
-            call.masters.append(self._master(state, param, master) if master is not None else None)
+            call.masters.append(self._master(key[0], state, param, master) if master is not None else None)
 
     def _add_hyper(self, group: Group, state: ParamState | None) -> int:
         self._hypers.append(_hyper(group, None if state is None else state.count, self._scale))
@@ -232,10 +232,19 @@ class Update:
             f"state_dtype={state_dtype!r} (the option was changed after the first step; use load_state_dict to convert states)"
         )
 
-    def _master(self, state: ParamState, param: torch.Tensor, kind: str) -> torch.Tensor | None:
+    def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str) -> torch.Tensor | None:
         """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
+        key = "master" if kind == "fp32" else "remainder"
+        kept = state.extra(key) is not None
         if param.dtype not in MASTERED_DTYPES:
+            if kept:
+                raise TypeError(
+                    f"{self._op}: params[{index}] has dtype {dtype_name(param.dtype)} and a state with a {key}; expected "
+                    f"bfloat16 or float16 (it changed after the first step: take the {key} out of its state first)"
+                )
             return None
+        if not kept and not has_memory(param):
+            raise ValueError(f"{self._op}: params[{index}] has no memory to make a {key} from (restore it first)")
         if kind == "fp32":
             return self._extra(state, "master", param, param)
         remainder = state.extra("remainder")
@@ -324,6 +333,7 @@ class Repeat:
         self._groups = list(groups)
         self._kinds = [_kind(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
+        self._dtypes = {device: [p.dtype for p in call.params] for device, call in update._calls.items() if call.with_masters}
         self._counts = list(
             {id(state.count): state.count for state in update._states if isinstance(state.count, StepCount)}.values()
         )
@@ -338,6 +348,8 @@ class Repeat:
                 return None
         calls = list(self._update._calls.items())
         for device, call in calls:
+            if call.with_masters and [p.dtype for p in call.params] != self._dtypes[device]:
+                return None  # who has a master depends on it
             grads = _C.plain_grads(call.params, self._idle)
             if grads is None or call.params[0].device != device:
                 return None

@@ -173,12 +173,17 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
         )
 
 
-def check_master(op: str, name: str, param: torch.Tensor, master: str | None) -> None:
-    """Raise ValueError for a parameter that cannot have the kind of master that its group asks for."""
-    if master == "split" and param.dtype is torch.float16:
+def check_dtype(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Raise ValueError for a parameter whose dtype its group's options cannot serve."""
+    if param.dtype is torch.float16 and group["master"] == "split":
         raise ValueError(
             f"{op}: {name} has dtype float16 with master='split'; expected bfloat16 "
             "(a remainder makes no float32 of float16), or master='fp32'"
+        )
+    if param.dtype is torch.float16 and group["stochastic_rounding"]:
+        raise ValueError(
+            f"{op}: {name} has dtype float16 with stochastic_rounding=True; expected bfloat16 "
+            "(float16 weights are rounded to nearest only), or stochastic_rounding=False"
         )
 
 

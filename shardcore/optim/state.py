@@ -14,6 +14,7 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, Va
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore.optim.options import dtype_name, number
 from shardcore.optim.storage import zeros
@@ -247,9 +248,20 @@ def check_tensor(op: str, name: str, value: object, shape: torch.Size) -> torch.
         raise TypeError(f"{op}: {name} has dtype {dtype_name(value.dtype)}; expected a floating dtype")
     if value.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {value.layout}; expected a dense tensor")
+    if is_traceable_wrapper_subclass(value):
+        raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a plain tensor, as its parameter is one")
+    if value.is_meta or not has_memory(value):
+        raise ValueError(f"{op}: {name} has no memory (device {value.device}); expected values to read")
     if value.shape != shape:
         raise ValueError(f"{op}: {name} has shape {tuple(value.shape)}; expected {tuple(shape)}, the parameter's")
     return value
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage holds every element (one that was released, or resized, does not)."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end_bytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= end_bytes
 
 
 def share_counts(states: Iterable[ParamState]) -> None:

@@ -104,6 +104,7 @@ class Oracle:
     bias_correction: bool = True
     stochastic_rounding: bool = False
     seed: int = 0
+    state_dtype: str = "fp32"
     step_count: int = 0
     exp_avg: Interval = field(init=False)
     exp_avg_sq: Interval = field(init=False)
@@ -129,13 +130,32 @@ class Oracle:
             g = ((scalar(self.weight_decay) * p).rounded() + g).rounded()
         m = (scalar(beta1) * m + (scalar(1 - beta1) * g).rounded()).rounded()
         v = (scalar(beta2) * v + ((scalar(1 - beta2) * g).rounded() * g).rounded()).rounded()
-        self.exp_avg, self.exp_avg_sq = m, v
+        self.exp_avg, self.exp_avg_sq = kept_moment(m, self.state_dtype, True), kept_moment(v, self.state_dtype, False)
         if self.amsgrad:
             self.max_exp_avg_sq = v = self.max_exp_avg_sq.maximum(v)
         denominator = ((v.sqrt().rounded() * scalar(1 / np.sqrt(bias2))).rounded() + scalar(self.eps)).rounded()
         update = (scalar(self.lr / bias1) * (m / denominator).rounded()).rounded()
         p = ((p * decay).rounded() + -update).rounded()
         self.weight = p if self.master else p.stored(self.dtype, self.stochastic_rounding)
+
+
+def kept_moment(x: Interval, state_dtype: str, signed: bool) -> Interval:
+    """As reduced moments are kept: bfloat16 (the second stochastically), or 8-bit codes, of which either neighbour may come.
+
+    A code has 3 bits of mantissa, and below 2^-17 (first) and 2^-33 (second moment) of the block's largest equal steps; the
+    scale is less than twice the largest.
+    """
+    if state_dtype == "fp32":
+        return x
+    if state_dtype == "bf16":
+        return x.stored(torch.bfloat16, stochastic=not signed)
+    magnitude = np.maximum(np.abs(x.lo), np.abs(x.hi))
+    largest = np.concatenate(
+        [np.full_like(b, b.max()) for b in np.split(magnitude, range(256, len(x.lo), 256)) if len(b)] or [x.lo]
+    )
+    step = np.maximum(magnitude * 2.0**-3, 2 * largest * 2.0 ** (-17 if signed else -33))
+    lo = x.lo - step
+    return Interval(lo if signed else np.maximum(lo, 0), x.hi + step)
 
 
 def violations(actual: torch.Tensor, expected: Interval) -> int:

@@ -1,0 +1,233 @@
+"""Tensors that change between steps: released, of other shape, dtype, device. Clear errors, and not a byte is written."""
+
+import hashlib
+import warnings
+
+import pytest
+import torch
+
+from shardcore.optim import CPUAdam, FusedAdam
+
+SHAPES = ((4, 6), (300,), (2, 3, 4))
+KINDS = {
+    "fp32": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True}),
+    "master": (torch.bfloat16, {"master": "fp32"}),
+    "split": (torch.bfloat16, {"master": "split"}),
+    "8bit": (torch.bfloat16, {"state_dtype": "8bit"}),
+    "bf16": (torch.float16, {"state_dtype": "bf16"}),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind, steps=2, make=FusedAdam):
+    dtype, options = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    optimizer = make(params, lr=0.1, **options)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def digest(params, optimizer):
+    """A hash of every byte that a step could write, and of the counts."""
+    tensors = [p.detach() for p in params] + [p.grad for p in params if p.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    hashed = hashlib.sha256()
+    for t in tensors:
+        hashed.update(bytes(t.untyped_storage()) if not t.is_meta else b"meta")
+    hashed.update(str(optimizer.skipped_steps).encode())
+    return hashed.hexdigest()
+
+
+def refused(params, optimizer, error, match):
+    before = digest(params, optimizer)
+    for arguments in ({}, {"max_norm": 1.0}, {"grad_scale": 0.5}):
+        with pytest.raises(error, match=match):
+            optimizer.step(**arguments)
+        assert digest(params, optimizer) == before
+
+
+def release(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+STEPS = pytest.mark.parametrize("steps", [0, 1, 2])  # before the first, before and after the short way is taken
+
+
+@each_kind
+@STEPS
+def test_a_parameter_whose_memory_was_released(kind, steps):
+    params, optimizer = made(kind, steps)
+    params[1].grad = torch.ones_like(params[1])
+    release(params[1].data)
+    refused(params, optimizer, ValueError, r"params\[[01]\] has (a storage of 0 bytes|no memory).*restore it")
+
+
+@each_kind
+def test_a_gradient_whose_memory_was_released(kind):
+    for transposed in (False, True):
+        params, optimizer = made(kind)
+        params[0].grad = torch.ones(6, 4).to(params[0].dtype).t() if transposed else torch.ones_like(params[0])
+        release(params[0].grad)
+        refused(params, optimizer, ValueError, r"\[0\] has a storage of 0 bytes; expected \d+ .*restore it")
+
+
+@each_kind
+def test_a_state_whose_memory_was_released(kind):
+    params, optimizer = made(kind)
+    for key in [key for key in optimizer.state[params[1]] if key != "step"]:
+        params, optimizer = made(kind)
+        release(optimizer.state[params[1]][key])
+        refused(params, optimizer, ValueError, r"\[1\] has a storage of 0 bytes; expected \d+ .*restore it")
+
+
+@each_kind
+def test_states_on_another_device(kind):
+    params, optimizer = made(kind)
+    for key in [key for key in optimizer.state[params[1]] if key != "step"]:
+        params, optimizer = made(kind)
+        optimizer.state[params[1]][key] = optimizer.state[params[1]][key].to("meta")
+        refused(params, optimizer, ValueError, r"s\[1\] has device meta; expected cpu")
+
+
+class Elsewhere(torch.nn.Parameter):
+    """Says that it moved; stands in for a parameter that was moved to a GPU where there is none."""
+
+    moved = False
+
+    @property
+    def device(self):
+        return torch.device("cuda:0") if self.moved else torch.device("cpu")
+
+
+@pytest.mark.parametrize("make", [FusedAdam, CPUAdam])
+def test_a_parameter_that_moved_to_another_device(make):
+    p = Elsewhere(torch.ones(4))
+    optimizer = make([p])
+    for _ in range(2):
+        p.grad = torch.ones(4)
+        optimizer.step()
+    p.moved = True
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"grads\[0\] has device cpu; expected cuda:0"):
+        optimizer.step(grads=[torch.ones(4)])
+    assert torch.equal(p.detach(), before)
+
+
+CHANGES = {
+    "same elements, other shape": (
+        lambda p: p.reshape(6, 4),
+        ValueError,
+        r"has shape \[4, 6\]; expected \[6, 4\]",
+    ),
+    "more elements": (
+        lambda p: torch.ones(5, 6).to(p.dtype),
+        ValueError,
+        r"has shape \[4, 6\]; expected \[5, 6\]",
+    ),
+    "no elements": (lambda p: p[:0], ValueError, r"has shape \[4, 6\]; expected \[0, 6\]"),
+    "strides": (lambda p: p.t().contiguous().t(), ValueError, r"params\[0\] has strides \(1, 4\).*contiguous"),
+    "float64": (lambda p: p.double(), TypeError, r"params\[0\] has dtype float64; expected float32, bfloat16 or float16"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_data(kind, change):
+    params, optimizer = made(kind)
+    make, error, match = CHANGES[change]
+    params[0].grad = None
+    params[0].data = make(params[0].detach())
+    params[0].grad = torch.ones_like(params[0]) if change != "float64" else None
+    if change == "float64":
+        with pytest.raises(error, match=match):
+            optimizer.step(grads=[torch.ones(p.shape) for p in params])
+        return
+    refused(params, optimizer, error, match)
+
+
+@pytest.mark.parametrize("kind, key", [("master", "master"), ("split", "remainder")])
+def test_a_mastered_parameter_that_became_float32(kind, key):
+    params, optimizer = made(kind)
+    params[0].grad = None
+    params[0].data = params[0].detach().float()
+    params[0].grad = torch.ones(4, 6)
+    refused(
+        params, optimizer, TypeError, rf"params\[0\] has dtype float32 and a state with a {key}; expected bfloat16 or float16"
+    )
+
+
+def test_a_split_parameter_that_became_float16():
+    params, optimizer = made("split")
+    params[0].grad = None
+    params[0].data = params[0].detach().half()
+    params[0].grad = torch.ones_like(params[0])
+    refused(params, optimizer, ValueError, r"params\[0\] has dtype float16 with master='split'")
+
+
+def test_what_is_put_right_again_goes_on():
+    """After each refusal the optimizer is as before: restored, it ends at the bits of one that was never disturbed."""
+    (params, optimizer), (others, undisturbed) = made("split"), made("split")
+    kept = params[1].detach().clone()
+    release(params[1].data)
+    refused(params, optimizer, ValueError, "restore it")
+    params[1].data.untyped_storage().resize_(kept.numel() * kept.element_size())
+    params[1].data.copy_(kept)
+    optimizer.step()
+    undisturbed.step()
+    assert digest(params, optimizer) == digest(others, undisturbed)
+
+
+def released_copy(t):
+    copy = t.clone()
+    release(copy)
+    return copy
+
+
+BAD_VALUES = {
+    "shape": (lambda t: t.reshape(6, 4), ValueError, r"has shape \(6, 4\); expected \(4, 6\), the parameter's"),
+    "flat": (lambda t: t.reshape(-1), ValueError, r"has shape \(24,\)"),
+    "int64": (lambda t: t.long(), TypeError, "has dtype int64; expected a floating dtype"),
+    "int8": (lambda t: t.to(torch.int8), TypeError, "has dtype int8; expected a floating dtype"),
+    "bool": (lambda t: t.bool(), TypeError, "has dtype bool; expected a floating dtype"),
+    "complex64": (lambda t: t + 0j, TypeError, "has dtype complex64; expected a floating dtype"),
+    "sparse": (lambda t: t.to_sparse(), ValueError, "has layout torch.sparse_coo; expected a dense tensor"),
+    "meta": (lambda t: t.to("meta"), ValueError, "has no memory"),
+    "released": (released_copy, ValueError, "has no memory"),
+    "a list": (lambda t: t.tolist(), TypeError, "has type list; expected a tensor"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_state_dicts_that_do_not_fit(kind, bad):
+    """Every tensor of the first parameter's entry in turn; the entry of the last one is good and must not arrive either."""
+    make, error, match = BAD_VALUES[bad]
+    good = made(kind, steps=3)[1].state_dict()
+    for key in [key for key in good["state"][0] if key != "step"]:
+        params, optimizer = made(kind)
+        before = digest(params, optimizer)
+        entry = {**good["state"][0], key: make(good["state"][0][key].float())}
+        with pytest.raises(error, match=rf"^FusedAdam: state\[0\].{key} {match}"):
+            optimizer.load_state_dict({**good, "state": {**good["state"], 0: entry}})
+        assert digest(params, optimizer) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_floating_dtypes_are_converted_and_losses_are_named(dtype):
+    """DESIGN section 3: upcasts are silent, downcasts warn."""
+    params, optimizer = made("fp32")
+    saved = optimizer.state_dict()
+    exact = saved["state"][0]["exp_avg"].double() + (2.0**-40 if dtype is torch.float64 else 0)
+    saved["state"][0]["exp_avg"] = exact.to(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(saved)
+    assert [str(w.message).split(";")[0] for w in caught] == (
+        ["FusedAdam: state[0].exp_avg is rounded from float64 to float32"] if dtype is torch.float64 else []
+    )
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], exact.to(dtype).float())
