@@ -1,0 +1,109 @@
+"""One call over 100,000 tiny tensors: every element has the bits of the same step done another way, for every kind of state."""
+
+import pytest
+import torch
+
+from shardcore._native import _C
+from shardcore.optim import CPUAdam
+
+COUNT = 100_000
+OPTIONS = {"lr": 0.02, "betas": (0.85, 0.97), "eps": 1e-6, "weight_decay": 0.3}
+# Elementwise kinds: one flat tensor has the same bits.
+FLAT = {
+    "fp32": (torch.float32, {}),
+    "fp32-amsgrad-adam": (torch.float32, {"amsgrad": True, "adam_w_mode": False}),
+    "fp16": (torch.float16, {}),
+    "bf16": (torch.bfloat16, {}),
+    "bf16-master": (torch.bfloat16, {"master": "fp32"}),
+    "bf16-split": (torch.bfloat16, {"master": "split"}),
+}
+# Kinds keyed by the parameter's index, or in blocks: each tensor alone, with its key.
+KEYED = {
+    "bf16-stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
+    "bf16-states": (torch.float32, {"state_dtype": "bf16"}),
+    "8bit-states": (torch.bfloat16, {"state_dtype": "8bit"}),
+    "8bit-states-split": (torch.bfloat16, {"state_dtype": "8bit", "master": "split"}),
+}
+
+
+def kinds(table, *quick):
+    """All kinds of a table; those that are not `quick` are marked slow (seconds each)."""
+    return [kind if kind in quick else pytest.param(kind, marks=pytest.mark.slow) for kind in table]
+
+
+def tiny(dtype, seed):
+    """100,000 views of 0 to 6 elements each, into one buffer."""
+    sizes = (torch.arange(COUNT) * 2654435761 % 7).tolist()
+    flat = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return flat, list(flat.split(sizes))
+
+
+def stepped(dtype, options, left_out=None):
+    """Three steps in one call each; the last with gradients of its own. left_out: a tensor without gradient there."""
+    flat, views = tiny(dtype, 0)
+    params = [torch.nn.Parameter(v) for v in views]
+    optimizer = CPUAdam(params, **OPTIONS, **options)
+    for step in range(2):
+        for p, grad in zip(params, tiny(dtype, step + 1)[1], strict=True):
+            p.grad = grad
+        optimizer.step(grad_scale=0.5)
+    optimizer.step(grads=[None if i == left_out else g for i, g in enumerate(tiny(dtype, 3)[1])], grad_scale=0.5)
+    return flat, params, optimizer
+
+
+def flat_step(dtype, options):
+    whole = torch.nn.Parameter(tiny(dtype, 0)[0].clone())
+    optimizer = CPUAdam([whole], **OPTIONS, **options)
+    for step in range(3):
+        optimizer.step(grads=[tiny(dtype, step + 1)[0]], grad_scale=0.5)
+    return whole, optimizer.state[whole]
+
+
+@pytest.mark.parametrize("kind", kinds(FLAT, "fp32", "bf16-split"))
+def test_elementwise_kinds_have_the_bits_of_one_flat_tensor(kind):
+    dtype, options = FLAT[kind]
+    flat, params, optimizer = stepped(dtype, options)
+    whole, state = flat_step(dtype, options)
+    assert torch.equal(flat, whole)
+    for key in state.keys() - {"step"}:
+        assert torch.equal(torch.cat([optimizer.state[p].extra(key) for p in params]), state[key]), key
+    assert {optimizer.state[p].count.value for p in params} == {3}
+
+
+def test_one_of_100_000_left_out_is_rejected():
+    tail = next(i for i in range(COUNT - 1, 0, -1) if tiny(torch.float32, 0)[1][i].numel())
+    assert not torch.equal(stepped(torch.float32, {}, tail)[0], flat_step(torch.float32, {})[0])
+
+
+@pytest.mark.parametrize("kind", kinds(KEYED, "8bit-states"))
+def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind):
+    dtype, options = KEYED[kind]
+    flat, params, optimizer = stepped(dtype, options)
+    expected, views = tiny(dtype, 0)
+    beta1, beta2 = OPTIONS["betas"]
+    scalars = {key: OPTIONS[key] for key in ("lr", "eps", "weight_decay")}
+    rounding = options.get("stochastic_rounding", False)
+    state_dtype = options.get("state_dtype", "fp32")
+    dtypes = {"fp32": (torch.float32,) * 2, "bf16": (torch.bfloat16,) * 2, "8bit": (torch.int8, torch.uint8)}[state_dtype]
+    states = [[torch.zeros(expected.numel(), dtype=d) for d in dtypes], [torch.zeros(COUNT), torch.zeros(COUNT)]]
+    sizes = [v.numel() for v in views]
+    moments = [list(t.split(sizes)) for t in states[0]]
+    scales = [[t[i : i + 1] if n else t[:0] for i, n in enumerate(sizes)] for t in states[1]]
+    remainders = list(torch.zeros(expected.numel(), dtype=torch.int16).split(sizes))
+    stepper = _C.AdamStepper()
+    for step in range(3):
+        hypers = [
+            _C.AdamHyper(
+                beta1=beta1, beta2=beta2, step=step + 1, grad_scale=0.5, stochastic_rounding=rounding, **scalars
+            )
+        ]  # fmt: skip
+        for i, (view, grad) in enumerate(zip(views, tiny(dtype, step + 1)[1], strict=True)):
+            more = {"exp_avg_scales": [scales[0][i]], "exp_avg_sq_scales": [scales[1][i]]} if state_dtype == "8bit" else {}
+            if "master" in options:
+                more["masters"] = [remainders[i]]
+            stepper.step([view], [grad], [moments[0][i]], [moments[1][i]], hypers, [0], keys=[(i, 0)], **more)
+    assert torch.equal(flat, expected)
+    for key, kept in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        assert torch.equal(torch.cat([optimizer.state[p].moment(key) for p in params]), torch.cat(kept))
+    if kind == "8bit-states":  # the twin: another seed
+        assert not torch.equal(stepped(dtype, {**options, "seed": 1})[0], expected)
