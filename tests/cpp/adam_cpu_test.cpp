@@ -1,7 +1,5 @@
 // The CPU path: every instruction set, thread count, size, alignment and dtype mix gives the same bits, and touches nothing
 // else.
-#include <sys/mman.h>
-
 #include <algorithm>
 
 #include "core/thread_pool.h"
@@ -272,57 +270,6 @@ TEST(adam_cpu, flush_to_zero_of_the_caller_changes_nothing) {
     _mm_setcsr(saved | 0x8040u);
   });
   _mm_setcsr(saved);
-}
-#endif
-
-#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // they shadow every mapped byte
-TEST(adam_cpu, elements_beyond_2_to_the_31) {
-  // Memory is reserved, and exists only where it is touched: the last elements.
-  const int64_t numel = (int64_t{1} << 31) + 1000;
-  const auto reserve = [&](int64_t size_bytes) {
-    void* const data = mmap(nullptr, static_cast<size_t>(size_bytes), PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    EXPECT_NE(data, MAP_FAILED);
-    return data;
-  };
-  AdamSegment t{};
-  t.numel = numel;
-  t.param_dtype = DType::bf16;
-  t.grad_dtype = DType::f32;
-  t.aligned16 = true;
-  t.param = reserve(numel * 2);
-  t.grad = reserve(numel * 4);
-  t.exp_avg = reserve(numel * 4);
-  t.exp_avg_sq = reserve(numel * 4);
-  t.master = reserve(numel * 4);
-  t.master_kind = Master::f32;
-  AdamHyper hyper;
-  hyper.lr = 0.5;
-  const AdamScalars s = make_adam_scalars(hyper);
-  auto* const grad = const_cast<float*>(static_cast<const float*>(t.grad));
-  const int64_t first = numel / kAdamChunk * kAdamChunk;
-  const auto clear = [&] {
-    for (int64_t i = first; i < numel; ++i) {
-      grad[i] = 1.0f;
-      f32(t.exp_avg)[i] = f32(t.exp_avg_sq)[i] = f32(t.master)[i] = 0.0f;
-    }
-  };
-  for_each_isa([&](const std::string&) {
-    clear();
-    SHARDCORE_PICK(adam_span)(t, s, first, numel);
-    for (int64_t i = first; i < numel; ++i) ASSERT_EQ(bf16_to_f32(static_cast<uint16_t*>(t.param)[i]), -0.5f) << i;
-  });
-  clear();
-  const auto chunks = make_chunks(
-      1, [&](int64_t) { return numel; }, kAdamChunk);
-  for (int thread = 0; thread < kAdamThreads; ++thread) {
-    adam_cuda_body<false>(&t, chunks.data(), &s, static_cast<int64_t>(chunks.size()) - 1, thread, NoWarp{});
-  }
-  for (int64_t i = first; i < numel; ++i) ASSERT_EQ(f32(t.master)[i], -0.5f) << i;
-  munmap(t.param, static_cast<size_t>(numel * 2));
-  for (void* data : {static_cast<void*>(grad), t.exp_avg, t.exp_avg_sq, t.master}) {
-    munmap(data, static_cast<size_t>(numel * 4));
-  }
 }
 #endif
 

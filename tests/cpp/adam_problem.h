@@ -107,13 +107,15 @@ class AdamProblem {
     run_cpu(hypers, executor);
   }
 
+  int64_t first_chunk = 0;  // run_cuda_body leaves out the chunks before it
+
   void run_cuda_body(const std::vector<AdamHyper>& hypers) { run_cuda_body(scalars_of(hypers)); }
 
   // The CUDA kernel's body over all blocks and threads, the last first.
   void run_cuda_body(const std::vector<AdamScalars>& scalars) {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
-    for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= 0; --block) {
+    for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
       if (segments_[static_cast<size_t>(chunks[static_cast<size_t>(block)].tensor)].state_dtype == StateDType::q8) {
         HostWarps(kAdamThreads / 32).run([&](int thread, const HostWarp& warp) {
           adam_cuda_body<true>(segments_.data(), chunks.data(), scalars.data(), block, thread, warp);
