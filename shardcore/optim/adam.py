@@ -17,7 +17,7 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, export_dtensors, f
 from shardcore.optim.engine import Engine, Gradients
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import ShardedGradients, global_norm
-from shardcore.optim.options import check_capturable, check_dtype, check_options
+from shardcore.optim.options import as_list, check_capturable, check_dtype, check_options
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
@@ -72,7 +72,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         if isinstance(params, torch.Tensor):
             raise TypeError(f"{self._op}: params has type {type(params).__name__}; expected a list of tensors or of dicts")
         given: list[Any] = list(params)
-        if not given or all(isinstance(g, dict) and "params" in g and not _as_list(g) for g in given):
+        if not given or all(isinstance(g, dict) and "params" in g and not as_list(g) for g in given):
             raise ValueError(f"{self._op}: params has no parameter; expected at least one")
         self._skipped = 0
         self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
@@ -93,7 +93,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             )
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
-        params = _as_list(param_group)
+        params = as_list(param_group)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_new_params(plain)
         group = {**self.defaults, **param_group, "params": plain}
@@ -247,8 +247,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         if isinstance(scale, DeviceScale):
             if sharded and max_norm is not None:
                 raise ValueError(
-                    f"{self._op}: max_norm is given for capturable DTensors that are sharded; expected None (their norm needs other "
-                    "ranks: clip before the step)"
+                    f"{self._op}: max_norm has {max_norm} for capturable DTensors that are sharded; expected None (their norm "
+                    "needs other ranks: call clip_grad_norm_ before the step)"
                 )
             return scale
         found_inf = getattr(self, "found_inf", None)
@@ -348,20 +348,6 @@ class AdamOptimizer(torch.optim.Optimizer):
         self._steppers = {}
         super().__setstate__(state)
         self._dtensors = find_rows(self._op, (p for group in self.param_groups for p in group["params"]))
-
-
-def _as_list(group: dict[str, Any]) -> list[Any]:
-    """Make a group's params a list (an iterator can be read only once), and return it."""
-    params = group["params"]
-    if isinstance(params, torch.Tensor):
-        params = [params]
-    elif isinstance(params, set):
-        raise TypeError("param_group: params has type set; expected a list (a set has no order)")
-    elif not isinstance(params, list):
-        params = list(params)
-    group["params"] = params
-    checked: list[Any] = params
-    return checked
 
 
 class FusedAdam(AdamOptimizer):

@@ -165,7 +165,7 @@ class Update:
         missing = next((state for state in self._states if isinstance(state.count, StepCount)), None)
         changed = missing if missing is not None else next((state for state, _, _ in self._new_tensors), None)
         if changed is not None and capturing(device):
-            index = next(i for i, state in zip(self._calls[device].indices, self._states, strict=True) if state is changed)
+            index = next(i for (i, _), state in zip(self._calls[device].keys, self._states, strict=True) if state is changed)
             raise ValueError(
                 f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
                 "with all the gradients of the graph before the capture (at replays a state made now would start again)"

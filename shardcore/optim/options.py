@@ -208,3 +208,17 @@ def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -
         stochastic_rounding=group["stochastic_rounding"],
         seed=group["seed"],
     )
+
+
+def as_list(group: dict[str, Any]) -> list[Any]:
+    """Make a group's params a list (an iterator can be read only once), and return it."""
+    params = group["params"]
+    if isinstance(params, torch.Tensor):
+        params = [params]
+    elif isinstance(params, set):
+        raise TypeError("param_group: params has type set; expected a list (a set has no order)")
+    elif not isinstance(params, list):
+        params = list(params)
+    group["params"] = params
+    checked: list[Any] = params
+    return checked

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.optim import CPUAdam, FusedAdam, clip_coefficient, dtensor, global_norm
+from shardcore._native import _C
+from shardcore.optim import CPUAdam, FusedAdam, dtensor, global_norm
 from tests.ranks import run_ranks
 
 from .fsdp2 import ALIGNED, BF16, F32, OPTIONS, SHAPES, backward, sharded_net, whole, whole_grads
@@ -38,7 +39,7 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
         norm = shardcore.clip_grad_norm_(other.parameters(), max_norm).item()
         optimizer = FusedAdam(net.parameters(), **OPTIONS, master="fp32")
     optimizer.step(max_norm=max_norm)
-    coefficient = clip_coefficient(norm, max_norm)
+    coefficient = _C.clip_coefficient(norm, max_norm)
     expected.step(grads=grads, grad_scale=coefficient)
     same_weights = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), reference, strict=True))
     clipped = [g.clone() for g in grads if g is not None]
@@ -126,3 +127,28 @@ def _scaler(rank, world_size):
 
 def test_grad_scaler_skips_on_all_ranks():
     assert run_ranks(2, _scaler) == [(True, 1, 2.0)] * 2
+
+
+class _OnCpu(FusedAdam):
+    _capture_type = "cpu"
+
+
+def _capturable(rank, world_size):
+    """A capturable step of DTensors beside the ordinary one; then one that clips, which cannot be."""
+    net, other = (sharded_net(SHAPES, F32) for _ in range(2))
+    optimizer, plain = _OnCpu(net.parameters(), **OPTIONS, capturable=True), FusedAdam(other.parameters(), **OPTIONS)
+    for step in range(2):
+        backward(net, rank, step)
+        backward(other, rank, step)
+        optimizer.step()
+        plain.step()
+    same = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), whole(other.parameters()), strict=True))
+    before = [w.clone() for w in whole(net.parameters())]
+    with pytest.raises(ValueError, match=r"max_norm has 1\.0 for capturable DTensors.*clip_grad_norm_ before"):
+        optimizer.step(max_norm=1.0)
+    untouched = all(torch.equal(a, b) for a, b in zip(whole(net.parameters()), before, strict=True))
+    return same, untouched, optimizer.skipped_steps
+
+
+def test_capturable_dtensors_step_alike_and_refuse_a_norm_that_needs_other_ranks():
+    assert run_ranks(2, _capturable) == [(True, True, 0)] * 2
