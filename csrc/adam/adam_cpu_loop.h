@@ -1,7 +1,8 @@
 // The CPU loop of Adam, compiled once per instruction set by adam_cpu_{avx512,avx2,base}.cpp.
 //
 // The plain loop vectorizes; its tail is the compiler's scalar copy of the same operations, so sizes and alignments do not
-// show in the bits. Whatever is not float32 goes through 256-element tiles that stay in the first-level cache.
+// show in the bits. Weights, gradients and 8-bit moments that are not float32 go through 256-element tiles that stay in the
+// first-level cache. What binds after that: docs/benchmarks.md.
 #include "adam/adam_cpu.h"
 #include "adam/adam_math.h"
 #include "adam/state_codec.h"
@@ -25,20 +26,41 @@ Run choose_run(bool l2, bool amsgrad) {
   return amsgrad ? run<false, true> : run<false, false>;
 }
 
-// Random bits for n elements of a parameter from `element` on, which may lie inside a block.
-void random_tile(uint32_t* SHARDCORE_RESTRICT bits, uint64_t key, int64_t element, int64_t n) {
-  for (int64_t done = 0; done < n;) {
-    const int64_t lane = (element + done) & (kBlock - 1);
-    const int64_t count = n - done < kBlock - lane ? n - done : kBlock - lane;
-    const uint64_t block_key = rounding_block_key(key, element + done);
-    for (int64_t i = 0; i < count; ++i) bits[done + i] = random32(block_key, static_cast<uint32_t>(lane + i));
-    done += count;
+// Elements of a 256-element block of the parameter, which share a key of random bits.
+struct Lanes {
+  uint64_t block_key;
+  uint32_t first;
+};
+
+// piece(lanes, start, count) for the parts of a tile that lie in one such block: a shard's tiles may start anywhere in them.
+template <typename Piece>
+void for_each_lanes(uint64_t key, int64_t element, uint32_t n, const Piece& piece) {
+  for (uint32_t start = 0, count = 0; start < n; start += count) {
+    const Lanes lanes{rounding_block_key(key, element + start), static_cast<uint32_t>((element + start) & (kBlock - 1))};
+    const uint32_t left = static_cast<uint32_t>(kBlock) - lanes.first;
+    count = n - start < left ? n - start : left;
+    piece(lanes, start, count);
   }
 }
 
-void store_bf16_stochastic(uint16_t* SHARDCORE_RESTRICT dst, const float* SHARDCORE_RESTRICT src,
-                           const uint32_t* SHARDCORE_RESTRICT bits, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) dst[i] = f32_to_bf16_plus(src[i], bits[i] >> 16);
+// bfloat16 moments, in one loop: the conversions run while the formula waits for its root and its division.
+template <bool kL2>
+void run_bf16(const AdamScalars& scalars, const Lanes& lanes, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
+              uint16_t* SHARDCORE_RESTRICT exp_avg, uint16_t* SHARDCORE_RESTRICT exp_avg_sq, uint32_t n) {
+  const AdamScalars s = scalars;
+  const Lanes at = lanes;
+  for (uint32_t i = 0; i < n; ++i) {
+    float m = bf16_to_f32(exp_avg[i]), v = bf16_to_f32(exp_avg_sq[i]);
+    adam_element<kL2, false>(s, g[i], p[i], m, v, nullptr);
+    exp_avg[i] = f32_to_bf16(m);
+    exp_avg_sq[i] = f32_to_bf16_plus(v, random16(at.block_key, at.first + i));
+  }
+}
+
+void store_bf16_stochastic(uint16_t* SHARDCORE_RESTRICT dst, const float* SHARDCORE_RESTRICT src, const Lanes& lanes,
+                           uint32_t n) {
+  const Lanes at = lanes;
+  for (uint32_t i = 0; i < n; ++i) dst[i] = f32_to_bf16_plus(src[i], random16(at.block_key, at.first + i));
 }
 
 void load_split(float* SHARDCORE_RESTRICT tile, const uint16_t* SHARDCORE_RESTRICT weight,
@@ -54,61 +76,79 @@ void store_split(const float* SHARDCORE_RESTRICT tile, uint16_t* SHARDCORE_RESTR
   }
 }
 
-template <typename Code, typename Decode>
-void load_q8(float* SHARDCORE_RESTRICT tile, const Code* SHARDCORE_RESTRICT codes, float scale, int64_t n,
-             const Decode& decode) {
-  for (int64_t i = 0; i < n; ++i) tile[i] = decode(codes[i], scale);
-}
+// The 8-bit moments of a block, as float32 from decode to encode.
+struct Q8Tiles {
+  alignas(64) float m[kBlock];
+  alignas(64) float v[kBlock];
+  alignas(64) uint32_t bits[kBlock];
+  uint32_t m_largest, v_largest;  // magnitude_bits
 
-template <typename Code, typename Encode>
-void store_q8(const float* SHARDCORE_RESTRICT tile, Code* SHARDCORE_RESTRICT codes, float& scale,
-              const uint32_t* SHARDCORE_RESTRICT bits, int64_t n, const Encode& encode) {
-  scale = block_scale(tile, n);
-  const float inv_scale = 1.0f / scale;
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode(tile[i], inv_scale, bits[i]);
-}
-
-// The moments of a tile: where they are if float32, else converted into tiles here and back.
-struct Moments {
-  float* m;
-  float* v;
-  alignas(64) float m_tile[kBlock];
-  alignas(64) float v_tile[kBlock];
-
-  void load(const AdamSegment& t, int64_t i, int64_t n) {
-    if (t.state_dtype == StateDType::f32) {
-      m = static_cast<float*>(t.exp_avg) + i;
-      v = static_cast<float*>(t.exp_avg_sq) + i;
-      return;
-    }
-    m = m_tile;
-    v = v_tile;
-    if (t.state_dtype == StateDType::bf16) {
-      load_tile(m, t.exp_avg, DType::bf16, i, n);
-      load_tile(v, t.exp_avg_sq, DType::bf16, i, n);
-    } else {
-      load_q8(m, static_cast<const int8_t*>(t.exp_avg) + i, t.exp_avg_scale[i / kBlock], n,
-              [](int8_t code, float scale) { return decode_exp_avg(code, scale); });
-      load_q8(v, static_cast<const uint8_t*>(t.exp_avg_sq) + i, t.exp_avg_sq_scale[i / kBlock], n,
-              [](uint8_t code, float scale) { return decode_exp_avg_sq(code, scale); });
-    }
+  void decode(const int8_t* SHARDCORE_RESTRICT m_codes, float m_scale, const uint8_t* SHARDCORE_RESTRICT v_codes, float v_scale,
+              uint32_t n) {
+    m_largest = v_largest = 0;
+    for (uint32_t i = 0; i < n; ++i) m[i] = decode_exp_avg(m_codes[i], m_scale);
+    for (uint32_t i = 0; i < n; ++i) v[i] = decode_exp_avg_sq(v_codes[i], v_scale);
   }
 
-  // key: state_key of the parameter. bits: room for a tile.
-  void store(const AdamSegment& t, int64_t i, int64_t n, uint64_t key, uint32_t* bits) const {
-    if (t.state_dtype == StateDType::f32) return;
-    random_tile(bits, key, t.first_element + i, n);
-    if (t.state_dtype == StateDType::bf16) {
-      store_tile(t.exp_avg, DType::bf16, i, n, m);
-      store_bf16_stochastic(static_cast<uint16_t*>(t.exp_avg_sq) + i, v, bits, n);
-    } else {
-      store_q8(m, static_cast<int8_t*>(t.exp_avg) + i, t.exp_avg_scale[i / kBlock], bits, n,
-               [](float x, float inv, uint32_t r) { return encode_exp_avg(x, inv, exp_avg_noise(r)); });
-      store_q8(v, static_cast<uint8_t*>(t.exp_avg_sq) + i, t.exp_avg_sq_scale[i / kBlock], bits, n,
-               [](float x, float inv, uint32_t r) { return encode_exp_avg_sq(x, inv, exp_avg_sq_noise(r)); });
+  // Elements [start, start + n). Random bits and largest magnitudes come from the loop that waits for root and division.
+  template <bool kL2>
+  void run(const AdamScalars& scalars, const Lanes& lanes, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
+           uint32_t start, uint32_t n) {
+    const AdamScalars s = scalars;
+    const Lanes at = lanes;
+    float *const m_part = m + start, *const v_part = v + start;
+    uint32_t* const bits_part = bits + start;
+    uint32_t m_max = m_largest, v_max = v_largest;
+    for (uint32_t i = 0; i < n; ++i) {
+      adam_element<kL2, false>(s, g[i], p[i], m_part[i], v_part[i], nullptr);
+      bits_part[i] = random32(at.block_key, at.first + i);
+      m_max = larger(m_max, magnitude_bits(m_part[i]));
+      v_max = larger(v_max, magnitude_bits(v_part[i]));
     }
+    m_largest = m_max;
+    v_largest = v_max;
+  }
+
+  void encode(int8_t* SHARDCORE_RESTRICT m_codes, float& m_scale, uint8_t* SHARDCORE_RESTRICT v_codes, float& v_scale,
+              uint32_t n) const {
+    m_scale = scale_of(m_largest);
+    v_scale = scale_of(v_largest);
+    const float m_inv = 1.0f / m_scale, v_inv = 1.0f / v_scale;
+    for (uint32_t i = 0; i < n; ++i) m_codes[i] = encode_exp_avg(m[i], m_inv, exp_avg_noise(bits[i]));
+    for (uint32_t i = 0; i < n; ++i) v_codes[i] = encode_exp_avg_sq(v[i], v_inv, exp_avg_sq_noise(bits[i]));
   }
 };
+
+// Moves a tile by one step; first is its place in the segment.
+void run_tile(const AdamSegment& t, const AdamScalars& s, uint64_t moments_key, const float* g, float* weight, int64_t first,
+              int64_t n, Q8Tiles& tiles) {
+  const bool l2 = s.l2 != 0.0f;
+  const auto count = static_cast<uint32_t>(n);
+  if (t.state_dtype == StateDType::f32) {
+    float* const vmax = t.max_exp_avg_sq;
+    choose_run(l2, vmax != nullptr)(s, g, weight, static_cast<float*>(t.exp_avg) + first,
+                                    static_cast<float*>(t.exp_avg_sq) + first, vmax ? vmax + first : nullptr, n);
+    return;
+  }
+  const int64_t element = t.first_element + first;
+  if (t.state_dtype == StateDType::bf16) {
+    auto* const m = static_cast<uint16_t*>(t.exp_avg) + first;
+    auto* const v = static_cast<uint16_t*>(t.exp_avg_sq) + first;
+    for_each_lanes(moments_key, element, count, [&](const Lanes& lanes, uint32_t start, uint32_t part) {
+      (l2 ? run_bf16<true> : run_bf16<false>)(s, lanes, g + start, weight + start, m + start, v + start, part);
+    });
+    return;
+  }
+  auto* const m_codes = static_cast<int8_t*>(t.exp_avg) + first;
+  auto* const v_codes = static_cast<uint8_t*>(t.exp_avg_sq) + first;
+  float &m_scale = t.exp_avg_scale[first / kBlock], &v_scale = t.exp_avg_sq_scale[first / kBlock];
+  tiles.decode(m_codes, m_scale, v_codes, v_scale, count);
+  for_each_lanes(moments_key, element, count, [&](const Lanes& lanes, uint32_t start, uint32_t part) {
+    l2 ? tiles.run<true>(s, lanes, g + start, weight + start, start, part)
+       : tiles.run<false>(s, lanes, g + start, weight + start, start, part);
+  });
+  tiles.encode(m_codes, m_scale, v_codes, v_scale, count);
+}
 
 // The float32 weights of a tile: where they are, or in `tile`.
 float* load_weight(const AdamSegment& t, int64_t i, int64_t n, float* tile) {
@@ -133,22 +173,18 @@ void store_weight(const AdamSegment& t, int64_t i, int64_t n, const float* weigh
 }  // namespace
 
 void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_t last) {
-  const Run run_tile = choose_run(s.l2 != 0.0f, t.max_exp_avg_sq != nullptr);
-  float* const vmax = t.max_exp_avg_sq;
+  Q8Tiles tiles;
   const bool f32_only = t.param_dtype == DType::f32 && t.grad_dtype == DType::f32 && t.state_dtype == StateDType::f32;
   if (f32_only && t.master_kind == Master::none) {
-    run_tile(s, static_cast<const float*>(t.grad) + first, static_cast<float*>(t.param) + first,
-             static_cast<float*>(t.exp_avg) + first, static_cast<float*>(t.exp_avg_sq) + first, vmax ? vmax + first : nullptr,
-             last - first);
+    run_tile(t, s, 0, static_cast<const float*>(t.grad) + first, static_cast<float*>(t.param) + first, first, last - first,
+             tiles);
     return;
   }
   const bool stochastic = rounds_weights_stochastically(t, s.stochastic_rounding);
   const uint64_t param_key = child_key(s.random_key, t.param_index);
   const uint64_t moments_key = state_key(param_key);
-  Moments moments;
   alignas(64) float grad_tile[kBlock];
   alignas(64) float weight_tile[kBlock];
-  alignas(64) uint32_t bits[kBlock];
   for (int64_t i = first; i < last; i += kBlock) {
     const int64_t n = last - i < kBlock ? last - i : kBlock;
     const float* g = grad_tile;
@@ -158,12 +194,13 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
       load_tile(grad_tile, t.grad, t.grad_dtype, i, n);
     }
     float* const weight = load_weight(t, i, n, weight_tile);
-    moments.load(t, i, n);
-    run_tile(s, g, weight, moments.m, moments.v, vmax ? vmax + i : nullptr, n);
-    moments.store(t, i, n, moments_key, bits);
+    run_tile(t, s, moments_key, g, weight, i, n, tiles);
     if (stochastic) {
-      random_tile(bits, param_key, t.first_element + i, n);
-      store_bf16_stochastic(static_cast<uint16_t*>(t.param) + i, weight, bits, n);
+      auto* const param = static_cast<uint16_t*>(t.param) + i;
+      for_each_lanes(param_key, t.first_element + i, static_cast<uint32_t>(n),
+                     [&](const Lanes& lanes, uint32_t start, uint32_t part) {
+                       store_bf16_stochastic(param + start, weight + start, lanes, part);
+                     });
     } else {
       store_weight(t, i, n, weight);
     }

@@ -56,14 +56,15 @@ SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, 
   return view;
 }
 
-// Random bits of the moments of element i of the chunk.
+// Random bits of the 8-bit moments of element i of the chunk.
 SHARDCORE_HD uint32_t moment_bits(const AdamChunkView& t, int i) {
   const int64_t element = t.first_element + i;
   return random32(rounding_block_key(state_key(t.param_key), element), static_cast<uint32_t>(element & 255));
 }
 
 SHARDCORE_HD uint16_t round_bf16_exp_avg_sq(const AdamChunkView& t, float v, int i) {
-  return f32_to_bf16_plus(v, exp_avg_sq_noise(moment_bits(t, i)));
+  const int64_t element = t.first_element + i;
+  return f32_to_bf16_stochastic(v, rounding_block_key(state_key(t.param_key), element), element);
 }
 
 SHARDCORE_HD uint16_t round_16bit_weight(const AdamChunkView& t, float p, int i) {

@@ -17,12 +17,15 @@
 
 namespace shardcore {
 
-constexpr int kMantissaBits = 3;
-constexpr int kExpAvgBias = 15;    // code of 1.0: 15 << 3
-constexpr int kExpAvgSqBias = 31;  // code of 1.0: 31 << 3
+constexpr int kDroppedBits = 20;                         // of a float32's mantissa: 3 bits of it stay
+constexpr uint32_t kNearest = 1u << (kDroppedBits - 1);  // the noise that rounds to nearest
+constexpr int kExpAvgBias = 15;                          // code of 1.0: 15 << 3
+constexpr int kExpAvgSqBias = 31;                        // code of 1.0: 31 << 3
 
 // The bits of |x|: as integers they order as the magnitudes do, with NaN above infinity.
 SHARDCORE_HD uint32_t magnitude_bits(float x) { return float_bits(x) & 0x7fffffffu; }
+
+SHARDCORE_HD uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // The scale of a block, from the largest magnitude_bits in it. At least the smallest normal float32, and at
 // most 2^127 (what is above is cut), so that it has an inverse.
@@ -35,58 +38,65 @@ SHARDCORE_HD float scale_of(uint32_t largest_bits) {
 
 static inline float block_scale(const float* SHARDCORE_RESTRICT x, int64_t n) {
   uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = magnitude_bits(x[i]) > largest ? magnitude_bits(x[i]) : largest;
+  for (int64_t i = 0; i < n; ++i) largest = larger(largest, magnitude_bits(x[i]));
   return scale_of(largest);
 }
 
 // 2^exponent, for exponents of normal floats.
 SHARDCORE_HD float power_of_two(int exponent) { return bits_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
-// The float that a code without sign stands for; 1.0 is bias << 3. Below 8 codes are subnormal: equal steps down to zero.
-SHARDCORE_HD float small_float(int code, int bias) {
-  const float normal = bits_float(static_cast<uint32_t>(code + ((127 - bias) << kMantissaBits)) << (23 - kMantissaBits));
-  const float subnormal = static_cast<float>(code) * power_of_two(1 - bias - kMantissaBits);
-  return code < (1 << kMantissaBits) ? subnormal : normal;
+// Codes count floats with 3 bits of mantissa upwards from zero, in equal steps (subnormals) up to the smallest normal one.
+// Where a code or a float may be normal or subnormal, both formulas are evaluated and the right one is always the smaller
+// (decoding) or the larger (encoding): no compare, no select, so that it costs little in every instruction set.
+
+// The float that a code without sign stands for, given code << kDroppedBits; 1.0 is bias << 3.
+SHARDCORE_HD float small_float(uint32_t wide_code, int bias) {
+  const float normal = bits_float(wide_code + (static_cast<uint32_t>(127 - bias) << 23));
+  const float above = normal - power_of_two(1 - bias);  // below zero for a subnormal code: it is that much too large
+  return normal + (above < 0.0f ? above : 0.0f);
 }
 
-// The code of y (0 <= y <= 1), rounded by 16 random bits; 0x8000 rounds to nearest. NaN gives the code of 1.0.
-SHARDCORE_HD int small_code(float y, int bias, uint32_t random) {
-  const int top = bias << kMantissaBits;
-  const int normal = static_cast<int>((float_bits(y) + (random << (7 - kMantissaBits))) >> (23 - kMantissaBits)) -
-                     ((127 - bias) << kMantissaBits);
-  const float steps = y * power_of_two(bias - 1 + kMantissaBits);
-  const float below = steps < 8.0f ? steps : 0.0f;  // a number that every machine converts alike
-  const int subnormal = static_cast<int>(below + static_cast<float>(static_cast<int32_t>(random)) * power_of_two(-16));
-  const int code = y < power_of_two(1 - bias) ? subnormal : normal;
+// The code of y (0 <= y <= 1), rounded by noise, 20 uniform bits (kNearest rounds to nearest). What is above 1, or NaN, gives
+// the code of 1.0.
+SHARDCORE_HD int small_code(float y, int bias, uint32_t noise) {
+  const uint32_t normal = float_bits(y);
+  const uint32_t subnormal = float_bits(y + power_of_two(1 - bias)) - (1u << 23);
+  const auto rounded = static_cast<uint16_t>((larger(normal, subnormal) + noise) >> kDroppedBits);
+  const auto code = static_cast<uint16_t>(rounded - ((127 - bias) << 3));  // 16 bits: twice as many a vector
+  const auto top = static_cast<uint16_t>(bias << 3);
   return code < top ? code : top;
 }
 
 SHARDCORE_HD float decode_exp_avg(int8_t code, float scale) {
-  const int sign = code >> 7;  // 0 or -1
-  const float magnitude = small_float((code ^ sign) - sign, kExpAvgBias) * scale;
-  return bits_float(float_bits(magnitude) ^ (static_cast<uint32_t>(sign) & 0x80000000u));
+  const int32_t wide = static_cast<int32_t>(code) * (1 << kDroppedBits);
+  const float magnitude = small_float(static_cast<uint32_t>(wide < 0 ? -wide : wide), kExpAvgBias) * scale;
+  return bits_float(float_bits(magnitude) | (static_cast<uint32_t>(wide) & 0x80000000u));
 }
 
-SHARDCORE_HD float decode_exp_avg_sq(uint8_t code, float scale) { return small_float(code, kExpAvgSqBias) * scale; }
+SHARDCORE_HD float decode_exp_avg_sq(uint8_t code, float scale) {
+  return small_float(static_cast<uint32_t>(code) << kDroppedBits, kExpAvgSqBias) * scale;
+}
 
 // inv_scale: 1 / scale, exact.
-SHARDCORE_HD int8_t encode_exp_avg(float x, float inv_scale, uint32_t random) {
-  const int magnitude = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgBias, random);
-  const int sign = -static_cast<int>(x < 0.0f);  // no branches: loops vectorize
-  return static_cast<int8_t>((magnitude ^ sign) - sign);
+SHARDCORE_HD int8_t encode_exp_avg(float x, float inv_scale, uint32_t noise) {
+  const int magnitude = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgBias, noise);
+  return static_cast<int8_t>(x < 0.0f ? -magnitude : magnitude);
 }
 
-SHARDCORE_HD uint8_t encode_exp_avg_sq(float x, float inv_scale, uint32_t random) {
-  const int code = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgSqBias, random);
-  return static_cast<uint8_t>(code + static_cast<int>(code == 0) * static_cast<int>(x != 0.0f));
+SHARDCORE_HD uint8_t encode_exp_avg_sq(float x, float inv_scale, uint32_t noise) {
+  const uint32_t magnitude = magnitude_bits(x);
+  const uint32_t code = static_cast<uint32_t>(small_code(bits_float(magnitude) * inv_scale, kExpAvgSqBias, noise));
+  const uint32_t smallest = magnitude < 1u ? magnitude : 1u;  // 1 unless x is zero
+  return static_cast<uint8_t>(larger(code, smallest));
 }
 
 // --- random bits of states: a stream beside the one of weights ------------------------------------------------------------
 
 SHARDCORE_HD uint64_t state_key(uint64_t param_key) { return child_key(param_key, ~uint64_t{0}); }
 
-// Of the 32 bits of an element, one half a state.
-SHARDCORE_HD uint32_t exp_avg_noise(uint32_t random) { return random & 0xffffu; }
-SHARDCORE_HD uint32_t exp_avg_sq_noise(uint32_t random) { return random >> 16; }
+// Of an element's random32: the low 20 bits for the first 8-bit moment, the high 20 for the second. The 8 bits that both use
+// are the highest of one and the lowest of the other, where they hardly ever decide. A bfloat16 second moment takes random16.
+SHARDCORE_HD uint32_t exp_avg_noise(uint32_t random) { return random & ((1u << kDroppedBits) - 1); }
+SHARDCORE_HD uint32_t exp_avg_sq_noise(uint32_t random) { return random >> (32 - kDroppedBits); }
 
 }  // namespace shardcore

@@ -11,7 +11,6 @@
 namespace shardcore::bind {
 namespace {
 
-constexpr uint32_t kToNearest = 0x8000u;
 constexpr int64_t kGrainBlocks = 64;
 
 at::Tensor cpu_tensor(const char* op, const char* name, const py::handle& object,
@@ -44,7 +43,7 @@ void encode(const float* x, Code* codes, float* scales, int64_t numel, const Enc
   for_each_block(numel, [&](int64_t first, int64_t n, int64_t index) {
     const float scale = scales[index] = block_scale(x + first, n);
     const float inv_scale = 1.0f / scale;
-    for (int64_t i = first; i < first + n; ++i) codes[i] = encode_one(x[i], inv_scale, kToNearest);
+    for (int64_t i = first; i < first + n; ++i) codes[i] = encode_one(x[i], inv_scale, kNearest);
   });
 }
 

@@ -32,9 +32,8 @@ SHARDCORE_HD float bf16_to_f32(uint16_t h) { return bits_float(static_cast<uint3
 // noise is added below the kept bits: 0x8000 rounds to nearest (ties away), a uniform 16-bit number rounds stochastically.
 SHARDCORE_HD uint16_t f32_to_bf16_plus(float x, uint32_t noise) {
   const uint32_t u = float_bits(x);
-  const uint32_t rounded = (u + noise) >> 16;
-  const uint32_t quiet_nan = (u >> 16) | 0x40u;
-  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+  const uint32_t wide = x != x ? u | 0x400000u : u + noise;  // a NaN stays one, quiet
+  return static_cast<uint16_t>(wide >> 16);
 }
 
 SHARDCORE_HD uint16_t f32_to_bf16(float x) { return f32_to_bf16_plus(x, 0x8000u); }

@@ -21,15 +21,21 @@ SHARDCORE_HD uint64_t child_key(uint64_t parent, uint64_t child) {
   return mix64(parent + 0x9e3779b97f4a7c15ull + mix64(child + 0x9e3779b97f4a7c15ull));
 }
 
-// 32 uniform bits for element `lane` (0..255) of a block.
-SHARDCORE_HD uint32_t random32(uint64_t block_key, uint32_t lane) {
-  uint32_t x = static_cast<uint32_t>(block_key) + lane * 0x9e3779b9u;
+// Mixes the key of a block and the lane (0..255) of an element in it; the high bits are the best ones.
+// The constants are those of lowbias32 (C. Wellons, hash-prospector), a mixer of counters.
+SHARDCORE_HD uint32_t mix32(uint64_t block_key, uint32_t lane) {
+  uint32_t x = static_cast<uint32_t>(block_key) + lane;
   x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15) ^ static_cast<uint32_t>(block_key >> 32)) * 0x846ca68bu;
+  return (x ^ (x >> 15) ^ static_cast<uint32_t>(block_key >> 32)) * 0x846ca68bu;
+}
+
+// 32 uniform bits for the element.
+SHARDCORE_HD uint32_t random32(uint64_t block_key, uint32_t lane) {
+  const uint32_t x = mix32(block_key, lane);
   return x ^ (x >> 16);
 }
 
-// 16 of them.
-SHARDCORE_HD uint32_t random16(uint64_t block_key, uint32_t lane) { return random32(block_key, lane) >> 16; }
+// The high 16 of them.
+SHARDCORE_HD uint32_t random16(uint64_t block_key, uint32_t lane) { return mix32(block_key, lane) >> 16; }
 
 }  // namespace shardcore

@@ -85,26 +85,28 @@ TEST(rounding, is_unbiased) {
 TEST(rounding, bits_are_uniform_and_neighbours_independent) {
   constexpr int kBlocks = 400;
   constexpr double kCount = kBlocks * 256.0;
-  int set[16] = {}, agree_lane[16] = {}, agree_block[16] = {}, agree_step[16] = {};
+  int set[32] = {}, agree_lane[32] = {}, agree_block[32] = {}, agree_step[32] = {}, agree_moments[32] = {};
   for (uint64_t block = 0; block < kBlocks; ++block) {
     const uint64_t key = child_key(child_key(child_key(child_key(0, 0), 1), 0), block);
     const uint64_t next_block = child_key(child_key(child_key(child_key(0, 0), 1), 0), block + 1);
     const uint64_t next_step = child_key(child_key(child_key(child_key(0, 0), 2), 0), block);
     for (uint32_t lane = 0; lane < 256; ++lane) {
-      const uint32_t r = random16(key, lane);
-      ASSERT_LT(r, 65536u);
-      const uint32_t lane_xor = ~(r ^ random16(key, (lane + 1) % 256));
-      const uint32_t block_xor = ~(r ^ random16(next_block, lane)), step_xor = ~(r ^ random16(next_step, lane));
-      for (int bit = 0; bit < 16; ++bit) {
+      const uint32_t r = random32(key, lane);
+      ASSERT_EQ(random16(key, lane), r >> 16);
+      const uint32_t lane_xor = ~(r ^ random32(key, (lane + 1) % 256));
+      const uint32_t block_xor = ~(r ^ random32(next_block, lane)), step_xor = ~(r ^ random32(next_step, lane));
+      const uint32_t moments_xor = ~(r ^ (r >> 12 | r << 20));  // bits of equal weight in the noises of both 8-bit moments
+      for (int bit = 0; bit < 32; ++bit) {
         set[bit] += static_cast<int>(r >> bit & 1u);
         agree_lane[bit] += static_cast<int>(lane_xor >> bit & 1u);
         agree_block[bit] += static_cast<int>(block_xor >> bit & 1u);
         agree_step[bit] += static_cast<int>(step_xor >> bit & 1u);
+        agree_moments[bit] += static_cast<int>(moments_xor >> bit & 1u);
       }
     }
   }
-  for (int bit = 0; bit < 16; ++bit) {
-    for (const int count : {set[bit], agree_lane[bit], agree_block[bit], agree_step[bit]}) {
+  for (int bit = 0; bit < 32; ++bit) {
+    for (const int count : {set[bit], agree_lane[bit], agree_block[bit], agree_step[bit], agree_moments[bit]}) {
       EXPECT_NEAR(count, kCount / 2, 4.5 * std::sqrt(kCount) / 2) << "bit " << bit;
     }
   }

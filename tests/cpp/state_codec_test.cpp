@@ -10,7 +10,7 @@
 namespace shardcore::testing {
 namespace {
 
-constexpr uint32_t kToNearest = 0x8000u;
+constexpr uint32_t kLargestNoise = (1u << kDroppedBits) - 1;
 
 TEST(state_codec, split_is_lossless) {
   Random random(60);
@@ -40,12 +40,12 @@ TEST(state_codec, codes_survive_a_trip_through_float32) {
     for (int code = -120; code <= 120; ++code) {
       const float x = decode_exp_avg(static_cast<int8_t>(code), scale);
       if (std::fabs(x) < 1.2e-38f && code != 0) continue;  // subnormal in float32: too few bits are left
-      ASSERT_EQ(encode_exp_avg(x, inv, kToNearest), code) << scale;
+      ASSERT_EQ(encode_exp_avg(x, inv, kNearest), code) << scale;
     }
     for (int code = 0; code <= 248; ++code) {
       const float x = decode_exp_avg_sq(static_cast<uint8_t>(code), scale);
       if (x < 1.2e-38f && code != 0) continue;
-      ASSERT_EQ(encode_exp_avg_sq(x, inv, kToNearest), code) << scale;
+      ASSERT_EQ(encode_exp_avg_sq(x, inv, kNearest), code) << scale;
     }
     EXPECT_EQ(decode_exp_avg(120, scale), scale);
     EXPECT_EQ(decode_exp_avg(-120, scale), -scale);
@@ -59,7 +59,7 @@ TEST(state_codec, codes_are_in_order_and_the_next_ones_are_never_passed) {
     const float high = decode_exp_avg_sq(static_cast<uint8_t>(code + 1), 1.0f);
     ASSERT_LT(low, high);
     for (const float x : {low, low + (high - low) * 0.25f, low + (high - low) * 0.999f}) {
-      for (const uint32_t bits : {0u, 1u, kToNearest, 0xffffu}) {
+      for (const uint32_t bits : {0u, 1u, kNearest, kLargestNoise}) {
         const int got = encode_exp_avg_sq(x, 1.0f, bits);
         ASSERT_TRUE(got == code || got == code + 1) << code << " became " << got;
         ASSERT_TRUE(x != low || code == 0 || got == code) << "an exact value must not move";
@@ -70,7 +70,7 @@ TEST(state_codec, codes_are_in_order_and_the_next_ones_are_never_passed) {
     const float low = decode_exp_avg(static_cast<int8_t>(code), 1.0f),
                 high = decode_exp_avg(static_cast<int8_t>(code + 1), 1.0f);
     ASSERT_LT(low, high);
-    for (const uint32_t bits : {0u, kToNearest, 0xffffu}) {
+    for (const uint32_t bits : {0u, kNearest, kLargestNoise}) {
       const int got = encode_exp_avg(-(low + high) / 2, 1.0f, bits);
       ASSERT_TRUE(got == -code || got == -code - 1);
     }
@@ -97,7 +97,7 @@ TEST(state_codec, scales_are_the_smallest_powers_of_two_that_fit) {
 
 TEST(state_codec, special_blocks) {
   const float tiny = scale_of(0), nan = scale_of(float_bits(kInf));
-  for (const uint32_t bits : {0u, kToNearest, 0xffffu}) {
+  for (const uint32_t bits : {0u, kNearest, kLargestNoise}) {
     EXPECT_EQ(encode_exp_avg(0.0f, 1.0f / tiny, bits), 0);
     EXPECT_EQ(encode_exp_avg_sq(0.0f, 1.0f / tiny, bits), 0);
     EXPECT_EQ(decode_exp_avg(0, tiny), 0.0f);
@@ -112,12 +112,12 @@ TEST(state_codec, special_blocks) {
   }
 }
 
-// Mean over random bits of what is stored for x, and its standard error.
+// Mean over random bits (all 32 of an element) of what is stored for x, and its standard error.
 std::pair<double, double> mean_of(const std::function<float(uint32_t)>& stored) {
   constexpr int kTrials = 1 << 14;
   double sum = 0, squares = 0;
   for (int64_t i = 0; i < kTrials; ++i) {
-    const double x = stored(random32(rounding_block_key(7, i), static_cast<uint32_t>(i & 255)) >> 16);
+    const double x = stored(random32(rounding_block_key(7, i), static_cast<uint32_t>(i & 255)));
     sum += x;
     squares += x * x;
   }
@@ -130,10 +130,11 @@ TEST(state_codec, rounding_is_unbiased) {
   int biased = 0;
   for (int n = 0; n < 200; ++n) {
     const float x = std::ldexp(random.uniform(), -static_cast<int>(random.integer(12)));
-    const auto m = mean_of([&](uint32_t bits) { return decode_exp_avg(encode_exp_avg(x, 1.0f, bits), 1.0f); });
+    const auto m = mean_of([&](uint32_t bits) { return decode_exp_avg(encode_exp_avg(x, 1.0f, exp_avg_noise(bits)), 1.0f); });
     EXPECT_NEAR(m.first, x, 5 * m.second + 2e-5 * x);
     const float y = std::ldexp(random.uniform() + 0.01f, -static_cast<int>(random.integer(24)));
-    const auto v = mean_of([&](uint32_t bits) { return decode_exp_avg_sq(encode_exp_avg_sq(y, 1.0f, bits), 1.0f); });
+    const auto v =
+        mean_of([&](uint32_t bits) { return decode_exp_avg_sq(encode_exp_avg_sq(y, 1.0f, exp_avg_sq_noise(bits)), 1.0f); });
     EXPECT_NEAR(v.first, y, 5 * v.second + 2e-5 * y);
     // The twin that cuts is biased.
     biased += std::fabs(decode_exp_avg_sq(encode_exp_avg_sq(y, 1.0f, 0), 1.0f) - y) > 5 * v.second + 1e-6 * y;
@@ -163,16 +164,17 @@ double largest_drift(const std::function<float(float, int64_t)>& keep) {
 }
 
 TEST(state_codec, second_moments_grow_and_decay_as_in_float32) {
-  const auto bits = [](int64_t i) { return random32(rounding_block_key(11, i), static_cast<uint32_t>(i & 255)) >> 16; };
+  const auto bits = [](int64_t i) { return random32(rounding_block_key(11, i), static_cast<uint32_t>(i & 255)); };
   const float scale = 8.0f;  // of another element of the block
-  EXPECT_LT(largest_drift([&](float v, int64_t i) { return bf16_to_f32(f32_to_bf16_plus(v, bits(i))); }), 1.03);
-  EXPECT_LT(
-      largest_drift([&](float v, int64_t i) { return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, bits(i)), scale); }),
-      1.03);
+  EXPECT_LT(largest_drift([&](float v, int64_t i) { return bf16_to_f32(f32_to_bf16_plus(v, bits(i) >> 16)); }), 1.03);
+  EXPECT_LT(largest_drift([&](float v, int64_t i) {
+              return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, exp_avg_sq_noise(bits(i))), scale);
+            }),
+            1.03);
   // The twins that round to nearest freeze.
   EXPECT_GT(largest_drift([&](float v, int64_t) { return bf16_to_f32(f32_to_bf16(v)); }), 1.5);
   EXPECT_GT(
-      largest_drift([&](float v, int64_t) { return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, kToNearest), scale); }),
+      largest_drift([&](float v, int64_t) { return decode_exp_avg_sq(encode_exp_avg_sq(v, 1 / scale, kNearest), scale); }),
       1.5);
 }
 
