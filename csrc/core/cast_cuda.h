@@ -5,12 +5,9 @@
 
 #include <cstdint>
 
-#include "core/cast.h"
-#include "core/chunks.h"
+#include "core/cast_cuda_body.h"
 
 namespace shardcore {
-
-constexpr int64_t kCastChunk = 8192;
 
 // All pointers are device memory. chunks: make_chunks(..., kCastChunk). num_chunks > 0.
 void cast_cuda(const CastSegment* segments, const Chunk* chunks, int64_t num_chunks, cudaStream_t stream);

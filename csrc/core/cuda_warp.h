@@ -1,5 +1,5 @@
-// What the threads of a warp do together. Kernel bodies take it as a template parameter, so that tests/cpp can run them with
-// the host's stand-in.
+// What the threads of a warp, and of a block, do together. Kernel bodies take it as a template parameter, so that tests/cpp
+// can run them with the host's stand-in (tests/cpp/host_grid.h).
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,35 @@
 
 namespace shardcore {
 
-struct CudaWarp {
-  // The largest of all 32 lanes, in every lane.
-#if defined(__CUDACC__)
-  __host__ __device__ __forceinline__ uint32_t max(uint32_t x) const {
 #if defined(__CUDA_ARCH__)
-    return __reduce_max_sync(0xffffffffu, x);
+#define SHARDCORE_ON_DEVICE(code) code
 #else
-    return x;  // never run: bodies on the host get the host's stand-in
+#define SHARDCORE_ON_DEVICE(code)  // never run: bodies on the host get the host's stand-in
 #endif
+
+struct CudaWarp {
+#if defined(__CUDACC__)
+  // The largest of all 32 lanes, in every lane.
+  __host__ __device__ __forceinline__ uint32_t max(uint32_t x) const {
+    SHARDCORE_ON_DEVICE(return __reduce_max_sync(0xffffffffu, x);)
+    return x;
+  }
+
+  // The x of the lane whose number differs in the bits of mask.
+  __host__ __device__ __forceinline__ double shfl_xor(double x, [[maybe_unused]] int mask) const {
+    SHARDCORE_ON_DEVICE(return __shfl_xor_sync(0xffffffffu, x, mask);)
+    return x;
   }
 #endif
 };
+
+struct CudaBlock : CudaWarp {
+#if defined(__CUDACC__)
+  // All threads of the block meet; what they wrote to shared memory is seen by all.
+  __host__ __device__ __forceinline__ void sync() const { SHARDCORE_ON_DEVICE(__syncthreads();) }
+#endif
+};
+
+#undef SHARDCORE_ON_DEVICE
 
 }  // namespace shardcore

@@ -87,4 +87,56 @@ SHARDCORE_HD void pack_16bit(Bytes16& bytes, int half, int k, uint16_t h) {
   word = k % 2 ? word | (static_cast<uint32_t>(h) << 16) : h;
 }
 
+// The 8 elements that a thread takes of each stream: two halves of 4, which are neighbours unless every stream is float32.
+struct Octet {
+  int first;
+  int second;
+};
+
+SHARDCORE_HD int octet_element(Octet at, int k) { return k < 4 ? at.first + k : at.second + k - 4; }
+
+// kVector: the 8 elements are there and their stream is aligned to 16 bytes; else only those below numel are read, one by one,
+// and the others are 0.
+template <bool kVector>
+SHARDCORE_HD void load_octet(const void* data, DType dtype, Octet at, int numel, float (&x)[8]) {
+  if (!kVector) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) x[k] = octet_element(at, k) < numel ? load_as_f32(data, dtype, octet_element(at, k)) : 0.0f;
+    return;
+  }
+  float low[4], high[4];
+  if (dtype == DType::f32) {
+    const auto* const stream = static_cast<const float*>(data);
+    unpack_f32(load16(stream + at.first), low);
+    unpack_f32(load16(stream + at.second), high);
+  } else {
+    const Bytes16 bytes = load16(static_cast<const uint16_t*>(data) + at.first);
+    unpack_16bit(bytes, dtype, 0, low);
+    unpack_16bit(bytes, dtype, 1, high);
+  }
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 4; ++k) x[k] = low[k], x[k + 4] = high[k];
+}
+
+template <bool kVector>
+SHARDCORE_HD void store_octet(void* data, DType dtype, Octet at, int numel, const float (&x)[8]) {
+  if (!kVector) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) {
+      if (octet_element(at, k) < numel) store_from_f32(data, dtype, octet_element(at, k), x[k]);
+    }
+  } else if (dtype == DType::f32) {
+    const float low[4] = {x[0], x[1], x[2], x[3]}, high[4] = {x[4], x[5], x[6], x[7]};
+    store_f32(static_cast<float*>(data) + at.first, low);
+    store_f32(static_cast<float*>(data) + at.second, high);
+  } else {
+    Bytes16 bytes{};
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) pack_16bit(bytes, k / 4, k % 4, dtype == DType::bf16 ? f32_to_bf16(x[k]) : f32_to_f16(x[k]));
+    store16(static_cast<uint16_t*>(data) + at.first, bytes);
+  }
+}
+
+SHARDCORE_HD bool is_aligned16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+
 }  // namespace shardcore

@@ -1,37 +1,21 @@
 #include "core/cuda_check.h"
+#include "core/cuda_warp.h"
 #include "norm/norm_cuda.h"
-#include "norm/norm_cuda_warp.cuh"
 
 namespace shardcore {
 namespace {
 
-// 6 blocks a multiprocessor: 40 registers, enough loads in flight.
-__global__ void __launch_bounds__(kNormThreads, 6)
+// 5 blocks a multiprocessor: 48 registers, 40 KiB of loads in flight.
+__global__ void __launch_bounds__(kNormThreads, 5)
     sq_norm_kernel(const NormSegment* segments, const Chunk* chunks, DoubleDouble* partial) {
-  const Chunk chunk = chunks[blockIdx.x];
-  const NormSegment t = segments[chunk.tensor];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t last = t.numel < chunk.first + kNormChunk ? t.numel : chunk.first + kNormChunk;
-  DoubleDouble total{0.0, 0.0};
-  for (int64_t first = chunk.first + threadIdx.x / 32 * kBlock; first < last; first += kNormWarps * kBlock) {
-    const int n = static_cast<int>(last - first < kBlock ? last - first : kBlock);
-    total = dd_add(total, sq_norm_warp(load_sq_norm_lane(t.data, t.dtype, first, n, lane)));
-  }
-  total = add_warps(total);
-  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+  __shared__ DoubleDouble shared[kNormWarps];
+  sq_norm_body(segments, chunks, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
-// One CUDA block.
 __global__ void __launch_bounds__(kNormThreads)
     add_partials_kernel(const DoubleDouble* partial, int64_t count, DoubleDouble* out) {
-  DoubleDouble total{0.0, 0.0};
-  for (int64_t i = threadIdx.x; i < count; i += kNormThreads) total = dd_add(total, partial[i]);
-  for (int s = 16; s > 0; s >>= 1) {
-    const DoubleDouble other{__shfl_down_sync(0xffffffffu, total.high, s), __shfl_down_sync(0xffffffffu, total.low, s)};
-    total = dd_add(total, other);
-  }
-  total = add_warps(total);
-  if (threadIdx.x == 0) *out = total;
+  __shared__ DoubleDouble shared[kNormWarps];
+  add_partials_body(partial, count, out, shared, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
 }  // namespace

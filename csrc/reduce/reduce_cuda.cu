@@ -1,25 +1,15 @@
 #include "core/cuda_check.h"
+#include "core/cuda_warp.h"
 #include "norm/norm_cuda.h"
-#include "norm/norm_cuda_warp.cuh"
 #include "reduce/reduce_cuda.h"
-#include "reduce/reduce_math.h"
+#include "reduce/reduce_cuda_body.h"
 
 namespace shardcore {
 namespace {
 
-// One warp a 256-element block, as the norm; a CUDA block has kNormChunk elements.
 __global__ void __launch_bounds__(kNormThreads) ordered_sum_kernel(const OrderedSum op, DoubleDouble* partial) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t chunk_first = blockIdx.x * kNormChunk;
-  const int64_t last = op.numel < chunk_first + kNormChunk ? op.numel : chunk_first + kNormChunk;
-  DoubleDouble total{0.0, 0.0};
-  for (int64_t first = chunk_first + threadIdx.x / 32 * kBlock; first < last; first += kNormWarps * kBlock) {
-    double squares[8];
-    ordered_sum_lane(op, first + lane, last, squares);
-    total = dd_add(total, sq_norm_warp(sq_norm_lane(squares)));
-  }
-  total = add_warps(total);
-  if (threadIdx.x == 0) partial[blockIdx.x] = total;
+  __shared__ DoubleDouble shared[kNormWarps];
+  ordered_sum_body(op, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The CUDA kernel's body, run on the host over all blocks and threads, against the CPU path: same bits, nothing else touched.
+// The CUDA kernel's body, run on the host over all blocks, warps and threads, against the CPU path: same bits, nothing else
+// touched.
 // Vector accesses assume 16-byte alignment; the address sanitizer's build checks that they have it.
 #include "cpp/adam_problem.h"
 
@@ -61,6 +62,79 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_reduced_moments_and_split_masters) {
       problem.reset();
       problem.run_cuda_body(various_hypers());
       ASSERT_EQ(problem.result(), want) << numel << " elements, misaligned by " << misalign;
+    }
+  }
+}
+
+// Every option of a step: AdamW or Adam with decay, maximize, bias correction, stochastic rounding.
+std::vector<AdamHyper> every_hyper() {
+  std::vector<AdamHyper> hypers;
+  for (int options = 0; options < 16; ++options) {
+    AdamHyper hyper;
+    hyper.lr = 0.01, hyper.weight_decay = 0.1, hyper.grad_scale = 0.37, hyper.step = 3 + options, hyper.seed = 7;
+    hyper.adam_w_mode = options & 1, hyper.maximize = options & 2;
+    hyper.bias_correction = options & 4, hyper.stochastic_rounding = options & 8;
+    hypers.push_back(hyper);
+  }
+  return hypers;
+}
+
+// Every combination of dtypes, states, masters and amsgrad that there is, with every one of those options. reduced: those that
+// need the reduced kernel, else those that either kernel can do.
+std::vector<TensorSpec> every_combination(bool reduced, int64_t numel, int64_t misalign) {
+  std::vector<TensorSpec> specs;
+  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
+    for (const Master master : {Master::none, Master::f32, Master::split}) {
+      if (reduced != (state != StateDType::f32 || master == Master::split)) continue;
+      for (const DType param : kDTypes) {
+        if (master == Master::split && param != DType::bf16) continue;
+        for (const DType grad : kDTypes) {
+          for (const bool amsgrad : {false, true}) {
+            if (amsgrad && state != StateDType::f32) continue;
+            for (int32_t hyper = 0; hyper < 16; ++hyper) {
+              specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 256 * hyper, state});
+            }
+          }
+        }
+      }
+    }
+  }
+  return specs;
+}
+
+uint64_t hash_of(const std::vector<std::vector<uint8_t>>& buffers) {  // FNV-1a
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const auto& bytes : buffers) {
+    for (const uint8_t byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
+  }
+  return hash;
+}
+
+TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) {
+  const std::vector<AdamHyper> hypers = every_hyper();
+  const int64_t numel = 8 * kAdamThreads + 256 + 3;  // a round of vectors, a whole block more, a tail
+  for (const bool reduced : {false, true}) {
+    for (const int64_t misalign : {0, 1}) {
+      const std::vector<TensorSpec> specs = every_combination(reduced, numel, misalign);
+      EXPECT_EQ(specs.size(), 16u * (reduced ? 2 * 3 + 2 * 7 * 3 : 2 * 6 * 3));
+      const auto values = misalign ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
+      AdamProblem problem(specs, 42, values);
+      problem.run_cuda_body(hypers);
+      const uint64_t hash = hash_of(problem.result());
+      for_each_isa([&](const std::string&) {
+        problem.reset();
+        problem.run_cpu(hypers);
+        EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", reduced " << reduced;
+      });
+      if (!reduced) {
+        problem.reset();
+        problem.run_cuda_body(hypers, false);
+        EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel without reduced states, misaligned by " << misalign;
+      }
+      problem.segments().back().numel -= 1;  // a twin that leaves out one element of one combination
+      problem.reset();
+      problem.run_cuda_body(hypers);
+      EXPECT_NE(hash_of(problem.result()), hash);
     }
   }
 }

@@ -13,7 +13,7 @@
 #include "core/executor.h"
 #include "core/tile.h"
 #include "cpp/common.h"
-#include "cpp/host_warps.h"
+#include "cpp/host_grid.h"
 
 namespace shardcore::testing {
 
@@ -109,22 +109,18 @@ class AdamProblem {
 
   int64_t first_chunk = 0;  // run_cuda_body leaves out the chunks before it
 
-  void run_cuda_body(const std::vector<AdamHyper>& hypers) { run_cuda_body(scalars_of(hypers)); }
+  void run_cuda_body(const std::vector<AdamHyper>& hypers, bool reduced = true) { run_cuda_body(scalars_of(hypers), reduced); }
 
-  // The CUDA kernel's body over all blocks and threads, the last first.
-  void run_cuda_body(const std::vector<AdamScalars>& scalars) {
+  // The CUDA kernel's body over all blocks and threads, the last block first. reduced: the kernel's template argument.
+  void run_cuda_body(const std::vector<AdamScalars>& scalars, bool reduced = true) {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
+    const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
+      const auto kernel = reduced ? adam_cuda_body<true, HostBlock> : adam_cuda_body<false, HostBlock>;
+      kernel(segments_.data(), chunks.data(), scalars.data(), block_index, thread, block);
+    };
     for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
-      if (segments_[static_cast<size_t>(chunks[static_cast<size_t>(block)].tensor)].state_dtype == StateDType::q8) {
-        HostWarps(kAdamThreads / 32).run([&](int thread, const HostWarp& warp) {
-          adam_cuda_body<true>(segments_.data(), chunks.data(), scalars.data(), block, thread, warp);
-        });
-        continue;
-      }
-      for (int thread = kAdamThreads - 1; thread >= 0; --thread) {  // no thread waits for another
-        adam_cuda_body<true>(segments_.data(), chunks.data(), scalars.data(), block, thread, NoWarp{});
-      }
+      HostGrid::run_block(block, kAdamThreads, body);
     }
   }
 

@@ -1,91 +1,20 @@
-// Ordered sum: the bits of the definition on every instruction set, thread count and in the CUDA body; the norm of its result.
+// Ordered sum: the bits of the definition on every instruction set and thread count; the norm of its result.
 #include <algorithm>
 #include <functional>
 
 #include "core/executor.h"
 #include "core/thread_pool.h"
-#include "cpp/common.h"
+#include "cpp/reduce_problem.h"
 #include "norm/norm_cpu.h"
-#include "reduce/reduce_cpu.h"
 #include "reduce/reduce_math.h"
 
 namespace shardcore::testing {
 namespace {
 
-struct Case {
-  int64_t numel;
-  int64_t world_size;
-  DType pieces, out;
-  bool accumulate;
-  int64_t misalign;
-  bool own;      // the last rank's piece is given where it is, and is garbage among the pieces
-  double scale;  // of the average
-};
-
-struct ReduceProblem {
-  explicit ReduceProblem(const Case& c)
-      : pieces(c.numel * c.world_size * itemsize(c.pieces), c.misalign * itemsize(c.pieces)),
-        out(c.numel * itemsize(c.out), c.misalign * itemsize(c.out)) {
-    Random random(static_cast<uint32_t>(c.numel * 31 + c.world_size));
-    for (int64_t i = 0; i < c.numel * c.world_size; ++i) store_from_f32(pieces.data(), c.pieces, i, random.normal());
-    for (int64_t i = 0; i < c.numel; ++i) store_from_f32(out.data(), c.out, i, random.normal());
-    initial = out.bytes();
-    const double scale = c.scale / static_cast<double>(c.world_size);
-    op = {pieces.data(), c.pieces, c.world_size, c.numel, scale, out.data(), c.out, c.accumulate, nullptr, c.world_size - 1};
-  }
-
-  // The last rank's piece moves to `own`; what the pieces hold in its place is garbage.
-  void take_own() {
-    const auto size = static_cast<size_t>(op.numel * itemsize(op.piece_dtype));
-    uint8_t* const place = pieces.as<uint8_t>() + static_cast<size_t>(op.own_rank) * size;
-    own.assign(place, place + size);
-    std::fill(place, place + size, uint8_t{0x77});
-    op.own = own.data();
-  }
-
-  Buffer pieces, out;
-  std::vector<uint8_t> own;
-  std::vector<uint8_t> initial;
-  OrderedSum op;
-};
-
-// The definition, element by element.
-std::vector<uint8_t> definition(ReduceProblem& problem) {
-  problem.out.set_bytes(problem.initial);
-  const OrderedSum& op = problem.op;
-  for (int64_t i = 0; i < op.numel; ++i) {
-    volatile float sum = load_as_f32(op.pieces, op.piece_dtype, i);  // volatile: each addition rounded to float32
-    for (int64_t rank = 1; rank < op.world_size; ++rank)
-      sum = sum + load_as_f32(op.pieces, op.piece_dtype, rank * op.numel + i);
-    volatile float result = static_cast<float>(static_cast<double>(sum) * op.scale);
-    if (op.accumulate) result = load_as_f32(op.out, op.out_dtype, i) + result;
-    store_from_f32(op.out, op.out_dtype, i, result);
-  }
-  return problem.out.bytes();
-}
-
-std::vector<Case> cases() {
-  std::vector<Case> list;
-  for (const DType pieces : kDTypes) {
-    for (const DType out : {DType::f32, DType::bf16}) {
-      for (const bool accumulate : {false, true}) {
-        for (const int64_t world_size : {1, 2, 5}) {
-          for (const int64_t numel : {0, 1, 15, 16, 17, 35, 255, 256, 257, 1000}) {
-            for (const int64_t misalign : {0, 1}) {
-              list.push_back({numel, world_size, pieces, out, accumulate, misalign, misalign == 0, 0.3});
-              list.push_back({numel, world_size, pieces, out, accumulate, misalign, misalign != 0, 1.0});
-            }
-          }
-        }
-      }
-    }
-  }
-  list.push_back({200000, 3, DType::bf16, DType::f32, true, 1, true, 1.0});
-  return list;
-}
-
 TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
-  for (const Case& c : cases()) {
+  std::vector<SumCase> cases = sum_cases({0, 1, 15, 16, 17, 35, 255, 256, 257, 1000});
+  cases.push_back({200000, 3, DType::bf16, DType::f32, true, 1, true, 1.0});
+  for (const SumCase& c : cases) {
     ReduceProblem problem(c);
     const auto want = definition(problem);
     if (c.own && c.numel != 0) problem.take_own();
@@ -103,23 +32,11 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
         ASSERT_EQ(got.low, norm.low);
       }
     });
-    problem.out.set_bytes(problem.initial);
-    for (int64_t i = 0; i < 32 * (c.numel / 256 + 1); ++i) {  // lanes of blocks
-      const int64_t first = i / 32 * 256 + i % 32;
-      double squares[8];
-      ordered_sum_lane(problem.op, first, c.numel, squares);
-      for (int k = 0; k < 8; ++k) {
-        const int64_t element = first + 32 * k;
-        const float stored_value = element < c.numel ? load_as_f32(problem.op.out, c.out, element) : 0.0f;
-        ASSERT_EQ(squares[k], square_f64(stored_value));
-      }
-    }
-    ASSERT_EQ(problem.out.bytes(), want) << "CUDA body";
   }
 }
 
 TEST(reduce, other_orders_and_roundings_are_rejected) {
-  const Case c{1000, 5, DType::f32, DType::f32, true, 0, false, 0.3};
+  const SumCase c{1000, 5, DType::f32, DType::f32, true, 0, false, 0.3};
   ReduceProblem problem(c);
   const auto want = definition(problem);
   const OrderedSum& op = problem.op;

@@ -1,0 +1,90 @@
+// The launches of csrc/norm, csrc/reduce and csrc/core's .cu files, on the host's grid. Twin: what stands for CUDA's block; a
+// broken one must be rejected.
+#pragma once
+
+#include <vector>
+
+#include "core/cast_cuda_body.h"
+#include "cpp/common.h"
+#include "cpp/host_grid.h"
+#include "norm/norm_cuda_body.h"
+#include "reduce/reduce_cuda_body.h"
+
+namespace shardcore::testing {
+
+// Its barriers are missing.
+struct BlockWithoutSync : HostBlock {
+  explicit BlockWithoutSync(const HostBlock& block) : HostBlock(block) {}
+  void sync() const {}
+};
+
+// Its lanes take from others than they should.
+struct BlockOfOtherLanes : HostBlock {
+  explicit BlockOfOtherLanes(const HostBlock& block) : HostBlock(block) {}
+  double shfl_xor(double x, int mask) const { return HostBlock::shfl_xor(x, mask == 8 ? 4 : mask); }
+};
+
+class Partials {
+ public:
+  explicit Partials(int64_t count) : count_(count), buffer_(count * static_cast<int64_t>(sizeof(DoubleDouble)), 0) {}
+  ~Partials() { EXPECT_TRUE(buffer_.sentinels_intact()); }
+  DoubleDouble* data() { return buffer_.as<DoubleDouble>(); }
+
+  template <typename Block>
+  DoubleDouble total() {
+    Partials out(1);
+    HostGrid::run(1, kNormThreads, [&](int64_t, int thread, const HostBlock& block) {
+      add_partials_body(data(), count_, out.data(), block.shared<DoubleDouble>(), thread, Block(block));
+    });
+    return *out.data();
+  }
+
+ private:
+  int64_t count_;
+  Buffer buffer_;
+};
+
+template <typename Block = HostBlock>
+DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments) {
+  const auto chunks = make_chunks(
+      static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kNormChunk);
+  if (chunks.empty()) return {};
+  const auto count = static_cast<int64_t>(chunks.size());
+  Partials partials(count);
+  HostGrid::run(count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+    sq_norm_body(segments.data(), chunks.data(), partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
+  });
+  return partials.total<Block>();
+}
+
+template <typename Block = HostBlock>
+DoubleDouble ordered_sum_cuda_body(const OrderedSum& op) {
+  const int64_t count = (op.numel + kNormChunk - 1) / kNormChunk;
+  if (count == 0) return {};
+  Partials partials(count);
+  HostGrid::run(count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+    ordered_sum_body(op, partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
+  });
+  return partials.total<Block>();
+}
+
+inline void cast_cuda_body(const std::vector<CastSegment>& segments) {
+  const auto chunks = make_chunks(
+      static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kCastChunk);
+  HostGrid::run(static_cast<int64_t>(chunks.size()), kCastThreads,
+                [&](int64_t index, int thread, const HostBlock&) { cast_body(segments.data(), chunks.data(), index, thread); });
+}
+
+inline float norm_from(DoubleDouble sum) { return static_cast<float>(std::sqrt(sum.high + sum.low)); }
+
+// How far two sums are apart, as a part of the first; 0 if both are not finite.
+inline double relative_difference(DoubleDouble a, DoubleDouble b) {
+  if (!is_finite(a.high) && !is_finite(b.high)) return 0.0;
+  const double difference = std::fabs((a.high - b.high) + (a.low - b.low));
+  return difference == 0.0 ? 0.0 : difference / a.high;
+}
+
+// What grouping may change of a double-double sum.
+constexpr double kGrouping = 0x1p-98;
+
+}  // namespace shardcore::testing

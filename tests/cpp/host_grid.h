@@ -1,0 +1,122 @@
+// CUDA's grid on the host: kernel bodies that take a Warp or a Block (csrc/core/cuda_warp.h) run on it, block after block.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "cpp/host_team.h"
+
+namespace shardcore::testing {
+
+enum class TeamKind { fibers, threads };
+
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;
+constexpr TeamKind kTeamKind = TeamKind::threads;
+#else
+constexpr bool kThreadSanitizer = false;
+constexpr TeamKind kTeamKind = TeamKind::fibers;
+#endif
+
+// What one thread of a block sees: the operations of CudaBlock.
+class HostBlock {
+ public:
+  // Lanes write in turn to one of two rows, so that one meeting an operation is enough: who writes a row again has been at the
+  // meeting after the last reading of it.
+  struct Warp {
+    std::unique_ptr<HostBarrier> barrier;
+    std::array<std::array<uint64_t, 32>, 2> slots{};
+  };
+  struct Shared {
+    std::vector<Warp> warps;
+    std::unique_ptr<HostBarrier> barrier;
+    alignas(16) std::array<uint8_t, 1024> memory{};
+  };
+
+  HostBlock(Shared& shared, int thread)
+      : shared_(shared), warp_(shared.warps[static_cast<size_t>(thread / 32)]), lane_(static_cast<size_t>(thread % 32)) {}
+
+  uint32_t max(uint32_t x) const {
+    const auto& row = exchange(x);
+    return static_cast<uint32_t>(*std::max_element(row.begin(), row.end()));
+  }
+
+  double shfl_xor(double x, int mask) const {
+    uint64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    bits = exchange(bits)[lane_ ^ static_cast<size_t>(mask)];
+    std::memcpy(&x, &bits, sizeof bits);
+    return x;
+  }
+
+  void sync() const { shared_.barrier->wait(); }
+
+  // The block's shared memory; NaN bytes when the block starts.
+  template <typename T>
+  T* shared() const {
+    return reinterpret_cast<T*>(shared_.memory.data());
+  }
+
+ private:
+  const std::array<uint64_t, 32>& exchange(uint64_t bits) const {
+    auto& row = warp_.slots[turn_];
+    turn_ ^= 1;
+    row[lane_] = bits;
+    warp_.barrier->wait();
+    return row;
+  }
+
+  Shared& shared_;
+  Warp& warp_;
+  size_t lane_;
+  mutable size_t turn_ = 0;
+};
+
+class HostGrid {
+ public:
+  // body(block_index, thread, block) for all threads of block 0, then of block 1, ...
+  template <typename Body>
+  static void run(int64_t num_blocks, int threads, const Body& body, TeamKind kind = kTeamKind) {
+    for (int64_t block = 0; block < num_blocks; ++block) run_block(block, threads, body, kind);
+  }
+
+  template <typename Body>
+  static void run_block(int64_t block_index, int threads, const Body& body, TeamKind kind = kTeamKind) {
+    std::unique_ptr<Room>& room = rooms()[{kind, threads}];
+    if (!room) room = std::make_unique<Room>(kind, threads);
+    room->shared.memory.fill(0xff);
+    try {
+      room->team->run([&](int thread) { body(block_index, thread, HostBlock(room->shared, thread)); });
+    } catch (const std::logic_error&) {
+      room.reset();  // its fibers are left where they wait
+      throw;
+    }
+  }
+
+ private:
+  struct Room {
+    Room(TeamKind kind, int threads) : shared{} {
+      if (kind == TeamKind::threads) {
+        team = std::make_unique<ThreadTeam>(threads);
+      } else {
+        team = std::make_unique<FiberTeam>(threads);
+      }
+      shared.warps = std::vector<HostBlock::Warp>(static_cast<size_t>(threads / 32));
+      for (HostBlock::Warp& warp : shared.warps) warp.barrier = team->make_barrier(32);
+      shared.barrier = team->make_barrier(threads);
+    }
+    HostBlock::Shared shared;
+    std::unique_ptr<HostTeam> team;
+  };
+
+  static std::map<std::pair<TeamKind, int>, std::unique_ptr<Room>>& rooms() {
+    static std::map<std::pair<TeamKind, int>, std::unique_ptr<Room>> rooms;
+    return rooms;
+  }
+};
+
+}  // namespace shardcore::testing

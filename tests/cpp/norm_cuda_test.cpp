@@ -1,0 +1,113 @@
+// The norm's CUDA kernels on the host, with their warps and block reductions: the bits of the definition and of the CPU.
+#include "core/executor.h"
+#include "cpp/cuda_kernels.h"
+
+namespace shardcore::testing {
+namespace {
+
+Buffer random_values(DType dtype, int64_t numel, int64_t misalign, uint32_t seed) {
+  Random random(seed);
+  Buffer data(numel * itemsize(dtype), misalign * itemsize(dtype));
+  for (int64_t i = 0; i < numel; ++i) {
+    const float magnitude = dtype == DType::f16 ? 1.0f : std::ldexp(1.0f, static_cast<int>(random.integer(60)) - 30);
+    store_from_f32(data.data(), dtype, i, random.normal() * magnitude);
+  }
+  return data;
+}
+
+DoubleDouble on_cpu(const std::vector<NormSegment>& segments) {
+  SerialExecutor executor;
+  return sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), executor);
+}
+
+// The definition, word for word: square in double, then halve.
+double naive_block(const void* data, DType dtype, int64_t n) {
+  double a[256] = {};
+  for (int64_t j = 0; j < n; ++j) {
+    const double x = load_as_f32(data, dtype, j);
+    a[j] = x * x;
+  }
+  for (int s = 128; s >= 1; s /= 2) {
+    for (int j = 0; j < s; ++j) a[j] += a[j + s];
+  }
+  return a[0];
+}
+
+TEST(norm_cuda, one_block_has_the_bits_of_the_definition) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t misalign : {0, 1, 2}) {
+      for (int64_t n = 1; n <= 256; n += n < 12 || n > 246 ? 1 : 29) {
+        Buffer data = random_values(dtype, n, misalign, static_cast<uint32_t>(n));
+        const DoubleDouble got = sq_norm_cuda_body({{data.data(), n, dtype}});
+        ASSERT_EQ(got.high, naive_block(data.data(), dtype, n)) << n << " elements, misaligned by " << misalign;
+        ASSERT_EQ(got.low, 0.0);
+      }
+    }
+  }
+}
+
+TEST(norm_cuda, has_the_cpu_norm_for_every_dtype_size_and_alignment) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t misalign : {0, 1, 4, 8}) {
+      for (const int64_t numel : {int64_t{257}, int64_t{2048 + 5}, kNormChunk - 1, kNormChunk, 2 * kNormChunk + 259}) {
+        if (kThreadSanitizer && (numel > 3000 || misalign > 1)) continue;
+        Buffer data = random_values(dtype, numel, misalign, static_cast<uint32_t>(numel + misalign));
+        const std::vector<NormSegment> list = {{data.data(), numel, dtype}};
+        const DoubleDouble got = sq_norm_cuda_body(list);
+        for_each_isa([&](const std::string&) {
+          const DoubleDouble want = on_cpu(list);
+          ASSERT_EQ(float_bits(norm_from(got)), float_bits(norm_from(want)))
+              << numel << " elements, misaligned by " << misalign;
+          ASSERT_LE(relative_difference(want, got), kGrouping);
+        });
+      }
+    }
+  }
+}
+
+TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
+  std::vector<Buffer> buffers;
+  std::vector<NormSegment> list;
+  const int64_t count = kThreadSanitizer ? 30 : 2 * kNormThreads + 40;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t numel = i % 7 * 50;  // none in each seventh
+    const DType dtype = kDTypes[i % 3];
+    buffers.push_back(random_values(dtype, numel, i % 2, static_cast<uint32_t>(i)));
+    list.push_back({buffers.back().data(), numel, dtype});
+  }
+  const DoubleDouble got = sq_norm_cuda_body(list), want = on_cpu(list);
+  EXPECT_EQ(float_bits(norm_from(got)), float_bits(norm_from(want)));
+  EXPECT_LE(relative_difference(want, got), kGrouping);
+}
+
+TEST(norm_cuda, what_is_not_finite_shows) {
+  for (const DType dtype : kDTypes) {
+    for (const int64_t place : {int64_t{0}, int64_t{700}, int64_t{999}}) {  // 999: in the tail
+      for (const float bad : {kInf, -kInf, kNan}) {
+        Buffer data = random_values(dtype, 1000, 0, 3);
+        store_from_f32(data.data(), dtype, place, bad);
+        const DoubleDouble got = sq_norm_cuda_body({{data.data(), 1000, dtype}});
+        EXPECT_TRUE(std::isnan(bad) ? std::isnan(got.high) : std::isinf(got.high));
+      }
+    }
+  }
+}
+
+TEST(norm_cuda, broken_twins_are_rejected) {
+  for (const DType dtype : kDTypes) {
+    const int64_t numel = 2048 + 5;
+    Buffer data = random_values(dtype, numel, 0, 5);
+    const std::vector<NormSegment> list = {{data.data(), numel, dtype}};
+    const DoubleDouble want = on_cpu(list);
+    const auto rejected = [&](DoubleDouble got) { return !(relative_difference(want, got) <= kGrouping); };
+    EXPECT_FALSE(rejected(sq_norm_cuda_body(list)));
+    EXPECT_TRUE(rejected(sq_norm_cuda_body<BlockOfOtherLanes>(list)));
+    EXPECT_TRUE(rejected(sq_norm_cuda_body({{data.data(), numel - 1, dtype}})));  // a dropped tail
+    if (!kThreadSanitizer) {                                                      // there: planted_race.cpp
+      EXPECT_TRUE(rejected(sq_norm_cuda_body<BlockWithoutSync>(list)));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace shardcore::testing
