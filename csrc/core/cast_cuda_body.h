@@ -20,6 +20,8 @@ SHARDCORE_HD void cast_body(const CastSegment* segments, const Chunk* chunks, in
   const int vector_numel = is_aligned16(t.src) && is_aligned16(t.dst) ? numel / 8 * 8 : 0;
   const char* const src = static_cast<const char*>(t.src) + chunk.first * itemsize(t.src_dtype);
   char* const dst = static_cast<char*>(t.dst) + chunk.first * itemsize(t.dst_dtype);
+  SHARDCORE_ASSUME_GLOBAL(src);
+  SHARDCORE_ASSUME_GLOBAL(dst);
   float x[8];
   int i = 8 * thread;
   SHARDCORE_NO_UNROLL

@@ -21,6 +21,13 @@
 #define SHARDCORE_NO_UNROLL
 #endif
 
+// Tells nvcc that a pointer which it read from memory is to global memory: it cannot know, and generic accesses take longer.
+#if defined(__CUDA_ARCH__)
+#define SHARDCORE_ASSUME_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
+#else
+#define SHARDCORE_ASSUME_GLOBAL(pointer)
+#endif
+
 #if defined(__x86_64__)
 #define SHARDCORE_X86 1
 #else

@@ -95,6 +95,7 @@ SHARDCORE_HD void sq_norm_body(const NormSegment* segments, const Chunk* chunks,
   const int vector_numel = is_aligned16(t.data) ? numel / kBlockSize * kBlockSize : 0;
   const int itemsize_bytes = static_cast<int>(itemsize(t.dtype));
   const char* const data = static_cast<const char*>(t.data) + chunk.first * itemsize_bytes;
+  SHARDCORE_ASSUME_GLOBAL(data);
   int first = thread / 32 * kBlockSize;
   DoubleDouble total{0.0, 0.0};
   SHARDCORE_NO_UNROLL

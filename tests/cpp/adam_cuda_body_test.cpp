@@ -26,6 +26,7 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_every_mix) {
   for (const int64_t misalign : {0, 1, 4}) {
     for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{129}, kRound - 1, kRound, kRound + 1,
                                 2 * kRound + 5, kAdamChunk - int64_t{1}, int64_t{kAdamChunk}, kAdamChunk + kRound + 3}) {
+      if (kThreadSanitizer && (misalign > 1 || numel % 4 != 1)) continue;  // a thread for each thread takes its time
       AdamProblem problem(every_mix(numel, misalign), static_cast<uint32_t>(numel + misalign));
       problem.run_cpu(various_hypers());
       const auto want = problem.result();
@@ -91,7 +92,7 @@ std::vector<TensorSpec> every_combination(bool reduced, int64_t numel, int64_t m
         for (const DType grad : kDTypes) {
           for (const bool amsgrad : {false, true}) {
             if (amsgrad && state != StateDType::f32) continue;
-            for (int32_t hyper = 0; hyper < 16; ++hyper) {
+            for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
               specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 256 * hyper, state});
             }
           }
@@ -116,7 +117,7 @@ TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) 
   for (const bool reduced : {false, true}) {
     for (const int64_t misalign : {0, 1}) {
       const std::vector<TensorSpec> specs = every_combination(reduced, numel, misalign);
-      EXPECT_EQ(specs.size(), 16u * (reduced ? 2 * 3 + 2 * 7 * 3 : 2 * 6 * 3));
+      EXPECT_EQ(specs.size(), (kThreadSanitizer ? 2u : 16u) * (reduced ? 2 * 3 + 2 * 7 * 3 : 2 * 6 * 3));
       const auto values = misalign ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
       AdamProblem problem(specs, 42, values);
       problem.run_cuda_body(hypers);

@@ -1,0 +1,148 @@
+"""The check of compiled CUDA kernels reads machine code rightly, and rejects what it is there for."""
+
+import dataclasses
+import re
+from collections import Counter
+
+import pytest
+
+from tools import check_kernels
+from tools.check_kernels import LoopRule, kernel_name, problems, read_kernels, table
+
+MANGLED = "_ZN9shardcore45_GLOBAL__N__c5a27b79_12_norm_cuda_cu_1e842cf911copy_kernelEPKfPf"
+RULES = {"copy_kernel": [LoopRule(loads=1, stores=1)]}
+
+RESOURCES = f"""
+Fatbin elf code:
+================
+arch = sm_90
+code version = [1,8]
+
+Resource usage:
+ Common:
+  GLOBAL:0
+ Function {MANGLED}:
+  REG:22 STACK:0 SHARED:1152 LOCAL:0 CONSTANT[0]:552 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+# A table entry; a vector loop with a branch in it, and a slow path that lies behind the exit; a scalar loop; the exit.
+CODE = """
+LDG.E.64 R2, desc[UR4][R2.64]
+BSSY B0, {after}
+vector: LDG.E.128 R4, desc[UR4][R2.64+0x10]
+@P0 BRA {slow}
+back: STG.E.128 desc[UR4][R8.64], R4
+@!P1 BRA {vector}
+BSYNC B0
+after: LDG.E.U16 R4, [R2.64]
+STG.E desc[UR4][R2.64], R4
+@P1 BRA {after}
+EXIT
+slow: IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]
+BRA {back}
+end: BRA {end}
+"""
+
+
+def sass(code: str = CODE, name: str = MANGLED) -> str:
+    """A disassembly as cuobjdump prints it. ``label:`` names a line and ``{label}`` is its address."""
+    lines = [line for line in code.splitlines() if line]
+    labels = {line.partition(": ")[0]: hex(16 * i) for i, line in enumerate(lines) if ": " in line}
+    text = f'\tcode for sm_90\n\t\tFunction : {name}\n\t.headerflags\t@"EF_CUDA_SM90"\n'
+    for i, line in enumerate(lines):
+        instruction = line.partition(": ")[2] or line
+        text += f"        /*{16 * i:04x}*/                   {instruction.format(**labels)} ;   /* 0x00000a00ff017624 */\n"
+        text += " " * 88 + "/* 0x000fe400078e00ff */\n"
+    return text + "\t\t..........\n"
+
+
+def found(code: str = CODE, resources: str = RESOURCES, rules=RULES) -> list[str]:
+    return list(problems(read_kernels(resources, sass(code)), rules))
+
+
+def test_names():
+    assert kernel_name(MANGLED) == "copy_kernel"
+    assert kernel_name("_ZN9shardcore3abc11adam_kernelILb0EEEvPKNS_11AdamSegmentE") == "adam_kernel<false>"
+    assert kernel_name("_ZN9shardcore3abc11some_kernelILb0ELb1EEEvPf") == "some_kernel<false, true>"
+    assert kernel_name("plain") == "plain"
+
+
+def test_reads_registers_and_loops():
+    (kernel,) = read_kernels(RESOURCES, sass())
+    assert (kernel.name, kernel.arch, kernel.registers, kernel.spill_bytes) == ("copy_kernel", "sm_90", 22, 0)
+    assert kernel.loops == (Counter({("load", 16): 1, ("store", 16): 1}),)
+    assert kernel.outside == Counter({("load", 8): 1, ("load", 2): 1, ("store", 4): 1})
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("IMAD.MOV.U32 R1,", "LDG.E R1,", "a loop has 1 loads of 4 bytes; expected at most 0"),  # in the slow path of the loop
+        ("STG.E.128 desc", "STG.E.64 desc", "a loop has 0 stores of 16 bytes; expected at least 1, 1 stores of 8 bytes"),
+        ("LDG.E.128 R4", "LD.E.U8 R4", "a loop has 0 loads of 16 bytes; expected at least 1, 1 loads of 1 bytes"),
+        (".128", "", "0 loops with 16-byte accesses; expected 1"),  # all of the loop is scalar
+        ("LDG.E.U16", "LDG.E.128", "2 loops with 16-byte accesses; expected 1"),
+        ("IMAD.MOV.U32 R1,", "STL [R1],", "0 bytes of stack and local memory, 1 accesses to it; expected none"),
+    ],
+)
+def test_twins_are_rejected(old, new, problem):
+    assert old in CODE
+    (text,) = found(CODE.replace(old, new))
+    assert text.startswith(f"copy_kernel for sm_90: {problem}")
+
+
+@pytest.mark.parametrize(("old", "new"), [("STACK:0", "STACK:16"), ("LOCAL:0", "LOCAL:16")])
+def test_a_spill_is_rejected(old, new):
+    (text,) = found(resources=RESOURCES.replace(old, new))
+    assert text.startswith("copy_kernel for sm_90: 16 bytes of stack and local memory")
+
+
+def test_a_tail_inside_the_vector_loop_is_rejected():
+    assert "1 loads of 2 bytes; expected at most 0" in found(CODE.replace("@P1 BRA {after}", "@P1 BRA {vector}"))[0]
+
+
+def test_narrower_accesses_that_a_rule_names_pass():
+    code = CODE.replace("IMAD.MOV.U32 R1,", "LDG.E R1,")
+    assert found(code, rules={"copy_kernel": [LoopRule(1, 1, {("load", 4): 1})]}) == []
+    assert found(code, rules={"copy_kernel": [LoopRule(1, 1, {("store", 4): 1, ("load", 8): 1})]}) != []
+
+
+def test_each_loop_needs_a_rule_of_its_own():
+    (kernel,) = read_kernels(RESOURCES, sass())
+    two = dataclasses.replace(kernel, loops=kernel.loops * 2)
+    assert list(problems([two], {"copy_kernel": [LoopRule(1, 1), LoopRule(1, 1)]})) == []
+    assert len(list(problems([two], {"copy_kernel": [LoopRule(1, 1), LoopRule(2, 2)]}))) == 1
+
+
+def test_unknown_and_missing_kernels_are_problems():
+    (unknown, missing) = found(rules={"other_kernel": []})
+    assert unknown.startswith("copy_kernel for sm_90: no rule")
+    assert missing.startswith("other_kernel: not in the library")
+
+
+def test_what_cannot_be_followed_is_an_error():
+    with pytest.raises(ValueError, match="BRX at 0x70 goes anywhere"):
+        read_kernels(RESOURCES, sass(CODE.replace("LDG.E.U16 R4, [R2.64]", "BRX R2 -0x10")))
+    with pytest.raises(ValueError, match="has no resource usage"):
+        read_kernels("", sass())
+
+
+def test_barriers_lead_to_where_they_were_set():
+    code = CODE.replace("BSYNC B0", "BRA {far}").replace("end: BRA {end}", "far: BSYNC B0")  # then the scalar loop follows
+    assert found(code) == []
+    (kernel,) = read_kernels(RESOURCES, sass(code))
+    assert len(kernel.loops) == 1
+
+
+def test_table_has_a_line_a_kernel():
+    lines = table(read_kernels(RESOURCES, sass())).splitlines()
+    assert lines[0].split()[:4] == ["kernel", "arch", "registers", "spills"]
+    assert lines[1].split() == ["copy_kernel", "sm_90", "22", "0", "1", "1/1", "0/0", "0/0", "2/1"]
+
+
+def test_every_kernel_of_the_sources_has_a_rule():
+    sources = "".join(file.read_text() for file in (check_kernels.ROOT / "csrc").rglob("*.cu"))
+    declared = set(re.findall(r"__global__[\w\s(),]*?\b(\w+)\(const", sources))
+    assert len(declared) == sources.count("__global__")
+    assert declared == {name.split("<")[0] for name in check_kernels.RULES}

@@ -1,0 +1,314 @@
+"""Checks the compiled CUDA kernels, without a GPU: no spills, and 16 bytes a thread in each access to a bulk stream.
+
+Run with the Python that has the built extension: python -m tools.check_kernels [library]. It reads the disassembly of cuobjdump
+(of the CUDA toolkit, else the one in triton's wheel), prints a table, and fails if a kernel breaks its rule in RULES.
+
+How bulk accesses are told from others. A kernel reads a few table entries, then walks its streams in loops: a vector loop over
+what is whole and aligned, and a scalar loop over the rest. In the control flow graph of the machine code an outermost loop is
+a strongly connected component (loops within it belong to it). One with 16-byte accesses to global memory is a *bulk loop*:
+
+- it must have at least the 16-byte loads and stores of its LoopRule: what the paths of all dtypes need together;
+- narrower accesses in it must be those that the rule names: 8-bit codes 8 bytes, the scale of each 256-element block 4;
+- a kernel must have as many bulk loops as it has rules, so a vector loop that lost all its wide accesses is missed.
+
+What lies outside of bulk loops is tables, results of blocks and scalar tails, and is free. Accesses to local memory are spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDE = 16  # bytes
+
+Access = tuple[str, int]  # "load" or "store", bytes a thread
+
+
+@dataclass(frozen=True)
+class Instruction:
+    address: int
+    guarded: bool  # has a predicate, so it may not happen
+    opcode: str
+    operands: str
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    arch: str
+    registers: int
+    spill_bytes: int  # stack frame and local memory
+    local_accesses: int
+    loops: tuple[Counter[Access], ...]  # accesses to global memory of each bulk loop
+    outside: Counter[Access]  # of everything else
+
+
+@dataclass(frozen=True)
+class LoopRule:
+    """What a bulk loop must have: at least these 16-byte loads and stores, and at most these narrower accesses."""
+
+    loads: int
+    stores: int
+    narrower: Mapping[Access, int] = field(default_factory=dict)
+
+    def broken(self, accesses: Counter[Access]) -> list[str]:
+        problems = []
+        for kind, least in (("load", self.loads), ("store", self.stores)):
+            if accesses[kind, WIDE] < least:
+                problems.append(f"{accesses[kind, WIDE]} {kind}s of {WIDE} bytes; expected at least {least}")
+        for (kind, size), count in sorted(accesses.items()):
+            if size < WIDE and count > self.narrower.get((kind, size), 0):
+                problems.append(f"{count} {kind}s of {size} bytes; expected at most {self.narrower.get((kind, size), 0)}")
+        return problems
+
+
+# What a stream needs for 8 elements of a thread: 1 access if it is 16-bit, 2 if it is float32, 3 in code for either.
+# Adam: grad; weight or float32 master; the parameter beside a master; two float32 moments.
+_ADAM = LoopRule(loads=3 + 3 + 4, stores=3 + 2 + 4)
+_ADAM_AMSGRAD = LoopRule(loads=_ADAM.loads + 2, stores=_ADAM.stores + 2)
+# And two bf16 moments, the remainder of a split master.
+_REDUCED = LoopRule(loads=_ADAM.loads + 2 + 1, stores=_ADAM.stores + 2 + 1)
+_REDUCED_AMSGRAD = LoopRule(loads=_REDUCED.loads + 2, stores=_REDUCED.stores + 2)
+# grad; weight; float32 master; a split master's two. Both moments 8 bytes, their scales 4 bytes a 256-element block.
+_ADAM_8BIT = LoopRule(
+    loads=3 + 3 + 2 + 2,
+    stores=3 + 2 + 1,
+    narrower={("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2},
+)
+
+# Every kernel, with a rule for each of its bulk loops (Adam: two of a kind, with and without l2), the lesser rules first.
+RULES: dict[str, list[LoopRule]] = {
+    "adam_kernel<false>": [_ADAM] * 2 + [_ADAM_AMSGRAD] * 2,
+    "adam_kernel<true>": [_ADAM_8BIT] * 2 + [_REDUCED] * 2 + [_REDUCED_AMSGRAD] * 2,
+    "sq_norm_kernel": [LoopRule(loads=3, stores=0)],
+    "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
+    "ordered_sum_kernel": [LoopRule(loads=3 + 3, stores=3)],  # the pieces, and what they are added to
+    "cast_kernel": [LoopRule(loads=3, stores=3)],
+}
+
+
+def kernel_name(mangled: str) -> str:
+    """The name without namespaces, with its template arguments if they are booleans."""
+    rest = mangled.removeprefix("_ZN")
+    name = mangled
+    while match := re.match(r"\d+", rest):
+        rest = rest[match.end() :]
+        name, rest = rest[: int(match[0])], rest[int(match[0]) :]
+    if arguments := re.match(r"I((?:Lb[01]E)+)E", rest):
+        name += "<" + ", ".join("true" if bit == "1" else "false" for bit in re.findall(r"Lb([01])E", arguments[1])) + ">"
+    return name
+
+
+def parse_resources(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """{(arch, mangled name): (registers, bytes of stack and local memory)} of ``cuobjdump -res-usage``."""
+    found, arch, name = {}, "", ""
+    for line in text.splitlines():
+        if match := re.match(r"arch = (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\S+):$", line):
+            name = match[1]
+        elif match := re.match(r"\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", line):
+            found[arch, name] = int(match[1]), int(match[2]) + int(match[3])
+    return found
+
+
+def parse_sass(text: str) -> dict[tuple[str, str], list[Instruction]]:
+    """{(arch, mangled name): instructions} of ``cuobjdump -sass``."""
+    found: dict[tuple[str, str], list[Instruction]] = {}
+    arch, code = "", None
+    for line in text.splitlines():
+        if match := re.match(r"\s*code for (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            code = found.setdefault((arch, match[1]), [])
+        elif code is not None and (match := re.match(r"\s*/\*([0-9a-f]+)\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line)):
+            code.append(Instruction(int(match[1], 16), match[2] is not None, match[3], match[4].strip()))
+    return found
+
+
+def access_of(opcode: str) -> Access | None:
+    """The access to global memory that an instruction makes."""
+    parts = opcode.split(".")
+    if parts[0] not in {"LD", "LDG", "LDGSTS", "ST", "STG"}:
+        return None
+    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+    return "load" if parts[0].startswith("LD") else "store", next((sizes[part] for part in parts if part in sizes), 4)
+
+
+def successors(code: list[Instruction]) -> list[list[int]]:
+    """Where each instruction may go on, as indices."""
+    index = {instruction.address: i for i, instruction in enumerate(code)}
+    targets: dict[str, set[int]] = {}  # of convergence barriers
+    for instruction in code:
+        if instruction.opcode.startswith("BSSY"):
+            barrier, _, address = instruction.operands.partition(",")
+            targets.setdefault(barrier.split()[-1], set()).add(index[int(address, 16)])
+    graph = []
+    for i, instruction in enumerate(code):
+        base = instruction.opcode.split(".")[0]
+        following = [i + 1] if i + 1 < len(code) else []
+        if base in {"BRX", "BRXU", "JMX", "JMXU", "JMP"}:
+            raise ValueError(f"check_kernels: {instruction.opcode} at {instruction.address:#x} goes anywhere; expected BRA")
+        if base == "BRA":
+            address = re.search(r"0x[0-9a-f]+$", instruction.operands)
+            if address is None:
+                raise ValueError(f"check_kernels: BRA {instruction.operands} has no target; expected an address")
+            always = not instruction.guarded and instruction.opcode == "BRA" and address[0] == instruction.operands
+            graph.append(([] if always else following) + [index[int(address[0], 16)]])
+        elif base in {"EXIT", "RET"}:
+            graph.append(following if instruction.guarded else [])
+        elif base == "BSYNC":
+            ways = targets.get(instruction.operands.split()[-1], set())
+            graph.append(following if not ways or i + 1 in ways else sorted(ways))
+        else:
+            graph.append(following)
+    return graph
+
+
+def cycles(graph: list[list[int]]) -> Iterator[list[int]]:
+    """The strongly connected components that are cycles (R. Tarjan, 1972, without recursion)."""
+    order: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    open_nodes = set()
+    for root in range(len(graph)):
+        if root in order:
+            continue
+        work = [(root, iter(graph[root]))]
+        order[root] = low[root] = len(order)
+        stack.append(root)
+        open_nodes.add(root)
+        while work:
+            node, ways = work[-1]
+            for way in ways:
+                if way not in order:
+                    order[way] = low[way] = len(order)
+                    stack.append(way)
+                    open_nodes.add(way)
+                    work.append((way, iter(graph[way])))
+                    break
+                if way in open_nodes:
+                    low[node] = min(low[node], order[way])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    component = []
+                    while not component or component[-1] != node:
+                        component.append(stack.pop())
+                        open_nodes.discard(component[-1])
+                    if len(component) > 1 or node in graph[node]:
+                        yield component
+
+
+def read_kernels(resources: str, sass: str) -> list[Kernel]:
+    """The kernels of cuobjdump's two outputs, sorted by name and architecture."""
+    usage = parse_resources(resources)
+    kernels = []
+    for (arch, mangled), code in parse_sass(sass).items():
+        if (arch, mangled) not in usage:
+            raise ValueError(f"check_kernels: {mangled} for {arch} has no resource usage; expected both outputs of one file")
+        registers, spill_bytes = usage[arch, mangled]
+        accesses = [access_of(instruction.opcode) for instruction in code]
+        outside = Counter(access for access in accesses if access)
+        loops = []
+        for component in cycles(successors(code)):
+            inside = Counter(access for i in component if (access := accesses[i]))
+            if any(size >= WIDE for _, size in inside):
+                loops.append(inside)
+                outside -= inside
+        local = sum(instruction.opcode.split(".")[0] in {"LDL", "STL"} for instruction in code)
+        kernels.append(Kernel(kernel_name(mangled), arch, registers, spill_bytes, local, tuple(loops), outside))
+    return sorted(kernels, key=lambda kernel: (kernel.name, kernel.arch))
+
+
+def problems(kernels: list[Kernel], rules: Mapping[str, list[LoopRule]]) -> Iterator[str]:
+    """What is wrong, a line each."""
+    for kernel in kernels:
+        where = f"{kernel.name} for {kernel.arch}"
+        if kernel.spill_bytes or kernel.local_accesses:
+            yield (
+                f"{where}: {kernel.spill_bytes} bytes of stack and local memory, {kernel.local_accesses} accesses to it; "
+                "expected none (registers spill, or an array is not in registers)"
+            )
+        if kernel.name not in rules:
+            yield f"{where}: no rule; expected one in RULES of {Path(__file__).name} (how its streams are read and written)"
+            continue
+        left = list(rules[kernel.name])
+        if len(kernel.loops) != len(left):
+            yield f"{where}: {len(kernel.loops)} loops with {WIDE}-byte accesses; expected {len(left)}"
+            continue
+        for accesses in sorted(kernel.loops, key=lambda loop: loop["load", WIDE]):
+            fitting = next((rule for rule in left if not rule.broken(accesses)), None)
+            if fitting is None:
+                yield f"{where}: a loop has " + ", ".join(left[-1].broken(accesses))
+            else:
+                left.remove(fitting)
+    for name in sorted(set(rules) - {kernel.name for kernel in kernels}):
+        yield f"{name}: not in the library; expected each kernel of RULES (or take its rule out)"
+
+
+def table(kernels: list[Kernel]) -> str:
+    """A line a kernel and architecture; accesses to global memory as loads/stores."""
+
+    def both(accesses: Counter[Access], low: int, high: int) -> str:
+        count = Counter[str]()
+        for (kind, size), number in accesses.items():
+            count[kind] += number if low <= size < high else 0
+        return f"{count['load']}/{count['store']}"
+
+    rows = [("kernel", "arch", "registers", "spills", "bulk loops", "16 bytes", "8", "narrower", "outside of bulk loops")]
+    for kernel in kernels:
+        inside: Counter[Access] = sum(kernel.loops, Counter())
+        spills = str(kernel.spill_bytes)
+        sizes = (both(inside, WIDE, 1 << 30), both(inside, 8, WIDE), both(inside, 0, 8), both(kernel.outside, 0, 1 << 30))
+        rows.append((kernel.name, kernel.arch, str(kernel.registers), spills, str(len(kernel.loops)), *sizes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def find_cuobjdump() -> str:
+    """The toolkit's, else that of triton's wheel. Raises FileNotFoundError."""
+    toolkits = [Path(os.environ["CUDA_HOME"]) / "bin"] if "CUDA_HOME" in os.environ else []
+    if nvcc := shutil.which("nvcc"):
+        toolkits.append(Path(nvcc).resolve().parent)
+    spec = importlib.util.find_spec("triton")
+    wheels = [Path(folder) / "backends/nvidia/bin" for folder in spec.submodule_search_locations or ()] if spec else []
+    for folder in [*toolkits, *map(Path, os.get_exec_path()), *wheels]:
+        if os.access(folder / "cuobjdump", os.X_OK):
+            return str(folder / "cuobjdump")
+    raise FileNotFoundError("check_kernels: cuobjdump is not there; expected it beside nvcc, on PATH, or in triton's wheel")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library", nargs="?", type=Path, help="default: the extension built into shardcore/")
+    library = parser.parse_args().library or next(iter(sorted((ROOT / "shardcore").glob("_C*.so"))), None)
+    if library is None:
+        parser.error("no library; expected shardcore/_C*.so (build it with SHARDCORE_CUDA=1), or a path")
+    cuobjdump = find_cuobjdump()
+    texts = [
+        subprocess.run([cuobjdump, option, library], capture_output=True, text=True, check=True).stdout
+        for option in ("-res-usage", "-sass")
+    ]
+    kernels = read_kernels(*texts)
+    print(f"{cuobjdump} of {library}; accesses to global memory as loads/stores")
+    print(table(kernels))
+    found = list(problems(kernels, RULES))
+    print("\n".join(found) or "check_kernels: ok")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
