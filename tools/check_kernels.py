@@ -20,13 +20,14 @@ import argparse
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tools.build_config import find_nvcc
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # bytes
@@ -280,9 +281,8 @@ def table(kernels: list[Kernel]) -> str:
 
 def find_cuobjdump() -> str:
     """The toolkit's, else that of triton's wheel. Raises FileNotFoundError."""
-    toolkits = [Path(os.environ["CUDA_HOME"]) / "bin"] if "CUDA_HOME" in os.environ else []
-    if nvcc := shutil.which("nvcc"):
-        toolkits.append(Path(nvcc).resolve().parent)
+    nvcc = find_nvcc(dict(os.environ))
+    toolkits = [Path(nvcc.cuda_home) / "bin"] if nvcc else []
     spec = importlib.util.find_spec("triton")
     wheels = [Path(folder) / "backends/nvidia/bin" for folder in spec.submodule_search_locations or ()] if spec else []
     for folder in [*toolkits, *map(Path, os.get_exec_path()), *wheels]:
