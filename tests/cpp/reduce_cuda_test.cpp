@@ -14,7 +14,7 @@ DoubleDouble norm_of_result(const OrderedSum& op) {
 }
 
 TEST(reduce_cuda, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
-  std::vector<SumCase> cases = sum_cases({0, 1, 255, 256, 257, 1000});
+  std::vector<SumCase> cases = sum_cases({0, 1, 256, 259, 1000});
   cases.push_back({2 * kNormChunk + 5, 2, DType::bf16, DType::f32, true, 1, true, 1.0});
   cases.push_back({2 * kNormChunk + 256, 3, DType::f32, DType::bf16, false, 0, false, 1.0});
   size_t number = 0;
