@@ -53,7 +53,10 @@ class HostBlock {
     return x;
   }
 
-  void sync() const { shared_.barrier->wait(); }
+  void sync() const {
+    shared_.barrier->wait(sync_turn_);
+    sync_turn_ ^= 1;
+  }
 
   // The block's shared memory; NaN bytes when the block starts.
   template <typename T>
@@ -63,17 +66,17 @@ class HostBlock {
 
  private:
   const std::array<uint64_t, 32>& exchange(uint64_t bits) const {
-    auto& row = warp_.slots[turn_];
-    turn_ ^= 1;
+    auto& row = warp_.slots[static_cast<size_t>(turn_)];
     row[lane_] = bits;
-    warp_.barrier->wait();
+    warp_.barrier->wait(turn_);
+    turn_ ^= 1;
     return row;
   }
 
   Shared& shared_;
   Warp& warp_;
   size_t lane_;
-  mutable size_t turn_ = 0;
+  mutable int turn_ = 0, sync_turn_ = 0;
 };
 
 class HostGrid {

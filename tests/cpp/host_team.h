@@ -29,7 +29,8 @@ namespace shardcore::testing {
 class HostBarrier {
  public:
   virtual ~HostBarrier() = default;
-  virtual void wait() = 0;
+  // turn: 0 and 1 alternately, the same for all threads of a meeting.
+  virtual void wait(int turn) = 0;
 };
 
 class HostTeam {
@@ -47,34 +48,39 @@ class ThreadTeam : public HostTeam {
   }
   ~ThreadTeam() override {
     work_ = nullptr;
-    start_.wait();
+    start_.wait(0);
     for (std::thread& thread : threads_) thread.join();
   }
   void run(const std::function<void(int)>& work) override {
     work_ = &work;
-    start_.wait();
-    end_.wait();
+    start_.wait(0);
+    end_.wait(0);
   }
   std::unique_ptr<HostBarrier> make_barrier(int count) override { return std::make_unique<Barrier>(count); }
 
  private:
-  // pthread's, since the thread sanitizer knows it: leaving orders a thread after those that came to the same meeting, and
-  // after nothing else (a mutex would also order it after whoever has locked it meanwhile, and hide races).
+  // pthread's, since the thread sanitizer knows it: leaving orders a thread after all who have come (a mutex would also order
+  // it after whoever has locked it meanwhile, and hide races). One for each turn: who leaves late would else be ordered after
+  // those who have come to the next meeting already, too, which hides what they did in between.
   class Barrier : public HostBarrier {
    public:
-    explicit Barrier(int count) { pthread_barrier_init(&barrier_, nullptr, static_cast<unsigned>(count)); }
-    ~Barrier() override { pthread_barrier_destroy(&barrier_); }
+    explicit Barrier(int count) {
+      for (pthread_barrier_t& barrier : barriers_) pthread_barrier_init(&barrier, nullptr, static_cast<unsigned>(count));
+    }
+    ~Barrier() override {
+      for (pthread_barrier_t& barrier : barriers_) pthread_barrier_destroy(&barrier);
+    }
     Barrier(const Barrier&) = delete;
-    void wait() override { pthread_barrier_wait(&barrier_); }
+    void wait(int turn) override { pthread_barrier_wait(&barriers_[turn]); }
 
    private:
-    pthread_barrier_t barrier_;
+    pthread_barrier_t barriers_[2];
   };
 
   void serve(int thread) {
-    for (start_.wait(); work_ != nullptr; start_.wait()) {
+    for (start_.wait(0); work_ != nullptr; start_.wait(0)) {
       (*work_)(thread);
-      end_.wait();
+      end_.wait(0);
     }
   }
 
@@ -122,7 +128,7 @@ class FiberTeam : public HostTeam {
 
   struct Barrier : HostBarrier {
     Barrier(FiberTeam& owner, int threads) : team(owner), count(threads) {}
-    void wait() override {
+    void wait(int) override {
       if (++arrived == count) {
         arrived = 0;
         ++meeting;
