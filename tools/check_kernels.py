@@ -91,6 +91,7 @@ _ADAM_8BIT = LoopRule(
 RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<false>": [_ADAM] * 2 + [_ADAM_AMSGRAD] * 2,
     "adam_kernel<true>": [_ADAM_8BIT] * 2 + [_REDUCED] * 2 + [_REDUCED_AMSGRAD] * 2,
+    "device_scalars_kernel": [],  # tables alone
     "sq_norm_kernel": [LoopRule(loads=3, stores=0)],
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
     "ordered_sum_kernel": [LoopRule(loads=3 + 3, stores=3)],  # the pieces, and what they are added to

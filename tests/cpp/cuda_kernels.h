@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/cast_cuda_body.h"
+#include "core/grad_scale.h"
 #include "cpp/common.h"
 #include "cpp/host_grid.h"
 #include "norm/norm_cuda_body.h"
@@ -74,8 +75,6 @@ inline void cast_cuda_body(const std::vector<CastSegment>& segments) {
   HostGrid::run(static_cast<int64_t>(chunks.size()), kCastThreads,
                 [&](int64_t index, int thread, const HostBlock&) { cast_body(segments.data(), chunks.data(), index, thread); });
 }
-
-inline float norm_from(DoubleDouble sum) { return static_cast<float>(std::sqrt(sum.high + sum.low)); }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.
 inline double relative_difference(DoubleDouble a, DoubleDouble b) {

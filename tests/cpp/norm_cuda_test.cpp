@@ -56,7 +56,7 @@ TEST(norm_cuda, has_the_cpu_norm_for_every_dtype_size_and_alignment) {
         const DoubleDouble got = sq_norm_cuda_body(list);
         for_each_isa([&](const std::string&) {
           const DoubleDouble want = on_cpu(list);
-          ASSERT_EQ(float_bits(norm_from(got)), float_bits(norm_from(want)))
+          ASSERT_EQ(float_bits(norm_from_sq(got)), float_bits(norm_from_sq(want)))
               << numel << " elements, misaligned by " << misalign;
           ASSERT_LE(relative_difference(want, got), kGrouping);
         });
@@ -76,7 +76,7 @@ TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
     list.push_back({buffers.back().data(), numel, dtype});
   }
   const DoubleDouble got = sq_norm_cuda_body(list), want = on_cpu(list);
-  EXPECT_EQ(float_bits(norm_from(got)), float_bits(norm_from(want)));
+  EXPECT_EQ(float_bits(norm_from_sq(got)), float_bits(norm_from_sq(want)));
   EXPECT_LE(relative_difference(want, got), kGrouping);
 }
 
