@@ -93,7 +93,7 @@ std::vector<TensorSpec> every_combination(bool reduced, int64_t numel, int64_t m
           for (const bool amsgrad : {false, true}) {
             if (amsgrad && state != StateDType::f32) continue;
             for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
-              specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 256 * hyper, state});
+              specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 77 * hyper, state});
             }
           }
         }

@@ -1,5 +1,5 @@
 // The launches of csrc/norm, csrc/reduce and csrc/core's .cu files, on the host's grid. Twin: what stands for CUDA's block; a
-// broken one must be rejected.
+// broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
 #pragma once
 
 #include <vector>
@@ -27,7 +27,9 @@ struct BlockOfOtherLanes : HostBlock {
 
 class Partials {
  public:
-  explicit Partials(int64_t count) : count_(count), buffer_(count * static_cast<int64_t>(sizeof(DoubleDouble)), 0) {}
+  explicit Partials(int64_t count) : count_(count), buffer_(count * static_cast<int64_t>(sizeof(DoubleDouble)), 0) {
+    std::fill(data(), data() + count, DoubleDouble{});
+  }
   ~Partials() { EXPECT_TRUE(buffer_.sentinels_intact()); }
   DoubleDouble* data() { return buffer_.as<DoubleDouble>(); }
 
@@ -46,34 +48,35 @@ class Partials {
 };
 
 template <typename Block = HostBlock>
-DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments) {
+DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t first_chunk = 0) {
   const auto chunks = make_chunks(
       static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kNormChunk);
   if (chunks.empty()) return {};
   const auto count = static_cast<int64_t>(chunks.size());
   Partials partials(count);
-  HostGrid::run(count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+  HostGrid::run_from(first_chunk, count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
     sq_norm_body(segments.data(), chunks.data(), partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
   });
   return partials.total<Block>();
 }
 
 template <typename Block = HostBlock>
-DoubleDouble ordered_sum_cuda_body(const OrderedSum& op) {
+DoubleDouble ordered_sum_cuda_body(const OrderedSum& op, int64_t first_chunk = 0) {
   const int64_t count = (op.numel + kNormChunk - 1) / kNormChunk;
   if (count == 0) return {};
   Partials partials(count);
-  HostGrid::run(count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+  HostGrid::run_from(first_chunk, count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
     ordered_sum_body(op, partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
   });
   return partials.total<Block>();
 }
 
-inline void cast_cuda_body(const std::vector<CastSegment>& segments) {
+inline void cast_cuda_body(const std::vector<CastSegment>& segments, int64_t first_chunk = 0) {
   const auto chunks = make_chunks(
       static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kCastChunk);
-  HostGrid::run(static_cast<int64_t>(chunks.size()), kCastThreads,
-                [&](int64_t index, int thread, const HostBlock&) { cast_body(segments.data(), chunks.data(), index, thread); });
+  HostGrid::run_from(
+      first_chunk, static_cast<int64_t>(chunks.size()), kCastThreads,
+      [&](int64_t index, int thread, const HostBlock&) { cast_body(segments.data(), chunks.data(), index, thread); });
 }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.

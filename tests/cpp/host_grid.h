@@ -84,7 +84,12 @@ class HostGrid {
   // body(block_index, thread, block) for all threads of block 0, then of block 1, ...
   template <typename Body>
   static void run(int64_t num_blocks, int threads, const Body& body, TeamKind kind = kTeamKind) {
-    for (int64_t block = 0; block < num_blocks; ++block) run_block(block, threads, body, kind);
+    run_from(0, num_blocks, threads, body, kind);
+  }
+
+  template <typename Body>
+  static void run_from(int64_t first_block, int64_t num_blocks, int threads, const Body& body, TeamKind kind = kTeamKind) {
+    for (int64_t block = first_block; block < num_blocks; ++block) run_block(block, threads, body, kind);
   }
 
   template <typename Body>

@@ -4,6 +4,7 @@
 
 #include "core/cast.h"
 #include "cpp/adam_problem.h"
+#include "cpp/cuda_kernels.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -15,7 +16,8 @@ namespace {
 constexpr int64_t kWrap = int64_t{1} << 32;  // what an element index loses when it is cut to 32 bits
 // The first element with data: past 2^31, a multiple of all chunk sizes and of the norm's groups of blocks.
 constexpr int64_t kFirst = (int64_t{1} << 31) + (int64_t{1} << 20);
-static_assert(kFirst % kAdamChunk == 0 && kFirst % (kBlock * 256) == 0 && static_cast<int32_t>(kFirst) < 0);
+static_assert(kFirst % kAdamChunk == 0 && kFirst % (kBlock * 256) == 0 && kFirst % kNormChunk == 0 &&
+              kFirst % kCastChunk == 0 && static_cast<int32_t>(kFirst) < 0);
 
 // A huge array of zeros, of which the elements from kFirst / group on have the values of `data`.
 class Huge {
@@ -162,6 +164,8 @@ TEST(large_index, the_norm_beyond_2_to_the_31) {
     TailExecutor executor(kFirst / (256 * kBlock));  // the norm's work items are groups of blocks
     const DoubleDouble got = sq_norm_cpu(&t, 1, executor);
     EXPECT_EQ(got.high == want.high && got.low == want.low, !wrapped);
+    const DoubleDouble cuda = sq_norm_cuda_body({t}, kFirst / kNormChunk);
+    EXPECT_EQ(relative_difference(want, cuda) <= kGrouping, !wrapped);
   }
 }
 
@@ -184,10 +188,18 @@ TEST(large_index, casts_and_ordered_sums_beyond_2_to_the_31) {
     cast_cpu(&t, 1, blocks);
     dst.copy_to(got.data());
     EXPECT_EQ(got == want, !src_wrapped && !dst_wrapped);
+    std::memset(dst.element0() + kFirst * 2, 0, static_cast<size_t>(kTail * 2));
+    cast_cuda_body({t}, kFirst / kCastChunk);
+    dst.copy_to(got.data());
+    EXPECT_EQ(got == want, !src_wrapped && !dst_wrapped);
     Huge sum(none.data(), kTail, 2);
     op.pieces = src.element0(src_wrapped), op.numel = kFirst + kTail, op.out = sum.element0(dst_wrapped);
     TailExecutor groups(kFirst / (256 * kBlock));
     ordered_sum_cpu(op, groups);
+    sum.copy_to(got_sum.data());
+    EXPECT_EQ(got_sum == want_sum, !src_wrapped && !dst_wrapped);
+    std::memset(sum.element0() + kFirst * 2, 0, static_cast<size_t>(kTail * 2));
+    ordered_sum_cuda_body(op, kFirst / kNormChunk);
     sum.copy_to(got_sum.data());
     EXPECT_EQ(got_sum == want_sum, !src_wrapped && !dst_wrapped);
   }
