@@ -216,6 +216,8 @@ def main() -> int:
     if reason is not None:
         print(f"gpu_check: {reason}; nothing was run", file=sys.stderr)
         return NO_GPU
+    # Started in the background of a script we would ignore interrupts, and so would the steps, which are stopped by them.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options.out.mkdir(parents=True, exist_ok=True)
     commit = options.commit or git_commit()
     return 0 if all([run_part(part, options.out, commit) for part in PARTS if options.part in (None, part)]) else 1

@@ -24,6 +24,7 @@ def checkout(monkeypatch, tmp_path):
         folder = tmp_path / "benchmarks"
         folder.mkdir()
         (tmp_path / "pyproject.toml").touch()
+        (folder / "__init__.py").touch()  # else a PYTHONPATH with the real checkout would come first
         for name, code in suites.items():
             head = f'"""Time {name}.\n\nMore of it.\n"""\nimport sys\nout, options = sys.argv[2], sys.argv[3:]\n'
             (folder / f"bench_{name}.py").write_text(head + code + "\n")
