@@ -103,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="FOLDER", help="results (%(default)s)")
     parsed = parser.parse_args(own)
     if parsed.command == "info":
+        if options:
+            parser.error(f"info: {' '.join(options)} after --; expected nothing (only bench passes options on)")
         return _info()
     if not suites:
         bench.error(

@@ -7,7 +7,8 @@ arithmetic on gradients happens in csrc/reduce, in rank order. A world of one ne
 import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -169,7 +170,8 @@ class Comm:
             return row.unsqueeze(0)
         whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
         if kind is None or self.uses_nccl:
-            dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
+            with _explained():
+                dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
         else:
             whole[self.rank].copy_(row)
             wait_all(self.all_gather(whole, kind))
@@ -202,9 +204,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def wait_all(works: Sequence[dist.Work]) -> None:
     """Wait for collectives: until done on the CPU, in stream order on CUDA."""
-    try:
+    with _explained():
         for work in works:
             work.wait()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what an error of torch.distributed means here: another rank did not take part."""
+    try:
+        yield
     except RuntimeError as error:
         for place in (place for places in _places.values() for place in places):
             place.spoiled |= place.taken

@@ -298,6 +298,8 @@ def main() -> int:
     library = parser.parse_args().library or next(iter(sorted((ROOT / "shardcore").glob("_C*.so"))), None)
     if library is None:
         parser.error("no library; expected shardcore/_C*.so (build it with SHARDCORE_CUDA=1), or a path")
+    if b".nv_fatbin" not in library.read_bytes():
+        parser.error(f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1")
     cuobjdump = find_cuobjdump()
     texts = [
         subprocess.run([cuobjdump, option, library], capture_output=True, text=True, check=True).stdout

@@ -368,16 +368,17 @@ class FusedAdam(AdamOptimizer):
         changed by others keep their change.
     state_dtype: how exp_avg and exp_avg_sq are kept. "fp32"; "bf16" (2 bytes each, the second rounded stochastically);
         "8bit" (1 byte each, with a float32 scale for 256 elements, rounded stochastically). Reduced moments are keyed by
-        seed as stochastic_rounding is, and exclude amsgrad. A NaN in an 8-bit moment makes its 256 elements NaN.
+        seed as stochastic_rounding is, and exclude amsgrad. A NaN or infinity in an 8-bit moment makes its 256 elements NaN
+        (squares overflow from gradients of about 1e20 on: clip, or unscale, before that).
     stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
         parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights are refused.
     capturable: for CUDA parameters of one device, in all groups or none: step counts, scales, norm, clipping and the decision
         to skip stay on the device, and step waits for nothing, so it can be captured in a CUDA graph: the same bits as the
         ordinary step. As in torch: make a step with all gradients before the capture (states must exist), keep parameters
-        and gradients where the graph found them, and capture again after load_state_dict or another set of gradients. Each
-        replay reads lr and grad_scale anew if they are tensors on the device (float32 or float64; their values are not
-        checked); numbers and other options stay as captured. The optimizer must live as long as its graphs. Sharded DTensors
-        take no max_norm then: their norm needs other ranks.
+        and gradients where the graph found them, and capture again after load_state_dict (it replaces an lr tensor, too) or
+        another set of gradients. Each replay reads lr and grad_scale anew if they are tensors on the device (float32 or
+        float64; their values are not checked); numbers and other options stay as captured. The optimizer must live as long
+        as its graphs. Sharded DTensors take no max_norm then: their norm needs other ranks.
 
     Raises ValueError or TypeError for what cannot work.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);

@@ -192,5 +192,5 @@ def import_states(
         share_counts(states.values())
     if lost:
         more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
-        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=3)
+        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=4)
     return states, masters

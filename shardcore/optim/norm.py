@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.optim.dtensor import find_rows, grouped
+from shardcore.optim.options import PARAM_DTYPES, dtype_name
 from shardcore.optim.scale import check_max_norm
 
 # Local gradients by the groups of ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
@@ -43,6 +44,19 @@ def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2).double())
 
 
+def _check_param_and_grad(index: int, param: object) -> None:
+    """Raise TypeError or ValueError for what clip_grad_norm_ cannot scale."""
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(f"clip_grad_norm_: params[{index}] has type {type(param).__name__}; expected a tensor")
+    grad = param.grad
+    if grad is not None and grad.layout is not torch.strided:
+        raise ValueError(f"clip_grad_norm_: grads[{index}] has layout {grad.layout}; expected a dense gradient")
+    if grad is not None and grad.dtype not in PARAM_DTYPES:
+        raise TypeError(
+            f"clip_grad_norm_: grads[{index}] has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16"
+        )
+
+
 def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
 
@@ -58,7 +72,12 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
         return engine.clip_grad_norm_(limit)  # type: ignore[no-any-return]
     if isinstance(model_or_params, torch.nn.Module):
         model_or_params = model_or_params.parameters()
+    if not isinstance(model_or_params, Iterable):
+        given = type(model_or_params).__name__
+        raise TypeError(f"clip_grad_norm_: model_or_params has type {given}; expected a module, a parameter or parameters")
     params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
+    for i, p in enumerate(params):
+        _check_param_and_grad(i, p)
     engines = {id(e): e for e in (getattr(p, "_shardcore_engine", None) for p in params) if e is not None}
     if len(engines) > 1 or (engines and not all(hasattr(p, "_shardcore_engine") for p in params)):
         raise ValueError("clip_grad_norm_: params are not all of one sharded model; expected one model at a time")

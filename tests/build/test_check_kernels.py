@@ -146,3 +146,13 @@ def test_every_kernel_of_the_sources_has_a_rule():
     declared = set(re.findall(r"__global__[\w\s(),]*?\b(\w+)\(const", sources))
     assert len(declared) == sources.count("__global__")
     assert declared == {name.split("<")[0] for name in check_kernels.RULES}
+
+
+def test_a_library_without_cuda_code_is_named(tmp_path, monkeypatch, capsys):
+    library = tmp_path / "_C.so"
+    library.write_bytes(b"\x7fELF")
+    monkeypatch.setattr("sys.argv", ["check_kernels", str(library)])
+    with pytest.raises(SystemExit) as stop:
+        check_kernels.main()
+    assert stop.value.code == 2
+    assert f"{library} has no CUDA code; expected a library that was built with SHARDCORE_CUDA=1" in capsys.readouterr().err

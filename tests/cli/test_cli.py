@@ -113,6 +113,13 @@ def test_options_go_to_one_suite(checkout, capfd):
     assert "options after -- need one suite" in capfd.readouterr().err
 
 
+def test_info_takes_no_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["info", "--", "--rounds"])
+    assert stop.value.code == 2
+    assert "info: --rounds after --; expected nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("installed", "message"),
     [

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore._native import _C
+from shardcore.comm import Comm
 from shardcore.optim import CPUAdam, FusedAdam, dtensor, global_norm
 from tests.ranks import run_ranks
 
@@ -152,3 +153,14 @@ def _capturable(rank, world_size):
 
 def test_capturable_dtensors_step_alike_and_refuse_a_norm_that_needs_other_ranks():
     assert run_ranks(2, _capturable) == [(True, True, 0)] * 2
+
+
+def test_a_rank_that_waits_for_one_that_refused_says_what_that_means(monkeypatch):
+    def lost(*args, **kwargs):
+        raise RuntimeError("Connection closed by peer")
+
+    comm = Comm()
+    comm.world_size = 2
+    monkeypatch.setattr("torch.distributed.all_gather", lost)
+    with pytest.raises(RuntimeError, match=r"expected every rank to run the same .* says: Connection closed by peer"):
+        comm.gather_rows(torch.zeros(2))

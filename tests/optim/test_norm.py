@@ -55,3 +55,23 @@ def test_clip_coefficient():
     assert _C.clip_coefficient(math.inf, 1.0) == 0.0
     assert math.isnan(_C.clip_coefficient(math.nan, 1.0))
     assert _C.clip_coefficient(5.0, math.inf) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (5, TypeError, "model_or_params has type int; expected a module, a parameter or parameters"),
+        ([5], TypeError, r"params\[0\] has type int; expected a tensor"),
+        ({"a": 1}, TypeError, r"params\[0\] has type str; expected a tensor"),
+        (torch.float64, TypeError, r"grads\[0\] has dtype float64; expected float32, bfloat16 or float16"),
+        (torch.sparse_coo, ValueError, r"grads\[0\] has layout torch.sparse_coo; expected a dense gradient"),
+    ],
+)
+def test_clip_grad_norm_refuses_what_it_cannot_scale(given, error, message):
+    if isinstance(given, torch.dtype | torch.layout):
+        sparse = given is torch.sparse_coo
+        param = torch.nn.Parameter(torch.ones(3, dtype=torch.float32 if sparse else given))
+        param.grad = torch.ones(3).to_sparse() if sparse else torch.ones(3, dtype=given)
+        given = [param]
+    with pytest.raises(error, match="clip_grad_norm_: " + message):
+        clip_grad_norm_(given, 1.0)

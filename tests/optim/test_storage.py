@@ -138,8 +138,11 @@ def test_exchange_with_torch_both_ways(state_dtype):
         p.grad = grad
     theirs.step()
     kept = "bfloat16|8-bit codes"
-    with pytest.warns(UserWarning, match=rf"state\[[01]\].exp_avg.* is rounded from float32 to ({kept}) \(and \d+ more"):
+    with pytest.warns(
+        UserWarning, match=rf"state\[[01]\].exp_avg.* is rounded from float32 to ({kept}) \(and \d+ more"
+    ) as caught:
         optimizer.load_state_dict(theirs.state_dict())
+    assert caught[0].filename == __file__
     train(optimizer, params, 1)
 
 
