@@ -2,6 +2,17 @@
 
 import torch
 
+# Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.
+CAPTURABLE_KINDS = [
+    {},
+    {"adam_w_mode": False, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    {"bias_correction": False, "weight_decay": 0.1},
+    {"master": "fp32", "dtype": torch.bfloat16},
+    {"master": "split", "dtype": torch.bfloat16, "state_dtype": "bf16"},
+    {"state_dtype": "8bit", "seed": 3},
+    {"stochastic_rounding": True, "dtype": torch.bfloat16, "seed": 5},
+]
+
 
 def params_of(*sizes, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)

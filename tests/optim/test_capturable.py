@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.arguments import accept_optimizer
 from shardcore.optim import CPUAdam, FusedAdam, batch, options, scale
 
-from .helpers import grads_of, params_of, same, snapshot
+from .helpers import CAPTURABLE_KINDS, grads_of, params_of, same, snapshot
 
 
 class OnCpu(FusedAdam):
@@ -42,17 +42,6 @@ def captured(monkeypatch):
     return now
 
 
-KINDS = [
-    {},
-    {"adam_w_mode": False, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
-    {"bias_correction": False, "weight_decay": 0.1},
-    {"master": "fp32", "dtype": torch.bfloat16},
-    {"master": "split", "dtype": torch.bfloat16, "state_dtype": "bf16"},
-    {"state_dtype": "8bit", "seed": 3},
-    {"stochastic_rounding": True, "dtype": torch.bfloat16, "seed": 5},
-]
-
-
 def run(make, kind, steps=8):
     """Steps with scales, clipping, skips and changing sets of gradients; returns everything, and the skipped steps."""
     kind = dict(kind)
@@ -70,7 +59,7 @@ def run(make, kind, steps=8):
     return snapshot(optimizer), [optimizer.state[p]["step"].item() for p in params], optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", CAPTURABLE_KINDS, ids=str)
 def test_the_bits_are_the_ordinary_steps(kind, cpu_is_a_device):
     assert_same_run(run(OnCpu, kind), run(FusedAdam, kind))
 

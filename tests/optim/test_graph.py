@@ -7,20 +7,11 @@ import torch
 
 from shardcore.optim import FusedAdam
 
-from .helpers import grads_of, params_of
+from .helpers import CAPTURABLE_KINDS, grads_of, params_of
 
 pytestmark = pytest.mark.gpu
 
 SIZES = (3, 300, 5, 100_000, 0)
-KINDS = [
-    {},
-    {"adam_w_mode": False, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
-    {"bias_correction": False, "weight_decay": 0.1},
-    {"master": "fp32", "dtype": torch.bfloat16},
-    {"master": "split", "dtype": torch.bfloat16, "state_dtype": "bf16"},
-    {"state_dtype": "8bit", "seed": 3},
-    {"stochastic_rounding": True, "dtype": torch.bfloat16, "seed": 5},
-]
 
 
 def on_cuda(params):
@@ -99,7 +90,7 @@ class Captured:
         self.optimizer.step(grad_scale=self.grad_scale, max_norm=1.5)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", CAPTURABLE_KINDS, ids=str)
 def test_replays_have_the_bits_of_the_cpus_steps(kind):
     captured = Captured(kind)
     for step in range(1, 8):
