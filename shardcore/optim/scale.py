@@ -5,23 +5,20 @@ CPU tensor) is fixed in the graph; a tensor on the device is read at every repla
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from shardcore._native import _C
 from shardcore.optim.options import device_number, number, on_device
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceScale:
-    """grad_scale multiplies, loss_scale divides; the step is skipped, and `skipped` counts it, if found_inf is not 0 or
+    """grad_scale multiplies, loss_scale divides. Tensors have one element; `skipped` is int64.
 
-    (with max_norm) the norm is not finite. Tensors have one element; `skipped` is int64.
+    The step is skipped, and `skipped` counts it, if found_inf is not 0 or (with max_norm) the norm is not finite.
     """
 
     grad_scale: float | torch.Tensor
@@ -30,7 +27,7 @@ class DeviceScale:
     max_norm: float | None
     skipped: torch.Tensor
 
-    def step(self, counters: "Sequence[torch.Tensor]") -> "_C.DeviceStep":
+    def step(self, counters: Sequence[torch.Tensor]) -> "_C.DeviceStep":
         """Return what the kernel reads and counts; counters: of each parameter's steps, int64 of one element."""
         return _C.DeviceStep(
             counters,

@@ -10,10 +10,6 @@ import pytest
 
 from shardcore.config import BatchSizes, read_config
 
-pytest.importorskip("hypothesis", reason="property tests need hypothesis")
-from hypothesis import given
-from hypothesis import strategies as st
-
 BASE = {"train_micro_batch_size_per_gpu": 1}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
 
@@ -195,7 +191,7 @@ def test_what_is_no_configuration(config: Any) -> None:
     ],
 )
 def test_batch_sizes(train: Any, micro: Any, steps: Any, world: int, expected: tuple[int, int, int]) -> None:
-    assert _config(train, micro, steps).batch_sizes(world) == BatchSizes(*expected)
+    assert config_of(train, micro, steps).batch_sizes(world) == BatchSizes(*expected)
 
 
 @pytest.mark.parametrize(
@@ -213,28 +209,10 @@ def test_batch_sizes(train: Any, micro: Any, steps: Any, world: int, expected: t
 )
 def test_contradictions_show_the_numbers(train: Any, micro: Any, steps: Any, world: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        _config(train, micro, steps).batch_sizes(world)
+        config_of(train, micro, steps).batch_sizes(world)
 
 
-_COUNTS = st.integers(1, 64)
-
-
-@given(_COUNTS, _COUNTS, _COUNTS, st.sampled_from(["train", "micro", "steps"]))
-def test_any_missing_one_is_derived(micro: int, steps: int, world: int, missing: str) -> None:
-    whole = BatchSizes(micro * steps * world, micro, steps)
-    known = {"train": whole.train, "micro": micro, "steps": steps} | {missing: None}
-    assert _config(**known).batch_sizes(world) == whole
-
-
-@given(_COUNTS, _COUNTS, _COUNTS, st.integers(-64, 64).filter(bool))
-def test_any_contradiction_is_refused(micro: int, steps: int, world: int, off: int) -> None:
-    train = micro * steps * world + off
-    if train > 0:
-        with pytest.raises(ValueError, match=f"train_batch_size has {train}; expected"):
-            _config(train, micro, steps).batch_sizes(world)
-
-
-def _config(train: Any = None, micro: Any = None, steps: Any = None) -> Any:
+def config_of(train: Any = None, micro: Any = None, steps: Any = None) -> Any:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     return read_config({key: value for key, value in zip(keys, (train, micro, steps), strict=True) if value is not None})
 
