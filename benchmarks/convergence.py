@@ -2,7 +2,7 @@
 
 Real text (the standard library's source), the same batches for every kind. A run is one (kind, seed); finished runs are kept
 in --out/convergence.json and not made again, so a run that was interrupted goes on where it stopped. Not part of any test:
-a run of the default size takes a minute or two on two cores.
+a run of the default size takes one or two minutes on two cores.
 
 What counts is the mean loss of the last steps, and how far the seeds spread. "split master" must have the losses of
 "fp32 master" to the last digit.
@@ -106,7 +106,7 @@ def main() -> int:
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu3m", help="model (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=600, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=8, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences a step (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="seeds 0 to SEEDS - 1 (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which (default: all)")
     parser.add_argument("--threads", type=positive, help="threads (default: all cores)")
