@@ -1,15 +1,18 @@
-"""What the Adam benchmarks time: kinds of step with the bytes that each moves, and lists of shapes.
+"""What the Adam benchmarks time: the options of every engine, kinds of step with the bytes that each moves, lists of shapes.
 
 A tensor's bytes count once for each time that a step must read or write it. The float32 scales of 8-bit moments (1/16 byte an
 element) are left out, as are tables of pointers: rates are then a little lower than what the memory moved.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+LOSS_SCALE = 1024.0
+CHECK_STRIDE = 997  # weights are compared at every such element
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Shapes = list[tuple[int, ...]]
@@ -82,3 +85,15 @@ def llama_shapes(layers: int = 32, dim: int = 4096, hidden: int = 11008, vocab: 
 def shard(shapes: Shapes, ranks: int) -> Shapes:
     """Return what one rank holds when each tensor is cut along its first dimension, as FSDP2 does."""
     return [(shape[0] // ranks, *shape[1:]) for shape in shapes]
+
+
+def check_same_work(subject: str, weights: Mapping[str, torch.Tensor], ours: str, op: str) -> float:
+    """Return the largest difference of any engine's weights from ours, relative to |weight| + lr; raises if it is large."""
+    sampled = {name: weight.detach()[::CHECK_STRIDE].double() for name, weight in weights.items()}
+    # A bfloat16 weight may round the other way once. In float32, engines that keep beta^t in float32 are off by 1e-5 and more.
+    tolerance = 2.0**-7 if weights[ours].dtype == torch.bfloat16 else 1e-4
+    scale = sampled[ours].abs() + OPTIONS["lr"]
+    worst = max(float(((values - sampled[ours]).abs() / scale).max()) for values in sampled.values())
+    if not worst <= tolerance:
+        raise ValueError(f"{op}: {subject} weights differ by {worst:.2e} relative; expected at most {tolerance:.2e}")
+    return worst

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.adam_kinds import Kind
-from benchmarks.bench_cpu_adam import OPTIONS
+from benchmarks.adam_kinds import OPTIONS, Kind
 
 FP32 = Kind()
 PURE_BF16 = Kind(torch.bfloat16, torch.bfloat16, None, "bf16")  # what torch does with bfloat16 parameters

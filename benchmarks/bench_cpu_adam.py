@@ -13,101 +13,33 @@ At the end all engines must hold the same weights (to rounding), so nobody is fa
 
 import argparse
 import gc
-import mmap
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 import shardcore
-from benchmarks import harness
+from benchmarks import harness, suite
+from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, check_same_work
+from benchmarks.cpu_buffers import Buffers, huge_page_setting
 from benchmarks.stream_limit import StreamLimit
-from examples.arguments import make_out_folder, not_negative, positive
-from examples.machine import describe_machine, usable_cores
+from examples.arguments import elements
 
 try:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 except ImportError:
     DeepSpeedCPUAdam = None
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-LOSS_SCALE = 1024.0
 BYTES_PER_PARAM = {"fp32": 28, "offload": 28}  # fp32: 7 x 4; offload: 2 + 3 x 4 in, 3 x 4 + 2 out
-HUGE_PAGE_BYTES = 2 * 2**20
-CHECK_STRIDE = 997  # weights are compared at every such element
-
-
-def parse_size(text: str) -> int:
-    """Parse 4096, 64K or 64M (powers of two)."""
-    factor = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
-    try:
-        size = int(text[:-1] if factor > 1 else text) * factor
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of elements such as 4096, 64K or 64M")
-    return size
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_cpu_adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", type=parse_size, nargs="+", default=[64 * 2**20], help="elements (default: 64M)")
-    parser.add_argument("--rounds", type=positive, default=15, help="rounds that count (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, help="threads of every engine (default: all cores)")
-    parser.add_argument("--pause", type=not_negative, default=0.05, help="seconds before each step (default: %(default)s)")
+    parser = suite.make_parser("cpu_adam", __doc__, rounds=15, pause=0.05, threads=True)
+    parser.add_argument("--sizes", type=elements, nargs="+", default=[64 * 2**20], help="elements (default: 64M)")
     parser.add_argument("--pages", choices=["equal", "own"], default="equal", help="see above (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    make_out_folder(parser, options.out)
-    return options
-
-
-def allocate(numel: int, dtype: torch.dtype, huge: bool) -> torch.Tensor:
-    """Make a zero-filled CPU tensor (numel,), on pages that ask to be huge ones if ``huge``."""
-    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(numel, dtype=dtype)
-    # A huge page more than needed: to start on its border, and because streams that lie exactly 256 MiB apart contend for the
-    # same cache sets and memory banks (a plain loop over four of them then takes three times as long).
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, has huge pages only where tmpfs has
-    pages = mmap.mmap(-1, numel * dtype.itemsize + HUGE_PAGE_BYTES, flags=flags)
-    pages.madvise(mmap.MADV_HUGEPAGE)
-    offset = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
-
-
-class Buffers:
-    """Starting values, the same for every engine: weight and gradient (numel,) float32, small random numbers."""
-
-    def __init__(self, numel: int, equal_pages: bool) -> None:
-        self.numel = numel
-        self.equal_pages = equal_pages
-        generator = torch.Generator().manual_seed(0)
-        # Narrowed once, so that the float32 and the bfloat16 subjects hold the same numbers.
-        self.weight = torch.randn(numel, generator=generator).mul_(0.02).bfloat16()
-        self.grad = torch.randn(numel, generator=generator).mul_(1e-3).bfloat16()
-
-    def copy_of(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Copy ``source`` into a new buffer of ``dtype``."""
-        return allocate(self.numel, dtype, self.equal_pages).copy_(source)
-
-    def parameter(self, dtype: torch.dtype) -> torch.nn.Parameter:
-        """Make a parameter of its own memory that holds the weight."""
-        return torch.nn.Parameter(self.copy_of(self.weight, dtype))
-
-    def streams(self, *dtypes: torch.dtype) -> list[torch.Tensor]:
-        """Make buffers for the limit that hold small numbers: always on huge pages, else it would not be the limit."""
-        return [allocate(self.numel, dtype, huge=True).copy_(self.weight) for dtype in dtypes]
-
-    def zeros(self) -> torch.Tensor:
-        """Make a float32 state."""
-        return allocate(self.numel, torch.float32, self.equal_pages)
+    return suite.parse(parser)
 
 
 @dataclass(frozen=True)
@@ -200,25 +132,14 @@ SUBJECTS = {"fp32": fp32_cases, "offload": offload_cases}
 OURS = "shardcore CPUAdam"
 
 
-def check_same_work(subject: str, cases: dict[str, Case], ours: str = OURS, op: str = "bench_cpu_adam") -> float:
-    """Return the largest difference of any engine's weights from ours, relative to |weight| + lr; raises if it is large."""
-    sampled = {name: case.weight.detach()[::CHECK_STRIDE].double() for name, case in cases.items() if case.weight is not None}
-    # A bfloat16 weight may round the other way once. In float32, engines that keep beta^t in float32 are off by 1e-5 and more.
-    tolerance = 2.0**-7 if cases[ours].weight.dtype == torch.bfloat16 else 1e-4
-    scale = sampled[ours].abs() + OPTIONS["lr"]
-    worst = max(float(((values - sampled[ours]).abs() / scale).max()) for values in sampled.values())
-    if not worst <= tolerance:
-        raise ValueError(f"{op}: {subject} weights differ by {worst:.2e} relative; expected at most {tolerance:.2e}")
-    return worst
-
-
 def measure(subject: str, numel: int, options: argparse.Namespace, limit: StreamLimit) -> dict[str, object]:
     """Run one subject at one size; prints the table and returns what JSON holds."""
     cases = SUBJECTS[subject](Buffers(numel, options.pages == "equal"), limit)
     repeats = min(100, max(1, 2**20 // numel))  # a sample of a small size is many steps
     steps = {name: case.step for name, case in cases.items()}
     seconds = harness.interleave(steps, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
-    worst = check_same_work(subject, cases)
+    weights = {name: case.weight for name, case in cases.items() if case.weight is not None}
+    worst = check_same_work(subject, weights, OURS, "bench_cpu_adam")
     ours = seconds[OURS]
     rows = [["engine", "ms (median)", "Gparam/s", "GB/s", "time / ours [quartiles]"]]
     result = {}
@@ -246,7 +167,6 @@ def panel(result: dict[str, object]) -> harness.Panel:
 
 def main() -> None:
     options = parse_options()
-    options.threads = options.threads or usable_cores()
     if os.environ.get("OMP_NUM_THREADS") != str(options.threads):
         # An OpenMP that an extension brings along (DeepSpeed's) reads this once, before we could set it.
         environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "DS_ACCELERATOR": "cpu"}
@@ -260,23 +180,11 @@ def main() -> None:
         for subject in SUBJECTS:
             results.append(measure(subject, numel, options, limit))
             gc.collect()
-    report = {
-        "benchmark": "cpu_adam",
-        "machine": describe_machine(),
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
-        "huge_pages": huge_page_setting(),
-        "results": results,
-    }
+    report = {**suite.about_run("cpu_adam", options), "huge_pages": huge_page_setting(), "results": results}
     harness.write_json(options.out / "cpu_adam.json", report)
     harness.write_png(
         options.out / "cpu_adam.png", [panel(result) for result in results], f"CPU Adam, {options.threads} threads"
     )
-
-
-def huge_page_setting() -> str:
-    """Return what the system says about transparent huge pages, such as "always [madvise] never"."""
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return path.read_text().strip() if path.exists() else "unknown"
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 
 import shardcore
-from benchmarks import adam_kinds, harness
-from benchmarks.adam_kinds import SHORT, Kind, Shapes, numel_of
+from benchmarks import adam_kinds, harness, suite
+from benchmarks.adam_kinds import OPTIONS, SHORT, Kind, Shapes, check_same_work, numel_of
 from benchmarks.adam_peers import FP32, PEERS, PURE_BF16, Peer
-from benchmarks.bench_cpu_adam import OPTIONS, check_same_work
 from benchmarks.device import Device
-from examples.arguments import make_out_folder, not_negative, positive
-from examples.machine import describe_machine
+from examples.arguments import positive
 from shardcore._native import _C
 
 BF16 = Kind(torch.bfloat16, torch.bfloat16)
@@ -153,9 +150,9 @@ def measure_group(
             cases[case.name] = case
     calls = {"copy": device.copier(options.copy_bytes), **{name: case.step for name, case in cases.items()}}
     seconds = timed(device, calls, numel, options)
-    exact = {name: case for name, case in cases.items() if case.kind == FP32 and (case.peer is None or case.peer.exact)}
+    exact = {n: case.weight for n, case in cases.items() if case.kind == FP32 and (case.peer is None or case.peer.exact)}
     if exact:
-        result["weights_agree_to"] = check_same_work("fp32", exact, ours=f"{OURS}{FP32}", op="bench_fused_adam")
+        result["weights_agree_to"] = check_same_work("fp32", exact, f"{OURS}{FP32}", "bench_fused_adam")
     for name, case in cases.items():
         ours = seconds[f"{OURS}{case.kind}"]
         result["cases"].append(
@@ -264,19 +261,11 @@ def panel(result: Mapping[str, object], limit: str) -> harness.Panel:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_fused_adam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = suite.make_parser("fused_adam", __doc__, rounds=20, pause=0.005)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: small sizes, figures without meaning")
-    parser.add_argument("--rounds", type=positive, default=20, help="rounds that count (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, help="steps a sample (default: by size)")
-    parser.add_argument("--pause", type=not_negative, default=0.005, help="seconds before each sample (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help='only what has one of these in its name ("GPT-2", "norm")')
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    make_out_folder(parser, options.out)
+    options = suite.parse(parser)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("bench_fused_adam: this machine has no GPU that torch can use; expected one", file=sys.stderr)
         return 2
@@ -286,10 +275,8 @@ def main() -> int:
     lists = workloads(scale)
     every_kind = {"flat 256M, every combination": [(2**28 // scale,)]}
     report: dict[str, object] = {
-        "benchmark": "fused_adam",
+        **suite.about_run("fused_adam", options),
         "device": device.name,
-        "machine": describe_machine(),
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
         "not_installed": sorted({peer.module.split(".")[0] for peer in PEERS if not peer.installed}),
         "workloads": (steps := []),
         "norm": (norms := []),

@@ -14,16 +14,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
 import shardcore
-from benchmarks import harness
-from benchmarks.adam_kinds import Kind
-from benchmarks.bench_cpu_adam import LOSS_SCALE, OPTIONS, Buffers, huge_page_setting, parse_size
-from examples.arguments import make_out_folder, not_negative, positive
-from examples.machine import describe_machine, usable_cores
+from benchmarks import harness, suite
+from benchmarks.adam_kinds import LOSS_SCALE, OPTIONS, Kind
+from benchmarks.cpu_buffers import Buffers, huge_page_setting
+from examples.arguments import elements
 
 # subject -> name -> kind; the first is the base.
 BF16 = Kind(torch.bfloat16, torch.bfloat16)
@@ -71,31 +69,13 @@ def measure(subject: str, numel: int, options: argparse.Namespace) -> dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_reduced_states",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--numel", type=parse_size, default=64 * 2**20, help="elements where memory binds (default: 64M)")
-    parser.add_argument("--small", type=parse_size, default=512 * 2**10, help="elements that the caches hold (default: 512K)")
-    parser.add_argument("--rounds", type=positive, default=15, help="rounds that count (default: %(default)s)")
-    parser.add_argument("--threads", type=positive, help="threads (default: all cores)")
-    parser.add_argument("--pause", type=not_negative, default=0.02, help="seconds before each step (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
-    )
-    options = parser.parse_args()
-    make_out_folder(parser, options.out)
-    options.threads = options.threads or usable_cores()
+    parser = suite.make_parser("reduced_states", __doc__, rounds=15, pause=0.02, threads=True)
+    parser.add_argument("--numel", type=elements, default=64 * 2**20, help="elements where memory binds (default: 64M)")
+    parser.add_argument("--small", type=elements, default=512 * 2**10, help="elements that the caches hold (default: 512K)")
+    options = suite.parse(parser)
     torch.set_num_threads(options.threads)
     results = [measure(subject, numel, options) for numel in (options.numel, options.small) for subject in SUBJECTS]
-    report = {
-        "benchmark": "reduced_states",
-        "machine": describe_machine(),
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
-        "huge_pages": huge_page_setting(),
-        "results": results,
-    }
+    report = {**suite.about_run("reduced_states", options), "huge_pages": huge_page_setting(), "results": results}
     harness.write_json(options.out / "reduced_states.json", report)
     panels = [
         harness.Panel(

@@ -68,7 +68,7 @@ def interleave(
     cases: Mapping[str, Callable[[], None]],
     rounds: int,
     *,
-    repeats: int = 1,
+    repeats: int | Mapping[str, int] = 1,
     pause_s: float = 0.05,
     warmup: int = 1,
     seed: int = 0,
@@ -76,7 +76,8 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time every case once a round; returns the seconds of one call by case and round. ``warmup`` rounds are thrown away.
 
-    ``timer`` runs a case ``repeats`` times and returns the seconds that took. On a terminal a bar shows how far it is.
+    ``timer`` runs a case ``repeats`` times (of all cases, or by case) and returns the seconds that took. On a terminal a bar
+    shows how far it is.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     bar = Bar((warmup + rounds) * len(cases))
@@ -84,7 +85,8 @@ def interleave(
         for name in order:
             bar.advance(name)
             time.sleep(pause_s)
-            seconds[name].append(timer(cases[name], repeats) / repeats)
+            times = repeats if isinstance(repeats, int) else repeats[name]
+            seconds[name].append(timer(cases[name], times) / times)
     bar.clear()
     return {name: samples[warmup:] for name, samples in seconds.items()}
 

@@ -1,0 +1,55 @@
+"""Memory of the CPU benchmarks: buffers that ask for huge pages, and starting values that are the same for every engine."""
+
+import mmap
+from pathlib import Path
+
+import torch
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+
+def allocate(numel: int, dtype: torch.dtype, huge: bool) -> torch.Tensor:
+    """Make a zero-filled CPU tensor (numel,), on pages that ask to be huge ones if ``huge``."""
+    if not huge or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(numel, dtype=dtype)
+    # A huge page more than needed: to start on its border, and because streams that lie exactly 256 MiB apart contend for the
+    # same cache sets and memory banks (a plain loop over four of them then takes three times as long).
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory, the default, has huge pages only where tmpfs has
+    pages = mmap.mmap(-1, numel * dtype.itemsize + HUGE_PAGE_BYTES, flags=flags)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    offset = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=offset)
+
+
+class Buffers:
+    """Starting values, the same for every engine: weight and gradient (numel,) float32, small random numbers."""
+
+    def __init__(self, numel: int, equal_pages: bool) -> None:
+        self.numel = numel
+        self.equal_pages = equal_pages
+        generator = torch.Generator().manual_seed(0)
+        # Narrowed once, so that the float32 and the bfloat16 subjects hold the same numbers.
+        self.weight = torch.randn(numel, generator=generator).mul_(0.02).bfloat16()
+        self.grad = torch.randn(numel, generator=generator).mul_(1e-3).bfloat16()
+
+    def copy_of(self, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Copy ``source`` into a new buffer of ``dtype``."""
+        return allocate(self.numel, dtype, self.equal_pages).copy_(source)
+
+    def parameter(self, dtype: torch.dtype) -> torch.nn.Parameter:
+        """Make a parameter of its own memory that holds the weight."""
+        return torch.nn.Parameter(self.copy_of(self.weight, dtype))
+
+    def streams(self, *dtypes: torch.dtype) -> list[torch.Tensor]:
+        """Make buffers for the limit that hold small numbers: always on huge pages, else it would not be the limit."""
+        return [allocate(self.numel, dtype, huge=True).copy_(self.weight) for dtype in dtypes]
+
+    def zeros(self) -> torch.Tensor:
+        """Make a float32 state."""
+        return allocate(self.numel, torch.float32, self.equal_pages)
+
+
+def huge_page_setting() -> str:
+    """Return what the system says about transparent huge pages, such as "always [madvise] never"."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.read_text().strip() if path.exists() else "unknown"

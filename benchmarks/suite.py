@@ -1,0 +1,38 @@
+"""What the suites' command lines share: options that all of them have, and what a result says of its run."""
+
+import argparse
+from pathlib import Path
+
+from examples.arguments import make_out_folder, not_negative, positive
+from examples.machine import describe_machine, usable_cores
+
+
+def make_parser(name: str, about: str, *, rounds: int, pause: float, threads: bool = False) -> argparse.ArgumentParser:
+    """Make the parser of ``benchmarks.bench_<name>`` with the options --rounds, --pause, --out and, if asked for, --threads."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.bench_{name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=rounds, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--pause", type=not_negative, default=pause, help="seconds before each sample (default: %(default)s)")
+    if threads:
+        parser.add_argument("--threads", type=positive, default=usable_cores(), help="threads of all (default: all cores)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
+    )
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse this process's arguments; the folder of --out exists afterwards."""
+    options = parser.parse_args()
+    make_out_folder(parser, options.out)
+    return options
+
+
+def about_run(name: str, options: argparse.Namespace) -> dict[str, object]:
+    """Begin a result: which benchmark, on what, with which options."""
+    return {
+        "benchmark": name,
+        "machine": describe_machine(),
+        "options": {key: value for key, value in vars(options).items() if key != "out"},
+    }
