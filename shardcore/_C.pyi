@@ -161,6 +161,20 @@ def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 
+def closed(shape: Sequence[int], like: torch.Tensor, message: str) -> torch.Tensor:
+    """A contiguous tensor of this shape, with the dtype and device of `like`, whose own storage is closed: it has no memory,
+
+    and whatever reads or writes elements gets a RuntimeError that says `message`."""
+
+def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Put memory[offsets[i] : offsets[i] + tensors[i].numel()] behind tensors[i], and behind all views of it, without a copy.
+
+    tensors: made by `closed`, or Parameters over such; memory: flat, of the same dtype and device, kept alive until
+    `withdraw`. Version counters stay as they are."""
+
+def withdraw(tensors: Sequence[torch.Tensor], messages: Sequence[str]) -> None:
+    """Close the storages of tensors again, and let go of the memory that was lent."""
+
 class HostTier:
     """The cpu tier: exact-size host buffers that are reached only through counted copies (csrc/copy).
 

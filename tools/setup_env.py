@@ -34,6 +34,7 @@ OPTIONAL = {
     "matplotlib": "plots",
     "rich": "progress bars",
     "numpy": "tests and plots that use it",
+    "transformers": "tests on real architectures",
 }
 
 

@@ -1,0 +1,110 @@
+// Memory that comes and goes behind a tensor: how weights exist only around their use.
+//
+// A Parameter stays the same object, and what autograd saved of it stays valid: both look at one storage, and it is that
+// storage's memory which is exchanged. Between uses the storage is closed: no memory, and an error for whoever reads or writes
+// (torch alone would read address 0). It keeps its size, so that views can still be made: else these fail first, with an error
+// that names nothing. Autograd's version counters do not move.
+#include <ATen/ops/empty.h>
+#include <torch/headeronly/version.h>
+
+#include "bind/checks.h"
+
+namespace shardcore::bind {
+namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Before 2.13 torch can close a storage but not open it again. An explicit instantiation may name a private member.
+template <bool c10::StorageImpl::*Member>
+struct Opener {
+  friend void open(c10::StorageImpl& storage) { storage.*Member = false; }
+};
+void open(c10::StorageImpl& storage);
+template struct Opener<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#else
+void open(c10::StorageImpl& storage) { storage.clear_data_ptr_access_error_msg_(); }
+#endif
+
+void close(c10::StorageImpl& storage, const std::string& message) {
+  storage.set_data_ptr_noswap(at::DataPtr(nullptr, storage.device()));
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+void release(void* held) { delete static_cast<at::Tensor*>(held); }
+
+// Someone else's memory (the user re-assigned .data) must be neither hidden nor given up.
+void check_closed(const Where& where, const at::Tensor& tensor) {
+  if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr)
+    value_error(where, "memory already; expected a tensor that closed() made, between uses");
+}
+
+void check_lent(const Where& where, const at::Tensor& tensor) {
+  if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter() != &release)
+    value_error(where, "memory that lend() did not give; expected a tensor that closed() made, in use");
+}
+
+void check_own_storage(const Where& where, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || !is_plain(tensor) || tensor.storage_offset() != 0)
+    value_error(where, "no storage of its own; expected a dense tensor, no view, as closed() makes them");
+}
+
+std::vector<std::string> texts_of(const char* op, const char* name, const py::handle& sequence, size_t expected) {
+  std::vector<std::string> texts;
+  for (const py::handle text : items_of({op, name}, sequence, "a sequence of str")) texts.push_back(py::str(text));
+  check_count(op, name, texts.size(), "tensors", expected);
+  return texts;
+}
+
+at::Tensor closed(const std::vector<int64_t>& shape, const py::handle& like, const std::string& message) {
+  const at::Tensor other = tensor_of("closed", "like", like);
+  at::Tensor tensor = at::empty({0}, other.options().requires_grad(false));
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  tensor.storage().set_nbytes(tensor.nbytes());
+  close(*tensor.storage().unsafeGetStorageImpl(), message);
+  return tensor;
+}
+
+void lend(const py::handle& tensor_list, const py::handle& memory_object, const std::vector<int64_t>& offsets) {
+  const std::vector<at::Tensor> tensors = tensors_of("lend", "tensors", tensor_list);
+  const at::Tensor memory = tensor_of("lend", "memory", memory_object);
+  check_count("lend", "offsets", offsets.size(), "tensors", tensors.size());
+  check_layout({"lend", "memory"}, memory, memory.device());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Where where{"lend", "tensors", static_cast<int64_t>(i)};
+    check_own_storage(where, tensors[i]);
+    check_closed(where, tensors[i]);
+    if (tensors[i].scalar_type() != memory.scalar_type() || tensors[i].device() != memory.device())
+      type_error(where, "dtype ", tensors[i].scalar_type(), " on ", tensors[i].device(), "; expected ", memory.scalar_type(),
+                 " on ", memory.device(), " (as memory)");
+    if (offsets[i] < 0 || offsets[i] > memory.numel() - tensors[i].numel())
+      value_error({"lend", "offsets", static_cast<int64_t>(i)}, offsets[i], "; expected 0 to ",
+                  memory.numel() - tensors[i].numel(), " (memory has ", memory.numel(), " elements)");
+  }
+  char* const data = static_cast<char*>(memory.data_ptr());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    c10::StorageImpl& storage = *tensors[i].storage().unsafeGetStorageImpl();
+    open(storage);
+    storage.set_data_ptr_noswap(at::DataPtr(data + offsets[i] * static_cast<int64_t>(memory.itemsize()), new at::Tensor(memory),
+                                            &release, memory.device()));
+  }
+}
+
+void withdraw(const py::handle& tensor_list, const py::handle& message_list) {
+  const std::vector<at::Tensor> tensors = tensors_of("withdraw", "tensors", tensor_list);
+  const std::vector<std::string> messages = texts_of("withdraw", "messages", message_list, tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const Where where{"withdraw", "tensors", static_cast<int64_t>(i)};
+    check_own_storage(where, tensors[i]);
+    check_lent(where, tensors[i]);
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) close(*tensors[i].storage().unsafeGetStorageImpl(), messages[i]);
+}
+
+}  // namespace
+
+void bind_storage(py::module_& module) {
+  module.def("closed", &closed, py::arg("shape"), py::arg("like"), py::arg("message"));
+  module.def("lend", &lend, py::arg("tensors"), py::arg("memory"), py::arg("offsets"));
+  module.def("withdraw", &withdraw, py::arg("tensors"), py::arg("messages"));
+}
+
+}  // namespace shardcore::bind
