@@ -1,31 +1,38 @@
 """What shard() accepts: its options, and the optimizer to shard. All checks here change nothing."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.engine.loss_scale import LossScale
 from shardcore.optim import AdamOptimizer, FusedAdam
 
 logger = logging.getLogger("shardcore")
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "precision": ("bf16", "fp16", "fp32"),
+    "grad_dtype": ("bf16", "fp32"),
+    "reduce_dtype": ("bf16", "fp16", "fp32", None),
+}
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError, ValueError or NotImplementedError for an option of shard that it cannot follow."""
     stage = options["stage"]
     if not _is_int(stage):
-        raise TypeError(f"shard: stage is {stage!r}; expected 0, 1 or 2")
-    if stage == 3:
-        raise NotImplementedError("shard: stage is 3, which is not built yet; expected 0, 1 or 2")
+        raise TypeError(f"shard: stage is {stage!r}; expected 0, 1, 2 or 3")
     if stage not in LIFETIMES:
-        raise ValueError(f"shard: stage is {stage}; expected 0, 1 or 2")
-    for name in ("precision", "grad_dtype"):
-        if options[name] not in tuple(DTYPES):
-            raise ValueError(f'shard: {name} is {options[name]!r}; expected "bf16" or "fp32"')
+        raise ValueError(f"shard: stage is {stage}; expected 0, 1, 2 or 3")
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+            raise ValueError(f"shard: {name} is {options[name]!r}; expected {expected}")
+    _check_loss_scale(options["loss_scale"], options["precision"])
     for name in ("cast_inputs", "broadcast", "overlap_step"):
         if not isinstance(options[name], bool):
             raise TypeError(f"shard: {name} is {options[name]!r}; expected True or False")
@@ -49,6 +56,28 @@ def check_options(options: Mapping[str, Any]) -> None:
     if options["reduction"] != "ordered":
         raise ValueError(f'shard: reduction is {options["reduction"]!r}; expected "ordered"')
     offload_options(options["offload"])
+    reshard, sharers = options["reshard_after_forward"], options["sharers"]
+    if not isinstance(reshard, int):
+        raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
+    if _is_int(reshard) and (reshard < 1 or sharers % reshard):
+        raise ValueError(
+            f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
+        )
+
+
+def _check_loss_scale(loss_scale: object, precision: str) -> None:
+    if loss_scale is None:
+        return
+    if precision != "fp16":
+        raise ValueError(
+            f'shard: loss_scale is {loss_scale!r} with precision="{precision}"; expected None (only "fp16" scales)'
+        )
+    if isinstance(loss_scale, LossScale):
+        return
+    if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
+        raise TypeError(f"shard: loss_scale is {loss_scale!r}; expected a number, shardcore.LossScale(...) or None")
+    if not 0.0 < loss_scale < math.inf:
+        raise ValueError(f"shard: loss_scale is {loss_scale}; expected a positive number")
 
 
 def _is_int(value: object) -> bool:

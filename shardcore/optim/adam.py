@@ -12,19 +12,19 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
-from shardcore.optim.batch import Repeat, Update, check_device, check_grads_list, collect
-from shardcore.optim.dtensor import Rows, check_tensor_param, export_dtensors, find_rows, grouped, local_part
-from shardcore.optim.engine import Engine, Gradients
+from shardcore.optim.batch import Active, Repeat, Update, check_device, check_grads_list, collect
+from shardcore.optim.dtensor import Rows, any_sharded, check_tensor_param, export_dtensors, find_rows, grouped, local_part
+from shardcore.optim.engine import Gradients, ScalesLoss
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
-from shardcore.optim.norm import ShardedGradients, global_norm
-from shardcore.optim.options import as_list, check_capturable, check_dtype, check_options
+from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
+from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, check_options
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
 logger = logging.getLogger("shardcore")
 
 
-class AdamOptimizer(torch.optim.Optimizer):
+class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
@@ -33,7 +33,6 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
-    _engine: Engine | None = None
     _repeat: Repeat | None = None  # the last step, if the next may go the short way
 
     def __init__(
@@ -97,7 +96,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_new_params(plain)
         group = {**self.defaults, **param_group, "params": plain}
-        self._check_group(group, f"param_groups[{len(self.param_groups)}].")
+        check_group(self._op, group, f"param_groups[{len(self.param_groups)}].")
         check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
         self._dtensors |= find_rows(self._op, self.param_groups[-1]["params"])
@@ -112,18 +111,12 @@ class AdamOptimizer(torch.optim.Optimizer):
             name = f"params[{i}]"
             if not isinstance(p, torch.Tensor):
                 raise TypeError(f"{self._op}: {name} has type {type(p).__name__}; expected a tensor")
-            if self._device_type is not None:
+            if self._device_type is not None and not p.is_meta:
                 check_device(self._op, name, p, self._device_type)
             check_tensor_param(self._op, name, p)
             if p in known:
                 raise ValueError(f"{self._op}: {name} is given twice; expected each parameter once")
             known.add(p)
-
-    def _check_group(self, group: dict[str, Any], where: str) -> None:
-        check_options(self._op, group, where)
-        if group["master"] == "split" or group["stochastic_rounding"]:
-            for i, p in enumerate(group["params"]):
-                check_dtype(self._op, f"{where}params[{i}]", p, group)
 
     def _skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return what capturable steps count skipped ones in."""
@@ -179,31 +172,36 @@ class AdamOptimizer(torch.optim.Optimizer):
         max_norm: clips the global norm of the scaled gradients, without rewriting them. A norm that is not finite skips
             the step: nothing is written, no count moves, ``skipped_steps`` grows by one, and it is logged.
 
-        Without max_norm (and without GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or
-        TypeError before anything is written. CUDA work is queued on the current stream; max_norm waits for it, but with
-        capturable, where grad_scale may be a tensor on the device: then a scale that is not finite skips, too, and a skipped
-        step is not logged.
+        Without max_norm (and GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or TypeError before
+        anything is written: on all ranks if one refuses, after shard, or with max_norm and sharded DTensors. CUDA work is
+        queued on the current stream; max_norm waits for it, but with capturable, where grad_scale may be a tensor on the
+        device: then a scale that is not finite skips, too, and a skipped step is not logged.
         """
         capturable = self._engine is None and self.param_groups[0]["capturable"] is True
-        limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
-        if grads is not None:
-            check_grads_list(self._op, self.param_groups, grads)
+        by_mesh = max_norm is not None and not capturable and any_sharded(self._dtensors)
+        refusal, limit = Refusal(self._op, by_mesh or self._engine is not None), None
+        scale: float | DeviceScale = 1.0
+        with refusal:
+            limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
+            if grads is not None:
+                check_grads_list(self._op, self.param_groups, grads)
+            scale = self._scale(grad_scale, limit, capturable)
         if self._engine is not None:
-            whole = host_scale(self._op, grad_scale, getattr(self, "grad_scale", None))
-            result: float | None = self._engine.step(closure, grads, whole, limit)
-            return result
-        scale = self._scale(grad_scale, limit, capturable)
+            assert isinstance(scale, float)
+            return self._engine.step(closure, grads, scale, limit, refusal.problem)  # type: ignore[no-any-return]
         loss = None
-        if closure is not None:
+        if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._update(grads, scale, limit)
+            self._update(grads, scale, limit, refusal)
         return loss
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         loss_scale = getattr(self, "grad_scale", None)
+        if self._engine is not None:
+            return host_scale(self._op, grad_scale, loss_scale)
+        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         if capturable:
             found_inf, skipped = getattr(self, "found_inf", None), self._skip_counter(device)
             return device_scale(self._op, grad_scale, loss_scale, found_inf, max_norm, skipped)
@@ -211,29 +209,31 @@ class AdamOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
 
-    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
+    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> None:
         calls = None
         if self._repeat is not None and grads is None:
             for i, group in enumerate(self.param_groups):
                 check_options(self._op, group, f"param_groups[{i}].")
             calls = self._repeat.calls(self.param_groups, self.state)
         if self._repeat is not None and calls is not None:
-            clipped = self._clipped_scale([grad for call in calls for grad in call.grads], {}, scale, max_norm)
+            clipped = self._clipped_scale([grad for call in calls for grad in call.grads], {}, scale, max_norm, refusal)
             if clipped is not None:
                 self._repeat.run(self._steppers, clipped)
             return
         self._repeat = None
-        for i, group in enumerate(self.param_groups):
-            self._check_group(group, f"param_groups[{i}].")
-        check_capturable(self._op, self.param_groups, self._capture_type)
-        actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._dtensors)
+        actives: list[Active] = []
+        update = None
+        with refusal:
+            if refusal.problem is None:
+                check_groups(self._op, self.param_groups, self._capture_type)
+                actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._dtensors)
+                update = Update(self._op, actives, self.state, isinstance(scale, DeviceScale))
         owners = [owner for active in actives for owner in active.owners]
         whole, sharded = grouped(owners, [grad for active in actives for grad in active.grads], self._dtensors)
-        clipped = self._clipped_scale(whole, sharded, scale, max_norm)
-        if clipped is None:
+        clipped = self._clipped_scale(whole, sharded, scale, max_norm, refusal)
+        if clipped is None or update is None:
             return
-        update = Update(self._op, actives, self.state, clipped)
-        update.run(self._steppers)
+        update.run(self._steppers, clipped)
         update.commit(self.state, idle)
         if self._dtensors:  # their gradients are looked up anew each time
             increment_version([owner for owner in owners if owner in self._dtensors])
@@ -241,7 +241,12 @@ class AdamOptimizer(torch.optim.Optimizer):
             self._repeat = Repeat(update, self.param_groups, self.state, idle)
 
     def _clipped_scale(
-        self, grads: Sequence[torch.Tensor], sharded: ShardedGradients, scale: float | DeviceScale, max_norm: float | None
+        self,
+        grads: Sequence[torch.Tensor],
+        sharded: ShardedGradients,
+        scale: float | DeviceScale,
+        max_norm: float | None,
+        refusal: Refusal,
     ) -> float | DeviceScale | None:
         """Return the scale with the clip coefficient in it, or None after counting a skipped step. The device does its own."""
         if isinstance(scale, DeviceScale):
@@ -251,13 +256,14 @@ class AdamOptimizer(torch.optim.Optimizer):
                     "needs other ranks: call clip_grad_norm_ before the step)"
                 )
             return scale
+        # Where others wait for the norm, before any decision of this rank alone.
+        norm = None if max_norm is None and refusal.problem is None else global_norm(grads, sharded, refusal)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
             return None
-        if max_norm is None:
+        if max_norm is None or norm is None:
             return scale
-        norm = global_norm(grads, sharded)
         clipped = _C.clipped_scale(scale, norm, max_norm)
         if clipped is None:
             self._skip(f"the gradients' norm is {norm * abs(scale)}")

@@ -19,6 +19,12 @@ from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCoun
 from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
+# What a state keeps beside a weight for the option "master".
+_MASTERS: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
+    None: (None, None),
+    "fp32": ("master", torch.float32),
+    "split": ("remainder", torch.int16),
+}
 
 
 @dataclass(slots=True)
@@ -140,14 +146,11 @@ class _Call:
 class Update:
     """One step over the active parameters: built, run, committed, in this order."""
 
-    def __init__(
-        self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], scale: float | DeviceScale
-    ) -> None:
-        """Gather the lists. Missing states are made but not put in place; ``states`` is only read."""
-        self._op, self._scale = op, scale
+    def __init__(self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], on_device: bool) -> None:
+        """Gather the lists. Missing states are made but not put in place; ``states`` is only read. on_device: capturable."""
+        self._op, self._on_device = op, on_device
         self._calls: dict[torch.device, _Call] = {}
-        self._hypers: list[_C.AdamHyper] = []
-        self._sources: list[tuple[Group, ParamState | None]] = []  # what each of them was made from; None: the device counts
+        self._sources: list[tuple[Group, ParamState | None]] = []  # what makes each call's scalars; None: the device counts
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self._states: list[ParamState] = []
@@ -156,7 +159,7 @@ class Update:
         self._zero = StepCount()
         for active in actives:
             self._add_group(active, states)
-        if isinstance(scale, DeviceScale):
+        if on_device:
             for device in self._calls:
                 self._count_on(device)
 
@@ -179,9 +182,8 @@ class Update:
         hyper_of_count: dict[int, int] = {}
         last_count: StepCount | None = None
         hyper = -1
-        on_device = isinstance(self._scale, DeviceScale)
-        if on_device:
-            hyper = self._add_hyper(group, None)
+        if self._on_device:
+            hyper = self._add_source(group, None)
         call, device = _Call(), None
         for key, owner, param, grad in zip(active.keys, active.owners, active.params, active.grads, strict=True):
             if param.device != device:
@@ -195,7 +197,7 @@ class Update:
             if type(state) is not ParamState or len(state) < 3:
                 state = self._new_states[owner] = self._adopt(key[0], param, state, state_dtype)
             count = state.count
-            if not on_device and count is not last_count:
+            if not self._on_device and count is not last_count:
                 if isinstance(count, DeviceStepCount):  # capturable was switched off
                     count = StepCount(count.value)
                 shared = self._counts.setdefault(count.value, count)
@@ -203,55 +205,54 @@ class Update:
                     state.count = count = shared
                 last_count = count
                 if count.value not in hyper_of_count:
-                    hyper_of_count[count.value] = self._add_hyper(group, state)
+                    hyper_of_count[count.value] = self._add_source(group, state)
                 hyper = hyper_of_count[count.value]
             self._states.append(state)
             call.keys.append(key)
             call.params.append(param)
             call.grads.append(grad)
             exp_avg = state.moment("exp_avg")
-            if exp_avg.dtype is not dtypes.exp_avg:
-                raise self._other_state(key[0], exp_avg.dtype, state_dtype)
+            if getattr(exp_avg, "dtype", None) is not dtypes.exp_avg:
+                raise self._other_state(key[0], "exp_avg", exp_avg, dtypes.exp_avg, f"state_dtype={state_dtype!r}")
             call.exp_avgs.append(exp_avg)
             call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
             call.hyper_index.append(hyper)
             call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
             call.exp_avg_scales.append(state.extra("exp_avg_scale"))
             call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
-            call.masters.append(self._master(key[0], state, param, master) if master is not None else None)
+            call.masters.append(self._master(key[0], state, param, master))
 
-    def _add_hyper(self, group: Group, state: ParamState | None) -> int:
-        self._hypers.append(_hyper(group, None if state is None else state.count, self._scale))
+    def _add_source(self, group: Group, state: ParamState | None) -> int:
         self._sources.append((group, state))
-        return len(self._hypers) - 1
+        return len(self._sources) - 1
 
-    def _other_state(self, index: int, found: torch.dtype, state_dtype: str) -> TypeError:
-        expected = MOMENT_DTYPES[state_dtype].exp_avg
+    def _other_state(self, index: int, key: str, found: object, expected: torch.dtype | None, option: str) -> TypeError:
+        has = f"dtype {dtype_name(found.dtype)}" if isinstance(found, torch.Tensor) else f"type {type(found).__name__}"
+        wanted = "none" if expected is None else dtype_name(expected)
         return TypeError(
-            f"{self._op}: state[params[{index}]].exp_avg has dtype {dtype_name(found)}; expected {dtype_name(expected)} for "
-            f"state_dtype={state_dtype!r} (the option was changed after the first step; use load_state_dict to convert states)"
+            f"{self._op}: state[params[{index}]].{key} has {has}; expected {wanted} for {option} (it changed after the first "
+            "step; use load_state_dict to convert states)"
         )
 
-    def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str) -> torch.Tensor | None:
+    def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str | None) -> torch.Tensor | None:
         """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
-        key = "master" if kind == "fp32" else "remainder"
-        kept = state.extra(key) is not None
-        if param.dtype not in MASTERED_DTYPES:
-            if kept:
-                raise TypeError(
-                    f"{self._op}: params[{index}] has dtype {dtype_name(param.dtype)} and a state with a {key}; expected "
-                    f"bfloat16 or float16 (it changed after the first step: take the {key} out of its state first)"
-                )
+        key, dtype = _MASTERS[kind] if param.dtype in MASTERED_DTYPES else _MASTERS[None]
+        for other in ("master", "remainder"):
+            found, expected = state.extra(other), dtype if other == key else None
+            if found is not None and getattr(found, "dtype", None) is not expected:
+                option = f"a {dtype_name(param.dtype)} parameter with master={kind!r}"
+                raise self._other_state(index, other, found, expected, option)
+        if key is None or dtype is None:
             return None
-        if not kept and not has_memory(param):
+        kept = state.extra(key)
+        if kept is None and not has_memory(param):
             raise ValueError(f"{self._op}: params[{index}] has no memory to make a {key} from (restore it first)")
         if kind == "fp32":
-            return self._extra(state, "master", param, param)
-        remainder = state.extra("remainder")
-        if remainder is None:
-            remainder = zeros(param.shape, torch.int16, param.device)
-            self._new_tensors.append((state, "remainder", remainder))
-        return remainder
+            return self._extra(state, key, param, param)
+        if kept is None:
+            kept = zeros(param.shape, dtype, param.device)
+            self._new_tensors.append((state, key, kept))
+        return kept
 
     def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
         """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
@@ -276,12 +277,13 @@ class Update:
             self._new_tensors.append((state, key, tensor))
         return tensor
 
-    def run(self, steppers: dict[torch.device, "_C.AdamStepper"]) -> None:
-        """Call the kernel once a device, with the stepper kept for that device."""
+    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
+        """Call the kernel once a device, with the stepper kept for that device. A DeviceScale belongs to a capturable step."""
+        hypers = [_hyper(group, state, scale) for group, state in self._sources]
         for device, call in self._calls.items():
             on_device = None
-            if isinstance(self._scale, DeviceScale):
-                on_device = self._scale.step([count.counter for count in self._device_counts])
+            if isinstance(scale, DeviceScale):
+                on_device = scale.step([count.counter for count in self._device_counts])
             stepper = steppers.get(device)
             if stepper is None:
                 stepper = steppers[device] = _C.AdamStepper()
@@ -290,7 +292,7 @@ class Update:
                 call.grads,
                 call.exp_avgs,
                 call.exp_avg_sqs,
-                self._hypers,
+                hypers,
                 call.hyper_index,
                 masters=call.masters if call.with_masters else None,
                 max_exp_avg_sqs=call.max_exp_avg_sqs if call.with_max else None,
@@ -303,7 +305,8 @@ class Update:
 
     def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
         """Put new states in place and count the step (a capturable step counts itself). Parameters in idle keep their count."""
-        states.update(self._new_states)
+        if self._new_states:  # an empty update would count as a change, and no other optimizer could take the short way
+            states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
         for state, on_device in zip(self._states, self._device_counts, strict=bool(self._device_counts)):
@@ -333,11 +336,15 @@ class Repeat:
         self._groups = list(groups)
         self._kinds = [_kind(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
-        self._dtypes = {device: [p.dtype for p in call.params] for device, call in update._calls.items() if call.with_masters}
+        # Who has a master, or may be rounded stochastically, depends on these.
+        self._dtypes = {
+            device: [p.dtype for p in call.params]
+            for device, call in update._calls.items()
+            if call.with_masters or call.with_keys
+        }
         self._counts = list(
             {id(state.count): state.count for state in update._states if isinstance(state.count, StepCount)}.values()
         )
-        self._sources = [(group, None if state is None else state.count) for group, state in update._sources]
 
     def calls(self, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> "list[_Call] | None":
         """Return the calls with this step's gradients (``p.grad``), or None if something else has to be looked at."""
@@ -348,8 +355,8 @@ class Repeat:
                 return None
         calls = list(self._update._calls.items())
         for device, call in calls:
-            if call.with_masters and [p.dtype for p in call.params] != self._dtypes[device]:
-                return None  # who has a master depends on it
+            if device in self._dtypes and [p.dtype for p in call.params] != self._dtypes[device]:
+                return None
             grads = _C.plain_grads(call.params, self._idle)
             if grads is None or call.params[0].device != device:
                 return None
@@ -358,17 +365,15 @@ class Repeat:
 
     def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
         """Step, after ``calls``, and count the step."""
-        self._update._scale = scale
-        self._update._hypers = [_hyper(group, count, scale) for group, count in self._sources]
-        self._update.run(steppers)
+        self._update.run(steppers, scale)
         for count in self._counts:
             count.value += 1
 
 
-def _hyper(group: Group, count: StepCount | DeviceStepCount | None, scale: float | DeviceScale) -> "_C.AdamHyper":
-    if isinstance(scale, DeviceScale) or count is None:
+def _hyper(group: Group, state: ParamState | None, scale: float | DeviceScale) -> "_C.AdamHyper":
+    if isinstance(scale, DeviceScale) or state is None:
         return hyper_of(group)
-    return hyper_of(group, count.value + 1, scale)
+    return hyper_of(group, state.count.value + 1, scale)
 
 
 def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -39,17 +39,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where a DTensor's local part lies in the whole: rows [first_row, first_row + rows).
+class Ranks:
+    """The other ranks of a DTensor's mesh, one group a dimension: `sharded` ones hold other rows, `replicas` the same ones."""
 
-    groups: the ranks that hold the other rows, one group a sharded mesh dimension; replicated dimensions are not among them.
-    """
+    sharded: tuple[dist.ProcessGroup, ...]
+    replicas: tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where a DTensor's local part lies in the whole: rows [first_row, first_row + rows)."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     mesh: "DeviceMesh"
     placements: tuple["Placement", ...]
-    groups: tuple[dist.ProcessGroup, ...]
+    ranks: Ranks
     first_row: int
     rows: int
 
@@ -92,16 +97,19 @@ class Rows:
 def rows_of(op: str, name: str, param: "DTensor") -> Rows:
     """Return where the local part of `param` lies. Raises ValueError for placements that do not leave it whole rows."""
     tensor = sys.modules["torch.distributed.tensor"]
-    mesh, first, rows, groups = param.device_mesh, 0, param.shape[0] if param.dim() else 1, []
+    mesh, first, rows = param.device_mesh, 0, param.shape[0] if param.dim() else 1
+    sharded: list[dist.ProcessGroup] = []
+    replicas: list[dist.ProcessGroup] = []
     for dim, placement in enumerate(param.placements):
         if type(placement) is tensor.Replicate:
+            replicas.append(mesh.get_group(dim))
             continue
         if type(placement) is not tensor.Shard or not placement.is_shard(0):
             raise ValueError(
                 f"{op}: {name} has placements {param.placements}; expected Replicate() and Shard(0) only (a local part must be "
                 "whole rows, one after the other: its elements' numbers key the random bits)"
             )
-        groups.append(mesh.get_group(dim))
+        sharded.append(mesh.get_group(dim))
         chunk = -(-rows // mesh.size(dim))  # as torch.chunk cuts
         before = min(rows, chunk * mesh.get_local_rank(dim))
         first, rows = first + before, min(chunk, rows - before)
@@ -111,7 +119,8 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
             f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of {tuple(param.shape)} "
             "(even chunks, as torch.chunk makes them)"
         )
-    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), tuple(groups), first, rows)
+    ranks = Ranks(tuple(sharded), tuple(replicas))
+    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), ranks, first, rows)
 
 
 def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
@@ -129,6 +138,11 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
 def find_rows(op: str, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Rows]:
     """Return where the local parts of those parameters lie that are DTensors."""
     return {p: rows_of(op, f"params[{i}]", p) for i, p in enumerate(params) if is_dtensor(p)}  # type: ignore[arg-type]
+
+
+def any_sharded(known: Mapping[torch.Tensor, Rows]) -> bool:
+    """Whether other ranks hold rows of one of these, so that their norm is collective."""
+    return any(rows.ranks.sharded for rows in known.values())
 
 
 def export_dtensors(state: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
@@ -149,16 +163,14 @@ def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
 
 def grouped(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], known: Mapping[torch.Tensor, Rows]
-) -> tuple[list[torch.Tensor], dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]]]:
-    """Split local gradients into those that are whole on this rank, and those of which groups of ranks hold other rows.
+) -> tuple[list[torch.Tensor], dict[Ranks, list[torch.Tensor]]]:
+    """Split local gradients into those that are whole on this rank, and those of which other ranks hold other rows.
 
-    Every combination of groups in `known` is there, in one order on all ranks, even if this rank has no gradient for it:
+    All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank has no gradient for them:
     summing over them is collective.
     """
     whole: list[torch.Tensor] = []
-    sharded: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {rows.groups: [] for rows in known.values()}
-    sharded[()] = whole
+    sharded: dict[Ranks, list[torch.Tensor]] = {rows.ranks: [] for rows in known.values() if rows.ranks.sharded}
     for param, grad in zip(params, grads, strict=True):
-        sharded[known[param].groups if param in known else ()].append(grad)
-    del sharded[()]
+        (sharded.get(known[param].ranks, whole) if param in known else whole).append(grad)
     return whole, sharded

@@ -8,16 +8,46 @@ import torch
 Gradients = Sequence[torch.Tensor | None]
 
 
+class ScalesLoss:
+    """What an optimizer offers of loss scaling, which shardcore.shard(precision="fp16") does and all else leaves out."""
+
+    _engine: "Engine | None" = None
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank."""
+        return 1.0 if self._engine is None else self._engine.loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
+
+        With shardcore.shard(precision="fp16") that is loss (float32 at least) * loss_scale, by which the reduction divides
+        the gradients again; with every other precision, and without shard, loss itself.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
+        return loss if self._engine is None else self._engine.scale_loss(loss)
+
+
 class Engine(Protocol):
     """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
 
-    The optimizer has checked the arguments; ``grad_scale`` is one number (a GradScaler's included) and multiplies.
-    ``found_inf`` is not passed on: an engine looks for non-finite gradients itself, on every rank.
+    The optimizer has checked the arguments; what it found is ``problem``, which the engine raises on every rank.
+    ``grad_scale`` is one number (a GradScaler's included) and multiplies. ``found_inf`` is not passed on: an engine looks for
+    non-finite gradients itself, on every rank.
     """
 
     def step(
-        self, closure: Callable[[], Any] | None, grads: Gradients | None, grad_scale: float, max_norm: float | None
+        self,
+        closure: Callable[[], Any] | None,
+        grads: Gradients | None,
+        grad_scale: float,
+        max_norm: float | None,
+        problem: Exception | None,
     ) -> Any: ...
+    @property
+    def loss_scale(self) -> float: ...
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
     def zero_grad(self, set_to_none: bool) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

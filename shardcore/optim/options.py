@@ -113,6 +113,21 @@ def _check_device_options(op: str, group: Mapping[str, Any], where: str) -> None
             )
 
 
+def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError or TypeError for options that no step can use with the group's parameters."""
+    check_options(op, group, where)
+    if group["master"] == "split" or group["stochastic_rounding"]:
+        for i, p in enumerate(group["params"]):
+            _check_dtype(op, f"{where}params[{i}]", p, group)
+
+
+def check_groups(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
+    """Raise ValueError or TypeError for groups that no step can use, each or together."""
+    for i, group in enumerate(groups):
+        check_group(op, group, f"param_groups[{i}].")
+    check_capturable(op, groups, device_type)
+
+
 def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
     """Raise ValueError unless no group is capturable, or all are and have parameters on one device of this type."""
     flags = [group["capturable"] for group in groups]
@@ -160,20 +175,24 @@ def _check_storage(op: str, group: Mapping[str, Any], where: str) -> None:
 
 
 def check_param(op: str, name: str, param: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for a parameter that the kernels cannot update in place."""
+    """Raise TypeError or ValueError for a parameter that the kernels cannot update in place.
+
+    One on the meta device passes: shardcore.shard gives it memory. Steps before that are refused by the kernels.
+    """
     if param.dtype not in PARAM_DTYPES:
         raise TypeError(f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
     if param.layout is not torch.strided:
         raise ValueError(f"{op}: {name} has layout {param.layout}; expected a dense tensor")
-    if param.device.type not in ("cpu", "cuda"):
+    if param.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{op}: {name} has device {param.device}; expected cpu or cuda")
     if not param.is_contiguous():
         raise ValueError(
-            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory"
+            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
+            "(p.data = p.data.contiguous() first)"
         )
 
 
-def check_dtype(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+def _check_dtype(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
     """Raise ValueError for a parameter whose dtype its group's options cannot serve."""
     if param.dtype is torch.float16 and group["master"] == "split":
         raise ValueError(

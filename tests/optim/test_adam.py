@@ -263,9 +263,14 @@ class FakeEngine:
     def __init__(self):
         self.calls = []
 
-    def step(self, closure, grads, grad_scale, max_norm):
-        self.calls.append(("step", closure, grads, grad_scale, max_norm))
+    loss_scale = 8.0
+
+    def step(self, closure, grads, grad_scale, max_norm, problem):
+        self.calls.append(("step", closure, grads, grad_scale, max_norm, problem))
         return "loss"
+
+    def scale_loss(self, loss):
+        return loss * self.loss_scale
 
     def zero_grad(self, set_to_none):
         self.calls.append(("zero_grad", set_to_none))
@@ -282,7 +287,12 @@ def test_engine_takes_over(make):
     (p,) = params_of(3)
     optimizer = make([p], lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made before, goes on
+    loss = torch.tensor(0.5)
+    assert optimizer.scale_loss(loss) is loss
     engine = optimizer._engine = FakeEngine()
+    assert (optimizer.loss_scale, optimizer.scale_loss(loss).item()) == (8.0, 4.0)
+    with pytest.raises(TypeError, match="scale_loss: loss has type float"):
+        optimizer.scale_loss(0.5)
     optimizer.grad_scale = torch.tensor(4.0)
     assert optimizer.step(grad_scale=2.0, max_norm=3) == "loss"
     del optimizer.grad_scale
@@ -292,7 +302,7 @@ def test_engine_takes_over(make):
     optimizer.load_state_dict(optimizer.state_dict())
     names = [call[0] for call in engine.calls]
     assert names == ["step", "zero_grad", "state_dict", "load_state_dict"]
-    assert engine.calls[0][1:] == (None, None, 0.5, 3.0)
+    assert engine.calls[0][1:] == (None, None, 0.5, 3.0, None)
     with pytest.raises(ValueError, match="add_param_group"):
         optimizer.add_param_group({"params": params_of(2)})
     with pytest.raises(TypeError, match="sharded"):

@@ -102,7 +102,6 @@ BAD_PARAMS = [
     (lambda: [torch.ones(3, 3).to_sparse()], ValueError, "layout torch.sparse_coo; expected a dense"),
     (lambda: [p := param(), p], ValueError, r"params\[1\] is given twice"),
     (lambda: [{"params": [p := param()]}, {"params": [p]}], ValueError, r"params\[1\] is given twice"),
-    (lambda: [torch.nn.Parameter(torch.ones(2, device="meta"))], ValueError, "has device meta; expected cpu"),
 ]
 
 

@@ -16,6 +16,7 @@ KINDS = {
     "split": (torch.bfloat16, {"master": "split"}),
     "8bit": (torch.bfloat16, {"state_dtype": "8bit"}),
     "bf16": (torch.float16, {"state_dtype": "bf16"}),
+    "stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -158,16 +159,70 @@ def test_a_mastered_parameter_that_became_float32(kind, key):
     params[0].data = params[0].detach().float()
     params[0].grad = torch.ones(4, 6)
     refused(
-        params, optimizer, TypeError, rf"params\[0\] has dtype float32 and a state with a {key}; expected bfloat16 or float16"
+        params,
+        optimizer,
+        TypeError,
+        rf"state\[params\[0\]\].{key} has dtype \w+; expected none for a float32 parameter with master=",
     )
 
 
-def test_a_split_parameter_that_became_float16():
-    params, optimizer = made("split")
+MASTERS = {
+    ("master", "split"): "master has dtype float32; expected none for a bfloat16 parameter with master='split'",
+    ("master", None): "master has dtype float32; expected none for a bfloat16 parameter with master=None",
+    ("split", "fp32"): "remainder has dtype int16; expected none for a bfloat16 parameter with master='fp32'",
+    ("split", None): "remainder has dtype int16; expected none for a bfloat16 parameter with master=None",
+}
+
+
+@pytest.mark.parametrize("kind, master", MASTERS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_kind_of_master_than_the_states_have(kind, master, steps):
+    """It would go on from rounded weights, and leave the old master behind. load_state_dict converts."""
+    params, optimizer = made(kind, steps)
+    optimizer.param_groups[0]["master"] = master
+    refused(params, optimizer, TypeError, rf"state\[params\[0\]\].{MASTERS[kind, master]} .*load_state_dict")
+    exact = {i: entry["master"].clone() for i, entry in optimizer.state_dict()["state"].items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert [str(w.message).split(":")[0:2] for w in caught] == (
+        [["FusedAdam", " state[0].master is left out"]] if master is None else []
+    )
+    if master is not None:
+        assert all(torch.equal(optimizer.state_dict()["state"][i]["master"], values) for i, values in exact.items())
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+BAD_STATES = {
+    ("fp32", "exp_avg"): (None, "exp_avg has type NoneType; expected float32 for state_dtype='fp32'"),
+    ("8bit", "exp_avg"): ([1.0], "exp_avg has type list; expected int8 for state_dtype='8bit'"),
+    ("master", "master"): (torch.zeros(300, dtype=torch.int16), "master has dtype int16; expected float32 for a bfloat16"),
+    ("split", "remainder"): (torch.zeros(300), "remainder has dtype float32; expected int16 for a bfloat16"),
+    ("fp32", "remainder"): (torch.zeros(300, dtype=torch.int16), "remainder has dtype int16; expected none for a float32"),
+}
+
+
+@pytest.mark.parametrize("kind, key", BAD_STATES)
+def test_states_that_are_something_else(kind, key):
+    params, optimizer = made(kind)
+    optimizer.state[params[1]][key], message = BAD_STATES[kind, key]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(TypeError, match=rf"^FusedAdam: state\[params\[1\]\].{message}"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+@pytest.mark.parametrize("kind, option", [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")])
+@STEPS
+def test_a_bfloat16_parameter_that_became_float16(kind, option, steps):
+    params, optimizer = made(kind, steps)
     params[0].grad = None
     params[0].data = params[0].detach().half()
     params[0].grad = torch.ones_like(params[0])
-    refused(params, optimizer, ValueError, r"params\[0\] has dtype float16 with master='split'")
+    params[1].grad, params[2].grad = torch.ones_like(params[1]), torch.ones_like(params[2])
+    refused(params, optimizer, ValueError, rf"params\[0\] has dtype float16 with {option}")
 
 
 def test_what_is_put_right_again_goes_on():

@@ -106,6 +106,24 @@ def test_the_short_way_is_taken(monkeypatch):
         optimizer.step()
 
 
+def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
+    optimizers = [CPUAdam(params_of(3, 300)) for _ in range(3)]
+    for optimizer in optimizers:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+
+    def refuse(*args):
+        raise AssertionError("the long way")
+
+    for _ in range(2):  # the others' first steps make states; the second round notices that nothing changes any more
+        for optimizer in optimizers:
+            optimizer.step()
+    monkeypatch.setattr(adam, "collect", refuse)
+    for optimizer in optimizers:
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
 def test_an_error_on_the_short_way_changes_nothing():
     params = params_of(3, 300)
     optimizer = CPUAdam(params)
