@@ -3,7 +3,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardcore.api import full_grad, full_params, full_state, no_sync, shard
+from shardcore.api import (
+    full_grad,
+    full_params,
+    full_state,
+    load_sharded_state_dict,
+    no_sync,
+    shard,
+    sharded_state_dict,
+)
+from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory import MemoryReport, memory_report
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
@@ -14,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUAdam",
     "FusedAdam",
+    "LossScale",
     "MemoryReport",
     "__version__",
     "clip_grad_norm_",
@@ -21,9 +31,11 @@ __all__ = [
     "full_params",
     "full_state",
     "initialize",
+    "load_sharded_state_dict",
     "memory_report",
     "no_sync",
     "shard",
+    "sharded_state_dict",
 ]
 
 if not TYPE_CHECKING:  # else type checkers would believe in every name

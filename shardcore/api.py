@@ -5,21 +5,24 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
 from shardcore.comm import Comm, first_difference
-from shardcore.engine import build, model_io
-from shardcore.engine.bucket import LIFETIMES, allocate
+from shardcore.engine import build, model_io, sharded_state
+from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
-from shardcore.engine.reducer import ReducePolicy
+from shardcore.engine.loss_scale import LossScale, LossScaler
+from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
+from shardcore.engine.weights import Weights
 from shardcore.offload import CpuStore
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.units import UnitPolicy, plan_units
@@ -37,60 +40,95 @@ def shard(
     units: UnitPolicy = "auto",
     offload: Mapping[str, str] | None = None,
     precision: str = "bf16",
+    loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
     cast_inputs: bool = True,
     grad_dtype: str = "fp32",
+    reduce_dtype: str | None = None,
     clip_grad_norm: float | None = None,
     accumulate: int = 1,
     sync_each: bool | None = None,
     overlap_step: bool = False,
+    reshard_after_forward: bool | int = True,
     reduction: str = "ordered",
     broadcast: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    materialize: Materialize | None = None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    ranks_per_node: int | None = None,
 ) -> tuple[Model, AdamOptimizer]:
     """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use.
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
     optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
         shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards.
-    stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients (ZeRO; arXiv:1910.02054).
+    stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
-    precision: "bf16" makes bfloat16 weights from float32 masters, which start from the weights as given; "fp32" trains in
-        float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
-        of the root forward to bfloat16; outputs are not cast.
-    grad_dtype: "fp32" or "bf16", of the reduced gradient.
+    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
+        in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
+        of the root forward as the weights; outputs are not cast.
+    loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`, which multiplies; the reduction divides, so that
+        every gradient you see is unscaled. None is `LossScale()`, which follows the gradients; a number is fixed; 1.0 leaves
+        scaling to you (step(grad_scale=1 / s), or torch's GradScaler at stage 0).
+    grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send to be
+        reduced (sums are float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally.
+        One rank alone sends nothing, and its gradients stay as they are.
     clip_grad_norm: global norm to clip to in every step.
     accumulate: how many backwards make a step. sync_each reduces each of them and adds the results (default from stage 2 on);
         False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
-    broadcast: take rank 0's weights and buffers. process_group: the ranks that share the model (default: all).
+    reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
+        or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
+    broadcast: take rank 0's weights and buffers.
+    materialize: makes what the model has on the meta device (built under `torch.device("meta")`, the optimizer over it),
+        straight into shards: beside what the stage keeps, never more than one unit is in memory. Either a callable that is
+        given each module with such parameters or buffers of its own, on the rank's device and full of NaN, to fill in
+        place; by default the module's `reset_parameters()`. Modules come in the model's order, on every rank (`broadcast`
+        then takes rank 0's values): so with one seed the bits are those of building the model on that device, if building
+        draws its random numbers in the same order. It does not where a model initializes again what its modules did, or
+        sets a weight of one module in another. A tied weight takes what the first of its modules makes. Or .safetensors
+        files: a path, a list of them, or a folder in Hugging Face's layout. Each rank reads what it keeps, so no collective
+        is needed, and all need the same files; masters start from the files' values. Names are the model's; of tied weights
+        one is enough. What no file has must be in memory already, and stays, or comes from a callable in the list
+        (`[folder, fill]`), which is given the modules that own it: non-persistent buffers are such, as a rule.
+    process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
+        shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
+    ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
+        says). It is part of the numerics: other values give other bits, everything else (stage, mesh, tier, units) does not.
 
     Afterwards backward reduces gradients as it goes. At stage 0 `p.grad` is then the averaged gradient (once it is reduced: not
     between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
     stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
     and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
     `p.data` do not reach masters. Steps with a non-finite gradient are skipped on every rank. Every rank runs the same number
-    of backwards. `model.state_dict()` and `optimizer.state_dict()` are whole, and collective; frozen parameters have no master,
-    so with "bf16" they are bfloat16 in it, too. Layers that keep buffers of statistics beside weights (BatchNorm) need
-    `keep_fp32` with "bf16" on CPUs.
+    of backwards; at stage 3 also of forwards, with the same units in the same order, and weights, frozen ones too, are whole
+    only during their unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`
+    (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
+    whole, and collective; frozen parameters have no master, so with "bf16" they are bfloat16 in it, too. Layers that keep
+    buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
 
     Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
-    disagree; NotImplementedError for what is not built yet.
+    disagree; NotImplementedError for what is not built yet; OSError for files that are not there. RuntimeError on every rank
+    if what `materialize` does fails on one: then the model is partly made, and to be built anew.
     """
-    comm = Comm(process_group)
+    comm = Comm(process_group, ranks_per_node)
     options: dict[str, Any] = {
         "stage": stage,
         "offload": offload,
         "precision": precision,
+        "loss_scale": loss_scale,
         "grad_dtype": grad_dtype,
+        "reduce_dtype": reduce_dtype,
         "clip_grad_norm": clip_grad_norm,
         "accumulate": accumulate,
         "sync_each": sync_each,
         "cast_inputs": cast_inputs,
         "overlap_step": overlap_step,
+        "reshard_after_forward": reshard_after_forward,
         "reduction": reduction,
         "broadcast": broadcast,
+        "ranks": repr(comm.topology),
+        "sharers": len(comm.sharers),
     }
     problem: Exception | None = None
     entries: list[Any] = []
@@ -104,7 +142,8 @@ def shard(
         kept = build.kept_params(model, keep_fp32)
         builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
         build.check_states(optimizer, builder)
-        entries = build.signature(model, specs, optimizer, builder, options)
+        filler = plan_materialize(model, materialize)
+        entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
     agree(comm, problem, entries)
@@ -115,7 +154,7 @@ def shard(
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     buckets = builder.plan(model, specs, adam)
     for bucket in buckets:
-        bucket.weight = allocate(bucket.layout.numel, bucket.dtype, device)
+        builder.allocate(bucket)
     amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
     store: StateStore
     if offload is None:
@@ -125,7 +164,7 @@ def shard(
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
-    idle = [managed.name for bucket in buckets if bucket.group is None for managed in bucket.params]
+    idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
     if idle and stage > 0 and comm.rank == 0:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates them (from stage 1 on their "
@@ -135,10 +174,21 @@ def shard(
     lost = [name for name, param in frozen if param in carried]
     if lost and comm.rank == 0:
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
-    builder.place_rest(model, [param for _, param in frozen], broadcast)
+    sharded = {managed.param for bucket in buckets for managed in bucket.params}
+    rest = [*(param for _, param in frozen if param not in sharded), *model.buffers()]
+    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], broadcast)
+    if filler is not None:
+        filler.fill(builder, buckets, store, broadcast)
 
-    policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, DTYPES[grad_dtype])
-    engine = Engine(model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device)
+    sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
+    policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, DTYPES[grad_dtype], sent)
+    weights: Weights | None = None
+    if not LIFETIMES[stage].full_weight_resident:
+        weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)
+    scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+    engine = Engine(
+        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler
+    )
     engine.state_io.carry(carried)
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
@@ -194,7 +244,7 @@ def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str
 
 
 def _engine_of(op: str, thing: Any) -> Engine:
-    engine = getattr(thing, "_shardcore_engine", None)
+    engine = getattr(thing, "_shardcore_engine", None) or getattr(thing, "_engine", None)
     if not isinstance(engine, Engine):
         raise ValueError(
             f"{op}: {type(thing).__name__} is not sharded; expected what shardcore.shard returned, or a parameter of it"
@@ -216,12 +266,39 @@ def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
 def full_params(model: nn.Module) -> Iterator[None]:
     """Make a sharded model's weights whole and readable inside the context. Collective.
 
-    At stages 0 to 2 they always are; edits in place reach the masters at the next step.
+    model: what shard returned, or a module of it. At stages 0 to 2 weights always are whole. Edits in place reach the masters
+    at the next step, and at stage 3 the shards at the end of the context; every rank makes the same ones.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"full_params: got a {type(model).__name__}; expected a module that shardcore.shard returned")
-    _engine_of("full_params", model)
-    yield
+    params = set(model.parameters())
+    engine = _engine_of("full_params", next((p for p in params if hasattr(p, "_shardcore_engine")), model))
+    with engine.weights.whole(params) if engine.weights is not None else nullcontext():
+        yield
+
+
+def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the state of a sharded model, or of its optimizer, without any rank holding the whole. Collective.
+
+    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
+    checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
+    model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
+    "parameter.step" and so on, without its options. The values are copies of what this rank has.
+    """
+    engine = _engine_of("sharded_state_dict", of)
+    return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
+
+
+def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
+
+    Raises ValueError on every rank, with nothing changed, for other keys or shards.
+    """
+    engine = _engine_of("load_sharded_state_dict", of)
+    if isinstance(of, torch.optim.Optimizer):
+        sharded_state.load_optimizer_state(engine, state_dict)
+    else:
+        sharded_state.load_model_state(engine, state_dict)
 
 
 @contextmanager

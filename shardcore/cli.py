@@ -1,4 +1,4 @@
-"""The command line: ``shardcore info`` and ``shardcore bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info``, ``shardcore estimate`` and ``shardcore bench`` (or ``python -m shardcore``).
 
 Exit status: 0 done; 1 something failed; 2 wrong arguments, or no source checkout where one is needed.
 Benchmarks are not installed with the package: they belong to a commit, and compare with libraries that only a developer has.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from shardcore import estimate
 from shardcore._native import _C, build_record
 from shardcore.version import __version__
 
@@ -90,8 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, options = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     suites = _suites(_CHECKOUT)
     parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | estimate | bench")
     commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
+    estimator = commands.add_parser(
+        "estimate", help="bytes that each rank keeps and sends, for a model, stages and numbers of ranks; trains nothing"
+    )
+    estimate.add_arguments(estimator)
     bench = commands.add_parser(
         "bench",
         help="run benchmarks (in a source checkout)",
@@ -102,10 +107,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(suites) or 'none here'} (default: all)")
     bench.add_argument("--out", type=Path, default=Path("build/benchmarks"), metavar="FOLDER", help="results (%(default)s)")
     parsed = parser.parse_args(own)
+    if parsed.command != "bench" and options:
+        parser.error(f"{parsed.command}: {' '.join(options)} after --; expected nothing (only bench passes options on)")
     if parsed.command == "info":
-        if options:
-            parser.error(f"info: {' '.join(options)} after --; expected nothing (only bench passes options on)")
         return _info()
+    if parsed.command == "estimate":
+        try:
+            return estimate.run(parsed, _columns)
+        except (ValueError, TypeError) as error:
+            estimator.error(str(error))
     if not suites:
         bench.error(
             f"{_CHECKOUT}, where this shardcore is imported from, is no source checkout; expected one (clone the repository, "

@@ -7,7 +7,7 @@ arithmetic on gradients happens in csrc/reduce, in rank order. A world of one ne
 import json
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.topology import Topology
 
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -26,6 +29,16 @@ class Traffic(IntEnum):
     BACKWARD = 1
     STEP = 2
     READ = 3  # what the user asks for: state dicts, whole gradients and states
+    WEIGHTS = 4  # whole weights around their use
+    NOTICE = 5  # which unit's weights, see Comm.announce
+
+
+@dataclass
+class Notice:
+    """An announcement under way: of each rank what it does next and a digest of its history, (world_size, 2) int64."""
+
+    rows: torch.Tensor
+    works: list[dist.Work]
 
 
 # Tags of one backward: ranks that left one early never pair the next one's messages with those of the old.
@@ -54,14 +67,19 @@ _places: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Place]]" = weakref.
 
 
 class Comm:
-    """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone)."""
+    """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, ranks_per_node: int | None = None) -> None:
         """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
 
-        Raises ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized process group, and for a
-        group that this rank is not part of.
+        group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
+        added over the ranks of a node, then over nodes (default: over all ranks at once; of a mesh, its second dimension).
+        Raises ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized process group, for a group
+        that this rank is not part of, and for ranks that no nodes can be made of.
         """
+        sharded = None
+        if isinstance(group, DeviceMesh):
+            group, sharded = _group_of(group)
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
@@ -76,6 +94,7 @@ class Comm:
                 f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first (each rank would train alone)"
             )
+        self.topology = _topology(self.world_size, ranks_per_node, sharded)
         self.uses_nccl = self.group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
         local_rank = os.environ.get("LOCAL_RANK")
         self.device = torch.device("cpu")  # where small messages travel
@@ -113,6 +132,11 @@ class Comm:
         assert group is not None
         return group
 
+    @property
+    def sharers(self) -> Sequence[int]:
+        """The ranks whose owned ranges, in this order, make a whole buffer."""
+        return self.topology.sharers(self.rank)
+
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
         self._place.spoiled |= self._place.in_backward
@@ -123,45 +147,54 @@ class Comm:
         """Say that every message of this backward was sent and taken."""
         self._place.in_backward = False
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, kind: Traffic) -> list[dist.Work]:
-        """Start sending the r-th equal piece of `sent` to rank r; `received` gets a piece from each other rank, in rank order.
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None
+    ) -> list[dist.Work]:
+        """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order), which include this one.
 
-        This rank's own piece need not move: what `received` holds in its place is undefined.
-
-        With gloo the pieces go pairwise: measured a third faster there than its all_to_all.
+        `received` gets a piece from each other rank, in the same order. This rank's own piece need not move: what
+        `received` holds in its place is undefined. With gloo pieces go pairwise: measured a third faster than its all_to_all.
         """
-        if self.uses_nccl:
+        if self.uses_nccl and ranks is None:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return [work] if work is not None else []
-        return self._exchange(self._pieces(sent), self._pieces(received), kind)
+        ranks = range(self.world_size) if ranks is None else ranks
+        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks)
 
-    def all_gather(self, whole: torch.Tensor, kind: Traffic) -> list[dist.Work]:
-        """Start filling `whole` (world_size equal pieces, this rank's own already in place) with every rank's piece.
+    def all_gather(self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None) -> list[dist.Work]:
+        """Start filling `whole`, an equal piece for each of `ranks` (default: all, in order), this rank's own already in place.
 
         With gloo the pieces go pairwise: measured three times faster there than its all_gather.
         """
-        if self.world_size == 1 or whole.numel() == 0:
+        in_order = ranks is None or ranks == range(self.world_size)
+        ranks = range(self.world_size) if ranks is None else ranks
+        if len(ranks) == 1 or whole.numel() == 0:
             return []
-        places = self._pieces(whole)
-        if self.uses_nccl:
-            work = _all_gather(as_bytes(whole), places[self.rank], group=self.group, async_op=True)
+        if self.uses_nccl and in_order:
+            flat = as_bytes(whole)
+            size = flat.numel() // self.world_size
+            work = _all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True)
             return [work] if work is not None else []
-        return self._exchange([places[self.rank]] * self.world_size, places, kind)
+        places = _pieces(whole, len(ranks))
+        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks)
 
-    def _pieces(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        return list(as_bytes(whole).chunk(self.world_size)) if whole.numel() else [as_bytes(whole)] * self.world_size
-
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], kind: Traffic) -> list[dist.Work]:
-        """Start sending sent[r] to every other rank r and receiving received[r] from it, under a tag of its own."""
+    def _exchange(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], kind: Traffic, ranks: Sequence[int]
+    ) -> list[dist.Work]:
+        """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own."""
         if sent[0].numel() == 0:
             return []
         self._count[kind] += 1
         tag = kind * _TAGS_A_KIND + self._count[kind] % _TAGS_A_KIND
-        works = []
-        for step in range(1, self.world_size):
-            source, target = (self.rank - step) % self.world_size, (self.rank + step) % self.world_size
-            works.append(dist.irecv(received[source], self._global(source), group=self.group, tag=tag))
-            works.append(dist.isend(sent[target], self._global(target), group=self.group, tag=tag))
+        me, size = ranks.index(self.rank), len(ranks)
+        operations: list[tuple[Any, torch.Tensor, int]] = []
+        for step in range(1, size):
+            source, target = (me - step) % size, (me + step) % size
+            operations.append((dist.irecv, received[source], self._global(ranks[source])))
+            operations.append((dist.isend, sent[target], self._global(ranks[target])))
+        if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
+            return dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
+        works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
@@ -169,13 +202,42 @@ class Comm:
         if self.world_size == 1:
             return row.unsqueeze(0)
         whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
-        if kind is None or self.uses_nccl:
+        if kind is None and not self.uses_nccl:
             with _explained():
                 dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
-        else:
+        else:  # NCCL would copy each row of a list by a kernel of its own
             whole[self.rank].copy_(row)
-            wait_all(self.all_gather(whole, kind))
+            wait_all(self.all_gather(whole, kind or Traffic.READ))
         return whole
+
+    def announce(self, what: int, history: int = 0) -> "Notice | None":
+        """Start to tell every rank what this one does next, and a digest of what it did before.
+
+        NCCL has no tags that would keep these messages apart from others: there nothing is told.
+        """
+        if self.world_size == 1 or self.uses_nccl:
+            return None
+        rows = torch.zeros(self.world_size, 2, dtype=torch.int64)
+        rows[self.rank, 0], rows[self.rank, 1] = what, history
+        return Notice(rows, self.all_gather(rows, Traffic.NOTICE))
+
+    def check(self, notice: "Notice | None", names: Callable[[int], str]) -> bool:
+        """Raise RuntimeError if another rank announced something else; returns whether all have the same history.
+
+        names: describes what was announced.
+        """
+        if notice is None:
+            return True
+        wait_all(notice.works)
+        said = notice.rows[:, 0].tolist()
+        if any(what != said[0] for what in said):
+            self._place.spoiled = True
+            ranks: dict[int, list[int]] = {}
+            for rank, what in enumerate(said):
+                ranks.setdefault(what, []).append(rank)
+            lines = (f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))} at {names(what)}" for what, r in ranks.items())
+            raise different_ways("; ".join(lines))
+        return bool((notice.rows[:, 1] == notice.rows[0, 1]).all())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -197,6 +259,35 @@ class Comm:
         return dist.get_global_rank(self.group, rank) if self.group is not None else rank
 
 
+def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
+    """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates."""
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    if mesh.ndim != 2:
+        raise ValueError(f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 (replicate, shard)")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, row by row")
+    everyone = len(ranks) == dist.get_world_size()
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
+
+
+def _topology(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+    if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
+        raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
+    if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:
+        raise ValueError(f"shard: ranks_per_node is {ranks_per_node}; expected {sharded}, the mesh's second dimension, or None")
+    size = sharded or (world_size if ranks_per_node is None else ranks_per_node)
+    if size < 1 or world_size % size:
+        raise ValueError(f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks")
+    return Topology(world_size, size, replicate=sharded is not None)
+
+
+def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(as_bytes(whole).chunk(count)) if whole.numel() else [as_bytes(whole)] * count
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as flat bytes."""
     return tensor.view(-1).view(torch.uint8)
@@ -209,6 +300,11 @@ def wait_all(works: Sequence[dist.Work]) -> None:
             work.wait()
 
 
+def different_ways(how: str) -> RuntimeError:
+    """What every rank raises when ranks did not do the same; `how` tells what each did."""
+    return RuntimeError(f"ranks went different ways: {how}; expected every rank to run the same units in the same order")
+
+
 @contextmanager
 def _explained() -> Iterator[None]:
     """Say what an error of torch.distributed means here: another rank did not take part."""
@@ -219,7 +315,8 @@ def _explained() -> Iterator[None]:
             place.spoiled |= place.taken
         raise RuntimeError(
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
-            "(state_dict, full_grad, ...): a rank that ended, failed or did another thing leaves the rest waiting. "
+            "(state_dict, full_grad, ...): a rank that ended, failed or did another thing leaves the rest waiting, at most for "
+            "the process group's timeout (init_process_group(timeout=...)). "
             f"torch.distributed says: {error}"
         ) from error
 

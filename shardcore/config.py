@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardcore.engine.loss_scale import LossScale
+
 _OP = "initialize"
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 
@@ -35,7 +37,8 @@ class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
     gradient_clipping: global norm, 0 means off. optimizer: FusedAdam's options, or None if the configuration names no
-    optimizer. offload: "cpu" or None. steps_per_print: None means never.
+    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None. steps_per_print: None means
+    never.
     """
 
     train_batch_size: int | None = None
@@ -43,6 +46,10 @@ class Config:
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float = 1.0
     bf16: bool = False
+    fp16: bool = False
+    auto_cast: bool = False
+    loss_scale: LossScale | float | None = None
+    communication_data_type: str | None = None
     stage: int = 0
     offload: str | None = None
     pin_memory: bool = False
@@ -108,6 +115,20 @@ def _number(where: str, value: Any) -> float:
     return float(value)
 
 
+def _positive(where: str, value: Any) -> float:
+    if _number(where, value) == 0.0:
+        raise ValueError(_has(where, value, "a finite number above 0"))
+    return float(value)
+
+
+def _power(where: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(_has(where, value, "a whole number"))
+    if not 0 <= value <= 127:
+        raise ValueError(_has(where, value, "0 to 127 (the scale is 2 to that power, in float32)"))
+    return value
+
+
 def _betas(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(_has(where, value, "two numbers [beta1, beta2]"))
@@ -125,11 +146,9 @@ def _flag(where: str, value: Any) -> bool:
 
 def _stage(where: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_has(where, value, "0, 1 or 2"))
-    if value == 3:
-        raise NotImplementedError(f"{_OP}: config {where} has 3, which is not built yet; expected 0, 1 or 2")
-    if value not in (0, 1, 2):
-        raise ValueError(_has(where, value, "0, 1 or 2"))
+        raise TypeError(_has(where, value, "0, 1, 2 or 3"))
+    if value not in (0, 1, 2, 3):
+        raise ValueError(_has(where, value, "0, 1, 2 or 3"))
     return value
 
 
@@ -149,6 +168,16 @@ def _optimizer_type(where: str, value: Any) -> str:
     return value.lower()
 
 
+def _wire_dtype(where: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise TypeError(_has(where, value, '"fp32", "bf16" or "fp16"'))
+    if value.lower() not in ("fp32", "bf16", "fp16"):
+        raise ValueError(_has(where, value, '"fp32", "bf16" or "fp16"'))
+    return value.lower()
+
+
 def _refused(why: str) -> Check:
     def check(where: str, value: Any) -> None:
         raise ValueError(f"{_OP}: config {where} is not supported; expected it to be absent ({why})")
@@ -163,7 +192,18 @@ _SECTIONS: Section = {
     "train_micro_batch_size_per_gpu": _count,
     "gradient_accumulation_steps": _count,
     "gradient_clipping": _number,
+    "communication_data_type": _wire_dtype,
     "bf16": {"enabled": _flag},
+    "fp16": {
+        "enabled": _flag,
+        "auto_cast": _flag,
+        "loss_scale": _number,
+        "initial_scale_power": _power,
+        "loss_scale_window": _count,
+        "hysteresis": _count,
+        "min_loss_scale": _positive,
+        "consecutive_hysteresis": _flag,
+    },
     "zero_optimization": {"stage": _stage, "offload_optimizer": {"device": _offload_device, "pin_memory": _flag}},
     "optimizer": {
         "type": _optimizer_type,
@@ -248,6 +288,10 @@ def read_config(config: Any, args: Any = None) -> Config:
         gradient_accumulation_steps=values.get("gradient_accumulation_steps"),
         gradient_clipping=values.get("gradient_clipping", Config.gradient_clipping),
         bf16=values.get("bf16.enabled", False),
+        fp16=values.get("fp16.enabled", False),
+        auto_cast=values.get("fp16.auto_cast", False),
+        communication_data_type=values.get("communication_data_type"),
+        loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
         stage=values.get("zero_optimization.stage", 0),
         offload=values.get("zero_optimization.offload_optimizer.device"),
         pin_memory=values.get("zero_optimization.offload_optimizer.pin_memory", False),
@@ -264,9 +308,24 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
         yield ValueError(
             f'{_OP}: config optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type "Adam", or true'
         )
+    if values.get("fp16.enabled") and values.get("bf16.enabled"):
+        yield ValueError(f"{_OP}: config fp16.enabled and bf16.enabled are both true; expected one of them")
+    power, least = values.get("fp16.initial_scale_power", 16), values.get("fp16.min_loss_scale", 1.0)
+    if not values.get("fp16.loss_scale") and power is not None and least is not None and least > 2.0**power:
+        yield ValueError(
+            f"{_OP}: config fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, {2.0**power:g}"
+        )
     offload = "zero_optimization.offload_optimizer"
     if offload in values and offload + ".device" not in values:
         yield ValueError(f'{_OP}: config {offload}.device is missing; expected "cpu" or "none"')
+
+
+def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
+    """The fixed scale, or what a loss_scale of 0 means: one that moves. The other keys count only then, as in DeepSpeed."""
+    fixed: float = values.get("fp16.loss_scale", 0.0)
+    names = {"initial_scale_power": "initial_power", "loss_scale_window": "window", "min_loss_scale": "minimum"}
+    keys = (*names, "hysteresis", "consecutive_hysteresis")
+    return fixed or LossScale(**{names.get(k, k): values[f"fp16.{k}"] for k in keys if f"fp16.{k}" in values})
 
 
 def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:

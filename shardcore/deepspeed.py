@@ -81,7 +81,10 @@ def initialize(
             given,
             settings.stage,
             offload=offload,  # type: ignore[arg-type]
-            precision="bf16" if settings.bf16 else "fp32",
+            precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
+            loss_scale=settings.loss_scale,
+            reduce_dtype=settings.communication_data_type,
+            cast_inputs=settings.auto_cast or not settings.fp16,
             clip_grad_norm=settings.gradient_clipping or None,
             accumulate=sizes.accumulation,
         )
@@ -130,13 +133,13 @@ def _int_variable(name: str) -> int:
 def _check_model(model: Any, settings: Config) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
-    if settings.bf16:
+    if settings.bf16 or settings.fp16:
         return
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype != torch.float32:
             raise ValueError(
-                f"{_OP}: model parameter {name} has dtype {str(param.dtype).removeprefix('torch.')} but config bf16.enabled is "
-                'not true; expected float32 weights, or {"bf16": {"enabled": true}}'
+                f"{_OP}: model parameter {name} has dtype {str(param.dtype).removeprefix('torch.')} but config enables "
+                'neither bf16 nor fp16; expected float32 weights, or {"bf16": {"enabled": true}}'
             )
 
 

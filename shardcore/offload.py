@@ -17,6 +17,11 @@ from shardcore.layout import BLOCK
 CHUNK_NUMEL = 1 << 22
 
 
+def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
+    """Return the length of a staging buffer; there is one for each dtype of gradients, and one for each of weights."""
+    return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
+
+
 class CpuStore:
     """Optimizer states in host memory; `copies` is the only way to and from it."""
 
@@ -42,8 +47,13 @@ class CpuStore:
             }
             for bucket in buckets
         }
-        self._chunk_numel = min(chunk_numel, max((b.owned_numel for b in buckets), default=BLOCK))
+        self._chunk_numel = staging_numel(buckets, chunk_numel)
         self._staging: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return sum(staging.numel() * staging.itemsize for staging in self._staging.values())
 
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
@@ -66,7 +76,7 @@ class CpuStore:
                 grad = self._stage("grad", bucket.grad.dtype, cursor, span.numel)
                 param = self._stage("param", bucket.dtype, cursor, span.numel)
                 self.copies.to_tier(grad, bucket.grad[span.start : end])
-                weight = bucket.owned_slice(bucket.weight)[span.start : end]
+                weight = bucket.owned_weight[span.start : end]
                 if not bucket.needs_master:
                     self.copies.to_tier(param, weight)
                 grads.append(grad)

@@ -76,7 +76,8 @@ class TrainingEngine:
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Divide `loss` (one element) by the accumulation and run backward; returns the divided loss.
 
-        scale_wrt_gas=False leaves out the division. Gradients are reduced over ranks on the way. Collective.
+        scale_wrt_gas=False leaves out the division. With fp16 backward runs on the scaled loss. Gradients are reduced over
+        ranks on the way. Collective.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward: loss has type {type(loss).__name__}; expected a tensor of one element")
@@ -86,7 +87,7 @@ class TrainingEngine:
             raise ValueError("backward: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
-        loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self.optimizer.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._backwards += 1
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         return loss
@@ -120,7 +121,8 @@ class TrainingEngine:
         every = self._config.steps_per_print
         if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
             loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"  # waits for the device
-            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}", flush=True)
+            scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
+            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}{scale}", flush=True)
         self._loss = None
 
     @contextmanager

@@ -1,7 +1,7 @@
 """The run-time form of a unit: flat buffers that its parameters are views into.
 
-A unit has one bucket for each (dtype, optimizer group). Every rank keeps the bucket's whole weights; what else it keeps, and
-for how long, is the lifetimes table (`Lifetimes`), the only place where ZeRO stages differ.
+A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it, and for how long, is the lifetimes table
+(`Lifetimes`), the only place where ZeRO stages differ.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,17 +23,41 @@ class Lifetimes:
 
     owns_everything: the reduced gradient, master and states cover the whole bucket, not only the rank's shard.
     full_grad_resident: the whole local gradient stays allocated between steps instead of only until it is reduced.
+    full_weight_resident: so do the whole weights, instead of only around their use (frozen ones are sharded then, too).
     """
 
     owns_everything: bool
     full_grad_resident: bool
+    full_weight_resident: bool
 
 
 LIFETIMES = {
-    0: Lifetimes(owns_everything=True, full_grad_resident=True),
-    1: Lifetimes(owns_everything=False, full_grad_resident=True),
-    2: Lifetimes(owns_everything=False, full_grad_resident=False),
+    0: Lifetimes(owns_everything=True, full_grad_resident=True, full_weight_resident=True),
+    1: Lifetimes(owns_everything=False, full_grad_resident=True, full_weight_resident=True),
+    2: Lifetimes(owns_everything=False, full_grad_resident=False, full_weight_resident=True),
+    3: Lifetimes(owns_everything=False, full_grad_resident=False, full_weight_resident=False),
 }
+
+
+@dataclass(frozen=True)
+class ReducePolicy:
+    """How gradients accumulate: `accumulate` backwards a step; `sync_each` reduces every one of them, else only the last.
+
+    grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are summed.
+    reduce_dtype: dtype of what travels, None for what there is: the parameter's dtype, or float32 sums of micro-steps.
+    """
+
+    accumulate: int
+    sync_each: bool
+    grad_dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a local gradient of `dtype` is sent."""
+        return self.reduce_dtype or dtype
+
+
+_NOWHERE = torch.empty(0)
 
 
 @dataclass(eq=False)
@@ -42,7 +66,7 @@ class Managed:
 
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
-    address, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
+    place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
     edits by the user move it).
     """
 
@@ -55,8 +79,17 @@ class Managed:
     has_grad: bool = False
     step: int = 0
     grad_view: torch.Tensor | None = None
-    address: int = 0
+    place: tuple[int, int] = (0, 0)
     version: int = 0
+
+    def place_now(self) -> tuple[int, int]:
+        """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
+        return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
+
+    @property
+    def edited(self) -> bool:
+        """Whether someone else wrote to the parameter since the engine did."""
+        return self.param._version != self.version
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this parameter's slot of a whole-bucket buffer in the parameter's shape."""
@@ -64,9 +97,10 @@ class Managed:
 
 
 class Bucket:
-    """The parameters of one unit with one dtype and one optimizer group, and their buffers.
+    """The parameters of one unit with one dtype and one optimizer group, and their buffers; or frozen ones of one dtype.
 
-    weight: (layout.numel,) in `dtype`, whole on every rank; the parameters are views into it.
+    weight: (layout.numel,) in `dtype`, whole; the parameters look at it. Empty while the weights are only in shards.
+    owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     sq_norm: its squared norm (high, low) over this rank's shard.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
@@ -81,6 +115,7 @@ class Bucket:
         params: list[Managed],
         layout: FlatLayout,
         owned: tuple[int, int],
+        trainable: bool = True,
     ) -> None:
         """Describe the bucket; `owned` is the range of the whole buffer that this rank updates."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
@@ -89,7 +124,8 @@ class Bucket:
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.weight = torch.empty(0)
+        self.trainable = trainable
+        self.weight = self.owned_weight = _NOWHERE
         self.grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
@@ -106,13 +142,36 @@ class Bucket:
         """Whether the weights are of lower precision than the float32 that is optimized."""
         return self.group is not None and self.dtype != torch.float32
 
+    def keep_whole(self, weight: torch.Tensor) -> None:
+        """Keep the whole weights in this memory for good."""
+        self.weight, self.owned_weight = weight, self.owned_slice(weight)
+
+    def let_go(self) -> torch.Tensor:
+        """Return the memory of the whole weights, which the bucket has only in shards from now on."""
+        weight, self.weight = self.weight, _NOWHERE
+        return weight
+
+    def take_edits(self) -> None:
+        """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
+        if self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
+            self.owned_weight.copy_(self.owned_slice(self.weight))
+
+    def check_in_place(self, op: str) -> None:
+        """Raise ValueError if a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast)."""
+        for managed in self.params:
+            if managed.place_now() != managed.place or managed.param.dtype != self.dtype:
+                raise ValueError(
+                    f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
+                    "(do not re-assign .data, move or cast a sharded model; edit weights in place or use load_state_dict)"
+                )
+
     def owned_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """View the owned range of a whole-bucket buffer."""
         return whole[self.owned[0] : self.owned[1]]
 
-    def shard_slice(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
-        """View the rank's shard of a buffer of the owned range (which is all of it unless the rank owns everything)."""
-        start, end = self.layout.shard_range(rank)
+    def piece_slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
+        """View one rank's piece (Topology.place) of a buffer of the owned range: all of it, unless others own that, too."""
+        start, end = self.layout.shard_range(place)
         return flat[start - self.owned[0] : end - self.owned[0]]
 
     def owned_views(self, flat: torch.Tensor) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
@@ -152,7 +211,7 @@ class BufferPool:
         """Make an empty pool of buffers on `device`. `dropped` is told of memory that is given up: views keep it alive."""
         self.device, self._dropped = device, dropped
         self._free: list[torch.Tensor] = []  # bytes
-        self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by address
+        self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by storage (on meta there are no addresses)
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -166,7 +225,7 @@ class BufferPool:
                 self._drop(max((memory.numel(), index) for index, memory in enumerate(self._free))[1])
             memory = as_bytes(self.keep(numel, dtype))
         if size:
-            self._lent[memory.data_ptr()] = memory
+            self._lent[memory.untyped_storage()._cdata] = memory
         return memory[:size].view(dtype)
 
     def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -180,12 +239,26 @@ class BufferPool:
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back; the caller must not touch it again."""
         if buffer.numel():
-            self._free.append(self._lent.pop(buffer.data_ptr(), as_bytes(buffer)))
+            self._free.append(self._lent.pop(buffer.untyped_storage()._cdata, as_bytes(buffer)))
 
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
         self.allocated_bytes -= memory.numel()
         self._dropped(memory)
+
+
+def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:
+    """Take a whole-bucket buffer: the bucket's resident one, its idle gradient's memory, or one of the pool.
+
+    passing: it goes back to the pool soon; else it stays with the bucket, or becomes its gradient.
+    """
+    if dtype in bucket.resident:
+        return bucket.resident.pop(dtype)
+    grad = bucket.grad
+    if grad is not None and not bucket.reduced and grad.numel() == bucket.layout.numel and grad.dtype == dtype:
+        bucket.grad = None
+        return grad
+    return (pool.take if passing else pool.keep)(bucket.layout.numel, dtype)
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,8 @@ from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
 from shardcore.engine.store import StateStore
-from shardcore.layout import plan_flat
+from shardcore.engine.weights import Unit, closed_message
+from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, import_state
 from shardcore.units import UnitSpec
 
@@ -34,8 +35,6 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
         if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
             raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
-        if param.is_meta:
-            raise NotImplementedError(f"shard: {name} is on the meta device (not built yet); expected weights in memory")
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
         if param.requires_grad and param.dtype not in PARAM_DTYPES:
@@ -135,6 +134,20 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
+def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
+    """Return the units at run time; the root, and units with others inside, have to stay whole through a backward."""
+    modules = {spec.module for spec in specs}
+    return [
+        Unit(
+            spec.name,
+            spec.module,
+            [bucket for bucket in buckets if bucket.unit == spec.name],
+            stays=spec.name == "" or len(modules.intersection(spec.module.modules())) > 1,
+        )
+        for spec in specs
+    ]
+
+
 class Builder:
     """Makes the buckets of a model and puts its weights into them."""
 
@@ -156,53 +169,94 @@ class Builder:
         return torch.float32 if param in self.kept else self.dtype
 
     def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer) -> list[Bucket]:
-        """Return the empty buckets of the trainable parameters, in unit order."""
+        """Return the empty buckets, in unit order; frozen parameters have buckets where weights are sharded."""
         groups = group_indices(optimizer)
         order = {param: index for index, param in enumerate(model.parameters())}
         buckets = []
         for spec in specs:
-            members: dict[tuple[torch.dtype, int | None], list[Managed]] = {}
+            members: dict[tuple[torch.dtype, int | None, bool], list[Managed]] = {}
             for name, param in spec.params:
-                if param.requires_grad:
-                    group = groups.get(param)
-                    members.setdefault((self.dtype_of(param), group), []).append(Managed(name, param, order[param], group))
-            for (dtype, group), params in members.items():
+                trainable = param.requires_grad
+                if trainable or not self.lifetimes.full_weight_resident:
+                    group = groups.get(param) if trainable else None
+                    key = self.dtype_of(param), group, trainable
+                    members.setdefault(key, []).append(Managed(name, param, order[param], group))
+            for (dtype, group, trainable), params in members.items():
                 layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
-                owned = (0, layout.numel) if self.lifetimes.owns_everything else layout.shard_range(self.comm.rank)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned))
+                owned = self._owned(layout)
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable))
         return buckets
+
+    def _owned(self, layout: FlatLayout) -> tuple[int, int]:
+        if self.lifetimes.owns_everything:
+            return 0, layout.numel
+        first, last = self.comm.topology.owned(self.comm.rank)
+        return first * layout.shard_numel, last * layout.shard_numel
+
+    def allocate(self, bucket: Bucket) -> None:
+        """Give the bucket memory for its weights."""
+        if self.lifetimes.full_weight_resident:
+            bucket.keep_whole(allocate(bucket.layout.numel, bucket.dtype, self.device))
+        else:
+            bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
-        """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing."""
-        values = allocate(bucket.layout.numel, torch.float32, self.device)
-        for managed in bucket.params:
+        """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing.
+
+        Parameters on the meta device have none: their places stay zero, and they are placed when they get values.
+        """
+        real = [managed for managed in bucket.params if not managed.param.is_meta]
+        if not real:
+            return
+        exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
+        values = allocate(bucket.layout.numel, exact, self.device)
+        for managed in real:
             managed.slice_of(values).copy_(managed.param.data)
         if broadcast:
             self.comm.broadcast(values)
-        if bucket.dtype == torch.float32:
-            bucket.weight.copy_(values)
+        resident = self.lifetimes.full_weight_resident
+        target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
+        if bucket.dtype == exact:
+            target.copy_(source)
         else:
-            _C.cast([bucket.weight], [values])
-        for managed in bucket.params:
-            managed.param.data = managed.slice_of(bucket.weight)
-            managed.address, managed.version = managed.param.data_ptr(), managed.param._version
+            _C.cast([target], [source])
+        for managed in real:
+            self.place(bucket, managed)
         if bucket.group is not None and "master" in store.states(bucket):
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 
+    def place(self, bucket: Bucket, managed: Managed) -> None:
+        """Let the parameter look at its place in the bucket, or close it where whole weights exist only around their use."""
+        if self.lifetimes.full_weight_resident:
+            become(managed.param, managed.slice_of(bucket.weight))
+        else:
+            message = closed_message(managed.name, bucket.unit)
+            become(managed.param, _C.closed(managed.param.shape, bucket.owned_weight, message))
+        managed.place, managed.version = managed.place_now(), managed.param._version
+
     @torch.no_grad()
-    def place_rest(self, model: nn.Module, frozen: Sequence[nn.Parameter], broadcast: bool) -> None:
-        """Move, broadcast and cast frozen parameters; move and broadcast buffers."""
-        for tensor in [*frozen, *model.buffers()]:
+    def place_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
+        """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter."""
+        for tensor in tensors:
             tensor.data = tensor.data.to(self.device).contiguous()
             if broadcast:
                 self.comm.broadcast(tensor.data)
-        for param in frozen:
-            dtype = self.dtype_of(param)
-            if dtype != param.dtype:
-                cast = torch.empty_like(param.data, dtype=dtype)
-                _C.cast([cast], [param.data])
-                param.data = cast
+            dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+            if dtype != tensor.dtype:
+                cast = torch.empty_like(tensor.data, dtype=dtype)
+                _C.cast([cast], [tensor.data])
+                tensor.data = cast
+
+
+def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Give `tensor` (a Parameter, a buffer) the data; on the meta device, where torch has no way, by swapping what it is."""
+    if tensor.is_meta:
+        twin = torch.empty(0, dtype=data.dtype, device=data.device).requires_grad_(tensor.requires_grad)
+        twin.__class__ = tensor.__class__
+        torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
+        tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
+    tensor.data = data
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,6 +4,8 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +15,19 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.reducer import ReducePolicy, Reducer
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
+from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
 from shardcore.engine.updater import Updater
+from shardcore.engine.weights import Weights
+from shardcore.optim import MASTERED_DTYPES, check_max_norm
+
+logger = logging.getLogger("shardcore")
 
 # What users call on every rank to read whole values.
-_READS = ("optimizer.state_dict", "state_dict", "full_grad", "full_state", "clip_grad_norm_")
+_READS = ("optimizer.state_dict", "state_dict", "full_grad", "full_state", "clip_grad_norm_", "load_sharded_state_dict")
 
 
 class Engine:
@@ -38,11 +45,18 @@ class Engine:
         max_norm: float | None,
         optimizer: Any,
         device: torch.device,
+        weights: Weights | None,
+        scaler: LossScaler,
     ) -> None:
-        """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips."""
+        """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
+
+        weights: what makes weights whole around their use, None where they always are.
+        """
         self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
+        self.weights, self.scaler = weights, scaler
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
-        self.reducer = Reducer(self.buckets, comm, lifetimes, policy, device)
+        trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler)
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -60,30 +74,74 @@ class Engine:
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None, grads: Any, grad_scale: float, max_norm: float | None) -> Any:
-        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards."""
+    def step(
+        self,
+        closure: Callable[[], Any] | None,
+        grads: Any,
+        grad_scale: float,
+        max_norm: float | None,
+        problem: Exception | None = None,
+    ) -> Any:
+        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards.
+
+        problem: why the optimizer refuses its arguments on this rank; raised where all ranks learn of it.
+        """
         if grads is not None:
-            raise ValueError("step: grads was given; expected None after shard() (gradients come from backward)")
+            problem = problem or ValueError("step: grads was given; expected None after shard() (gradients come from backward)")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.reducer.settle()
+        if self.weights is not None:
+            self.weights.meet("a step")
+            self.weights.close_all()
         self.reducer.reduce_pending()
-        problem: Exception | None = None
         try:
             self._check_step()
         except (ValueError, TypeError) as error:
-            problem = error
+            problem = problem or error
         limit = self.max_norm if max_norm is None else max_norm
-        if not self.updater.step(grad_scale, limit, problem):
-            self.optimizer.skipped_steps += 1
+        norm = self.updater.step(grad_scale, limit, problem, self.scaler.scale)
         self.reducer.backwards = 0
+        if norm is not None and math.isfinite(norm):
+            self.scaler.after_update()
+            if self.weights is not None:
+                self.weights.renew()
+        elif norm is not None:
+            self.optimizer.skipped_steps += 1
+            logger.warning(
+                "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)%s",
+                norm,
+                self.optimizer.skipped_steps,
+                self.scaler.after_overflow(),
+            )
         return loss
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by, and the reduction divides by."""
+        return self.scaler.scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on. See ScalesLoss.scale_loss."""
+        if not self.scaler.active:
+            return loss
+        see_loss, scale = self.scaler.see_loss, self.scaler.scale
+        scaled = (loss.float() if loss.dtype in MASTERED_DTYPES else loss) * scale
+        if scaled.requires_grad:
+            scaled.register_hook(lambda grad: see_loss(scale))  # type: ignore[no-untyped-call]
+        return scaled
 
     def _check_step(self) -> None:
         if self.reducer.dropped:
             raise ValueError("step: the last backward ended in an error; expected one that succeeds, or zero_grad()")
+        if self.scaler.unscaled:
+            raise ValueError(
+                f"step: a backward ran on a loss that was not scaled by {self.scaler.scale:g}; expected "
+                'optimizer.scale_loss(loss).backward() with precision="fp16" (zero_grad() forgets these gradients; '
+                "shard(loss_scale=1.0) leaves scaling to you)"
+            )
         for name, param in self.unmanaged:
             if param.grad is not None:
                 raise ValueError(
@@ -92,7 +150,7 @@ class Engine:
         if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
-                '(precision="bf16" needs no loss scaling, and non-finite steps are skipped anyway)'
+                '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
             )
         self.reducer.accept_user_grads()
         self.updater.check()
@@ -109,13 +167,17 @@ class Engine:
             param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state in torch.optim form. Collective."""
+        """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.together("optimizer.state_dict", self.updater.accept_weight_edits)
-        return self.state_io.state_dict()
+        scale = self.scaler.state()
+        return self.state_io.state_dict() | ({} if scale is None else {"loss_scale": scale})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
+        scale = state_dict.get("loss_scale")
+        self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
+        self.scaler.load_state(scale)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -129,12 +191,21 @@ class Engine:
             self.reducer.sync = old
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, params: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, params: Sequence[torch.Tensor] | None = None, problem: Exception | None = None
+    ) -> torch.Tensor:
         """Scale the averaged gradients in place to a global norm of at most `max_norm`; returns the norm before. Collective.
 
-        params: which parameters count and are scaled; all that the optimizer updates if None.
+        params: which parameters count and are scaled; all that the optimizer updates if None. problem: why this rank refuses.
         """
-        self.together("clip_grad_norm_", self.reducer.accept_user_grads)
+
+        def check() -> None:
+            if problem is not None:
+                raise problem
+            check_max_norm("clip_grad_norm_", max_norm)
+            self.reducer.accept_user_grads()
+
+        self.together("clip_grad_norm_", check)
         self.reducer.reduce_pending()
         chosen = None if params is None else set(params)
         views = []
@@ -151,7 +222,7 @@ class Engine:
             torch._foreach_mul_([view for _, _, view in views], coefficient)
             for bucket in {bucket: None for bucket, _, _ in views}:
                 assert bucket.grad is not None
-                bucket.sq_norm = _C.sq_norm([bucket.shard_slice(bucket.grad, self.comm.rank)])
+                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.comm.topology.place(self.comm.rank))])
             self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
@@ -161,10 +232,13 @@ class Engine:
             return _C.norm_from_sq(_C.sq_norm(own).cpu()) if own else 0.0
         own = [view for _, _, view in views]
         part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
-        return _C.norm_from_sq(_C.sq_norm_add(self.comm.gather_rows(part, Traffic.READ).cpu()))
+        rows = self.comm.gather_rows(part, Traffic.READ).cpu()
+        return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
     def together(self, op: str, check: Callable[[], None]) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank."""
+        if self.weights is not None:
+            self.weights.meet("a read of whole values")
         problem: Exception | None = None
         try:
             check()
@@ -209,7 +283,7 @@ class Engine:
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"{op}: got a {type(param).__name__}; expected a parameter of the sharded model")
-        if param not in self.managed:
+        if param not in self.managed or not self.bucket_of[param].trainable:
             raise ValueError(f"{op}: the parameter was frozen when shard() was called; expected a trainable one")
         return self.bucket_of[param], self.managed[param]
 
@@ -219,14 +293,14 @@ class Engine:
             return owned
         gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
         bucket.owned_slice(gathered).copy_(owned)
-        wait_all(self.comm.all_gather(gathered, Traffic.READ))
+        wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
         return gathered.to(owned.device)
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
         if bucket.needs_master:
             return self.whole(bucket, self.store.states(bucket)["master"])
-        return bucket.weight
+        return bucket.weight if self.lifetimes.full_weight_resident else self.whole(bucket, bucket.owned_weight)
 
 
 def _nothing() -> None:

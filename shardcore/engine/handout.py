@@ -18,9 +18,9 @@ TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 class HandedOut:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket], rank: int) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank; `rank` owns its shard's part of the norm."""
-        self.buckets, self.rank = buckets, rank
+    def __init__(self, buckets: Sequence[Bucket], place: int) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds the piece `place`."""
+        self.buckets, self.place = buckets, place
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
 
@@ -37,6 +37,10 @@ class HandedOut:
                 managed.grad_view = managed.slice_of(shown) if managed.has_grad else None
                 managed.param.grad = managed.grad_view
             self._buffers[bucket], self._versions[bucket] = shown, shown._version
+
+    def shown(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the buffer that the bucket's `param.grad` are views of now."""
+        return self._buffers.get(bucket)
 
     def drop(self) -> None:
         """Clear every `param.grad` and put the buffers back."""
@@ -72,7 +76,7 @@ class HandedOut:
             if shown is not None:
                 self._versions[bucket] = shown._version
             if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.shard_slice(bucket.grad, self.rank)])
+                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.place)])
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -83,7 +87,7 @@ class HandedOut:
 
     def _whole_grad(self, bucket: Bucket) -> torch.Tensor:
         if bucket.grad is None:
-            bucket.grad = torch.zeros(bucket.layout.numel, device=bucket.weight.device)
+            bucket.grad = torch.zeros(bucket.layout.numel, device=bucket.owned_weight.device)
         elif not bucket.reduced:
             bucket.grad.zero_()
         bucket.reduced = True

@@ -1,12 +1,14 @@
 """What a sharded model keeps in memory on this rank, by kind, tier and unit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes
 from shardcore.engine.engine import Engine
+from shardcore.engine.store import StateStore
 
 
 @dataclass(frozen=True)
@@ -59,23 +61,60 @@ def memory_report(model: nn.Module) -> MemoryReport:
     engine = getattr(model, "_shardcore_engine", None)
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
-    return MemoryReport(tuple(_lines(engine)))
+    handout = engine.reducer.handout
+    return MemoryReport(
+        tuple(
+            memory_lines(
+                engine.buckets,
+                engine.lifetimes,
+                engine.store,
+                engine.reducer.pool,
+                engine.weights.pool if engine.weights is not None else None,
+                frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
+                shown=handout.shown if handout is not None else lambda bucket: None,
+            )
+        )
+    )
 
 
-def _lines(engine: Engine) -> Iterator[MemoryLine]:
-    pooled = engine.reducer.pool.allocated_bytes
-    for bucket in engine.buckets:
+def memory_lines(
+    buckets: Sequence[Bucket],
+    lifetimes: Lifetimes,
+    store: StateStore,
+    pool: BufferPool,
+    gathered: BufferPool | None,
+    frozen: Sequence[torch.Tensor],
+    shown: Callable[[Bucket], torch.Tensor | None],
+) -> Iterator[MemoryLine]:
+    """Yield what an engine of these parts keeps, on any device (shardcore.predict asks on meta).
+
+    pool: the reducer's; gathered: of whole weights, None where they are resident; frozen: weights in no bucket;
+    shown: see HandedOut.shown.
+    """
+    pooled = pool.allocated_bytes
+    for bucket in buckets:
         unit = bucket.unit or "root"
-        yield MemoryLine(unit, "weights", "device", _bytes(bucket.weight))
-        grads = {id(t): t for t in (bucket.grad, bucket.wire, *bucket.resident.values()) if t is not None}
-        in_grads = sum(_bytes(t) for t in grads.values())
+        yield MemoryLine(
+            unit, "weights", "device", _bytes(bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight)
+        )
+        in_grads = gradient_bytes(bucket, shown(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
         if bucket.group is not None:
-            for key, flat in engine.store.states(bucket).items():
-                yield MemoryLine(unit, "master" if key == "master" else "states", engine.store.tier, _bytes(flat))
-    yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for _, param in engine.unmanaged))
+            for key, flat in store.states(bucket).items():
+                yield MemoryLine(unit, "master" if key == "master" else "states", store.tier, _bytes(flat))
+    yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for param in frozen))
+    if gathered is not None:
+        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
+    if store.scratch_bytes:
+        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes)
+
+
+def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:
+    """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
+    held = {id(t): t for t in (bucket.grad, bucket.wire, shown, *bucket.resident.values()) if t is not None}
+    return sum(_bytes(t) for t in held.values())
 
 
 def _bytes(tensor: torch.Tensor) -> int:

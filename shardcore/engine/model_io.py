@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
+from shardcore.engine.weights import tensors_in
 
 
 def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
@@ -20,6 +21,13 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
+    if engine.weights is not None:
+        for index, unit in enumerate(engine.weights.units):
+            unit.module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
+            unit.module.register_forward_hook(_AfterUnit(engine, index))
+            for part in engine.weights.callable_parts(unit):
+                part.register_forward_pre_hook(_BeforePart(engine, index))
+                part.register_forward_hook(_AfterPart(engine, index))
     model.register_forward_hook(_AfterForward(engine))
     for module in model.modules():
         if any(param in engine.managed for param in module.parameters()):
@@ -59,6 +67,8 @@ class _BeforeForward(_EngineHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.engine is not None and torch.is_grad_enabled():
             self.engine.reducer.settle()
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.begin_forward()
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -69,12 +79,44 @@ class _BeforeForward(_EngineHook):
 
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.end_forward()
         if self.engine is None or not torch.is_grad_enabled():
             return
         begin = self.engine.reducer.begin_backward
-        for value in pytree.tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        for value in tensors_in(output):
+            if value.grad_fn is not None:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
+
+
+class _UnitHook(_EngineHook):
+    def __init__(self, engine: Engine | None, index: int) -> None:
+        super().__init__(engine)
+        self.index = index
+
+
+class _BeforeUnit(_UnitHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.before_forward(self.index, (args, kwargs))
+
+
+class _AfterUnit(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.after_forward(self.index, output)
+
+
+class _BeforePart(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.before_part(self.index, module)
+
+
+class _AfterPart(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.after_part(self.index, module, output)
 
 
 class _WholeStateDict(_EngineHook):
@@ -88,10 +130,14 @@ class _WholeStateDict(_EngineHook):
         if self.engine is None or (prefix and not self.is_root):  # a submodule on the way of the root's state_dict
             return
         self.engine.together("state_dict", self.engine.updater.accept_weight_edits)
+        # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
+        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.engine.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if param in self.engine.managed and prefix + name in state_dict:
-                keys.setdefault(param, []).append(prefix + name)
+        for key, value in state_dict.items():
+            if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
+                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+                if place in param_at:
+                    keys.setdefault(param_at[place], []).append(key)
         with torch.no_grad():
             for bucket in self.engine.buckets:
                 if not any(managed.param in keys for managed in bucket.params):
@@ -131,9 +177,13 @@ class _LoadIntoMaster(_EngineHook):
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._given.append((param, value))
+        if self.engine.weights is not None:
+            self.engine.weights.lend_scratch([param for _, param in self._named(module, prefix)])
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
             for param, value in self._given:
                 self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
+            if self.engine.weights is not None:
+                self.engine.weights.end_scratch()
         self._given = []

@@ -15,9 +15,7 @@ even after its bucket was sent. Late parts wait in `_late` and go in a second ro
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,33 +23,15 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
+from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
+from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.weights import Weights
 
 logger = logging.getLogger("shardcore")
 
-_MAX_IN_FLIGHT = 2
 _USED, _LATE = 1, 2
-
-
-@dataclass(frozen=True)
-class ReducePolicy:
-    """How gradients accumulate: `accumulate` backwards a step; `sync_each` reduces every one of them, else only the last.
-
-    grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are summed.
-    """
-
-    accumulate: int
-    sync_each: bool
-    grad_dtype: torch.dtype
-
-
-@dataclass
-class _InFlight:
-    bucket: Bucket
-    sent: torch.Tensor
-    received: torch.Tensor
-    works: list[dist.Work]
 
 
 class _Backward:
@@ -68,14 +48,26 @@ class Reducer:
     """Owns the gradients of all buckets from autograd to the reduced, averaged shard."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], comm: Comm, lifetimes: Lifetimes, policy: ReducePolicy, device: torch.device
+        self,
+        buckets: Sequence[Bucket],
+        comm: Comm,
+        lifetimes: Lifetimes,
+        policy: ReducePolicy,
+        device: torch.device,
+        weights: Weights | None,
+        scaler: LossScaler,
     ) -> None:
-        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order."""
+        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
+
+        scaler: says what gradients arrive multiplied by; the reduced ones are not.
+        """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
-        self.comm, self.lifetimes, self.policy, self.device = comm, lifetimes, policy, device
+        self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
+        self.scaler = scaler
         self.pool = BufferPool(device, self._forget)
-        self.handout = HandedOut(self.buckets, comm.rank) if lifetimes.owns_everything else None
+        self._exchange = Exchange(comm, self.pool, self._finish)
+        self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
@@ -88,7 +80,6 @@ class Reducer:
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
-        self._in_flight: deque[_InFlight] = deque()
         self._gathers: list[dist.Work] = []
         for order, bucket in enumerate(self.buckets):
             for slot in range(len(bucket.params)):
@@ -135,18 +126,18 @@ class Reducer:
         self._next = 0
         self._sent_any = False
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
+        if self.weights is not None:
+            self.weights.begin_backward()
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, so that the next one starts clean."""
         if self._backward is None or self._backward() is not None:
             return
         self._backward = None
-        for flight in self._in_flight:
-            wait_all(flight.works)
-            self.pool.give(flight.sent)
-            self.pool.give(flight.received)
-        self._in_flight.clear()
+        self._exchange.abandon()
         self._wait_gathers()
+        if self.weights is not None:
+            self.weights.close_all()
         self.zero()
         self.dropped = True
         logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
@@ -175,11 +166,16 @@ class Reducer:
                 target.copy_(grad)
             managed.used = True
             self._missing[bucket].discard(managed)
+            if self.weights is not None and not self._missing[bucket]:
+                self.weights.gradients_complete(bucket)
             while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
                 self._launch_next()
 
     def _end_backward(self) -> None:
         self._backward = None
+        if self.weights is not None:
+            self.weights.end_backward()
+        self.scaler.end_backward(self._any_grad)
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
             return
@@ -199,7 +195,7 @@ class Reducer:
     def _reduce_rest(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()
-        self._drain(0)
+        self._exchange.drain()
         late = self._agree_on_use()
         if late:
             self._wait_gathers()
@@ -207,7 +203,7 @@ class Reducer:
                 self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
-            self._drain(0)
+            self._exchange.drain()
         self._wait_gathers()
         self.comm.end_backward()
         self._local_sums = False
@@ -233,24 +229,18 @@ class Reducer:
     def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
         """The whole-bucket buffer that local gradients are written to. Its dtype is the same on every rank."""
         if bucket.wire is None:
-            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else bucket.dtype)
+            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else self.policy.travels_as(bucket.dtype))
         return bucket.wire
 
     def _late_buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._late:
-            self._late[bucket] = self.pool.take(bucket.layout.numel, bucket.dtype).zero_()
+            self._late[bucket] = self.pool.take(bucket.layout.numel, self.policy.travels_as(bucket.dtype)).zero_()
         return self._late[bucket]
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Take a whole-bucket buffer: the bucket's resident one, its idle gradient's memory, or one of the pool."""
-        if dtype in bucket.resident:
-            return bucket.resident.pop(dtype)
-        grad = bucket.grad
-        if grad is not None and not bucket.reduced and grad.numel() == bucket.layout.numel and grad.dtype == dtype:
-            bucket.grad = None
-            return grad
-        passing = not self.lifetimes.full_grad_resident and self.comm.world_size > 1  # else it stays: here, or as the gradient
-        return (self.pool.take if passing else self.pool.keep)(bucket.layout.numel, dtype)
+        """Take a whole-bucket buffer for local gradients."""
+        passing = not self.lifetimes.full_grad_resident and self.comm.world_size > 1
+        return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         if self.lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
@@ -264,47 +254,39 @@ class Reducer:
         whole = self._collect_buffer(bucket)
         bucket.wire = None
         bucket.zero_unused(whole)
+        narrow = self.policy.travels_as(torch.float32)  # what was added locally, unless a dtype was chosen
+        if whole.dtype == torch.float32 != narrow:
+            sums, whole = whole, self._take_full(bucket, narrow).copy_(whole)
+            self._release_full(bucket, sums)
         self._launch(bucket, whole)
 
     def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
         with torch.profiler.record_function(f"shardcore::reduce({bucket.unit or 'root'})"):
-            if self.comm.world_size == 1:
-                self._finish(_InFlight(bucket, whole, whole, []))
-                return
-            if not self._sent_any:
+            if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-            received = self.pool.take(whole.numel(), whole.dtype)
-            works = self.comm.all_to_all(received, whole, Traffic.BACKWARD)
-            self._in_flight.append(_InFlight(bucket, whole, received, works))
-            self._drain(_MAX_IN_FLIGHT)
+            self._exchange.send(bucket, whole)
 
-    def _drain(self, keep: int) -> None:
-        while len(self._in_flight) > keep:
-            flight = self._in_flight.popleft()
-            wait_all(flight.works)
-            self._finish(flight)
-            self.pool.give(flight.received)
-
-    def _finish(self, flight: _InFlight) -> None:
-        """Sum the received pieces into the bucket's reduced gradient, averaged over ranks, and take its squared norm."""
-        bucket, sent, world = flight.bucket, flight.sent, self.comm.world_size
-        if world == 1 and not bucket.reduced and (self.policy.accumulate == 1 or sent.dtype == self.policy.grad_dtype):
-            self._replace_grad(bucket, sent)  # nothing to sum: the gradient as it is
-            bucket.sq_norm = _C.sq_norm([sent])
+    def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
+        """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
+        world = self.comm.world_size
+        as_it_is = world == 1 and not self.scaler.active and not bucket.reduced
+        if as_it_is and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype):
+            self._replace_grad(bucket, whole)  # nothing to sum: the gradient as it is
+            bucket.sq_norm = _C.sq_norm([whole])
         else:
-            if sent.dtype == self.policy.grad_dtype and self.lifetimes.owns_everything and not bucket.reduced:
-                self._replace_grad(bucket, sent)  # its pieces have left: the same memory takes the result
+            leaves = world > 1 and self.lifetimes.owns_everything
+            if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
+                self._replace_grad(bucket, whole)  # its pieces have left: the same memory takes the result
             grad = self._sum_buffer(bucket)
-            rank = self.comm.rank
-            start, end = bucket.layout.shard_range(rank)
-            out = bucket.shard_slice(grad, rank)
-            bucket.sq_norm = _C.ordered_sum(flight.received, world, 1.0 / world, out, bucket.reduced, sent[start:end], rank)
-            if self.lifetimes.owns_everything:
-                self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD)
+            topology, rank = self.comm.topology, self.comm.rank
+            factor = 1.0 / (world * self.scaler.scale)
+            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
+            owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+            self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners)
         bucket.reduced = True
-        if sent is not bucket.grad:
-            self._release_full(bucket, sent)
+        if whole is not bucket.grad:
+            self._release_full(bucket, whole)
 
     def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:
         if bucket.grad is not None:
@@ -340,7 +322,7 @@ class Reducer:
         """Forget all gradients, or fill them with zeros."""
         self.settle()
         self.backwards = 0
-        self.dropped = False
+        self.dropped = self.scaler.unscaled = False
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket, allocate
+from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.optim import PARAM_DTYPES
 
 # (numel, dtype) -> a zero-filled flat tensor
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -32,6 +33,10 @@ class StateStore(Protocol):
     """What the engine needs of a place for optimizer states."""
 
     tier: str
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside the states: what steps work in."""
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """Update states, masters and the owned weights from the buckets' reduced gradients."""
@@ -79,11 +84,16 @@ class DeviceStore:
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
         self._states = {
             bucket: {
-                key: allocate(bucket.owned_numel, torch.float32, bucket.weight.device)
+                key: allocate(bucket.owned_numel, torch.float32, bucket.owned_weight.device)
                 for key in state_keys(amsgrad[bucket], bucket.needs_master)
             }
             for bucket in buckets
         }
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
 
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
@@ -101,7 +111,48 @@ class DeviceStore:
         for span in spans:
             assert span.bucket.grad is not None
             end = span.start + span.numel
-            params.append(span.bucket.owned_slice(span.bucket.weight)[span.start : end])
+            params.append(span.bucket.owned_weight[span.start : end])
             grads.append(span.bucket.grad[span.start : end])
             states.append({key: flat[span.start : end] for key, flat in self._states[span.bucket].items()})
         step_spans(self._steppers[spans[0].bucket], hypers, [span.hyper for span in spans], params, grads, states)
+
+
+# (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device
+ReadPart = Callable[[int, int], torch.Tensor]
+
+
+def part_of(values: torch.Tensor) -> ReadPart:
+    """Return what reads parts of values that are in memory, in the parameter's shape."""
+    flat = values.detach().contiguous().view(-1)
+    return lambda start, numel: flat[start : start + numel]
+
+
+@torch.no_grad()
+def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
+    """Set a parameter, and this rank's part of its master, from new values; only what the rank keeps is read."""
+    if bucket.weight.numel():
+        values = read(0, managed.param.numel()).to(bucket.weight.device)
+        assign(managed.slice_of(bucket.weight).view(-1), values)
+        read = part_of(values)
+    set_owned(store, bucket, managed, read)
+
+
+@torch.no_grad()
+def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
+    """Set the part of a parameter and its master that this rank owns."""
+    master = bucket.group is not None and "master" in store.states(bucket)
+    for piece in bucket.pieces:
+        if bucket.params[piece.slot] is managed:
+            part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
+            assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)
+            if master:
+                store.write(bucket, "master", piece.start, part)
+    managed.version = managed.param._version
+
+
+def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Round `values` to weights as a step does; frozen weights may have dtypes that no step knows."""
+    if weight.dtype in PARAM_DTYPES and values.is_floating_point():
+        _C.cast([weight], [values.to(weight.device, torch.float32)])
+    else:
+        weight.copy_(values)

@@ -1,6 +1,5 @@
 """The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
 
-import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,10 +9,10 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.store import Span, StateStore
+from shardcore.engine.store import Span, StateStore, part_of, set_weights
 from shardcore.optim import check_options, hyper_of
 
-logger = logging.getLogger("shardcore")
+NORM_ROW_BYTES = 8 * 6  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, three terms
 
 # Options of a group that say which states there are.
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
@@ -34,39 +33,42 @@ class Updater:
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
-        self.skipped_steps = 0
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
-    def step(self, grad_scale: float, max_norm: float | None, problem: Exception | None = None) -> bool:
-        """Update every parameter that has a gradient; returns False if the step was skipped for a non-finite gradient.
+    def step(
+        self, grad_scale: float, max_norm: float | None, problem: Exception | None = None, loss_scale: float = 1.0
+    ) -> float | None:
+        """Update every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
-        The gradients are multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global
-        norm. Collective. `problem` is this rank's reason to refuse: it is raised, and every other rank raises, too.
+        Where the norm is not finite nothing is updated. The gradients are multiplied by `grad_scale` and, if `max_norm` is
+        given, by the clip coefficient of their global norm; `loss_scale` is what they were divided by. Collective. `problem`
+        is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
+        terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
+        norm = self._agreed_norm(active, problem, terms) * abs(grad_scale)
         if not active:
-            if problem is not None:
-                raise problem
-            return True
-        norm = self._agreed_norm(active, problem) * abs(grad_scale)
+            return None
         self.last_norm = norm
         if not math.isfinite(norm):
-            self._skip(norm)
-            return False
+            return norm
         scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
         if self.lifetimes.owns_everything:
             self.store.step([span for bucket in active for span in spans[bucket]], hypers)
-        else:
+        elif self.lifetimes.full_weight_resident:
             self._step_and_gather(active, spans, hypers)
+        else:
+            for bucket in active:
+                self.store.step(spans[bucket], hypers)
         updated = list(self._with_grad(active))
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in updated])
         for managed in updated:
             managed.step += 1
             managed.version = managed.param._version
-        return True
+        return norm
 
     def _step_and_gather(
         self, active: Sequence[Bucket], spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper]
@@ -75,7 +77,7 @@ class Updater:
         works = []
         for bucket in active:
             self.store.step(spans[bucket], hypers)
-            works += self.comm.all_gather(bucket.weight, Traffic.STEP)
+            works += self.comm.all_gather(bucket.weight, Traffic.STEP, self.comm.sharers)
         wait_all(works)
 
     def check(self) -> None:
@@ -95,17 +97,22 @@ class Updater:
                         "(states are laid out once: set it before shard)"
                     )
 
-    def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None) -> float:
-        """Return the float32 norm of the averaged gradients over all ranks, or raise on all if one has a problem."""
-        parts = torch.stack([bucket.sq_norm for bucket in active]).cpu()
-        refuses = torch.tensor([float(problem is not None)], dtype=torch.float64)
-        row = torch.cat([_C.sq_norm_add(parts), refuses]).to(active[0].weight.device)
+    def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None]) -> float:
+        """Return the float32 norm of the averaged gradients over all ranks; raise on all if one refuses or differs."""
+        parts = torch.stack([bucket.sq_norm for bucket in active]).cpu() if active else torch.zeros(0, 2, dtype=torch.float64)
+        said = [float(problem is not None), *(-1.0 if term is None else term for term in terms.values())]
+        row = torch.cat([_C.sq_norm_add(parts), torch.tensor(said, dtype=torch.float64)]).to(self.comm.device)
         rows = self.comm.gather_rows(row, Traffic.STEP).cpu()
         if problem is not None:
             raise problem
         if rows[:, 2].any():
             refusing = rows[:, 2].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
+        for name, of_ranks in zip(terms, rows[:, 3:].T.tolist(), strict=True):
+            if len(set(of_ranks)) > 1:
+                raise ValueError(
+                    f"step: {name} of ranks 0, 1, ... is {of_ranks} (-1: None); expected the same number on every rank"
+                )
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous()))
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
@@ -134,14 +141,6 @@ class Updater:
                 previous = hyper
         return plan, hypers
 
-    def _skip(self, norm: float) -> None:
-        self.skipped_steps += 1
-        logger.warning(
-            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)",
-            norm,
-            self.skipped_steps,
-        )
-
     @staticmethod
     def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
         return (managed for bucket in buckets for managed in bucket.params if managed.has_grad)
@@ -156,22 +155,15 @@ class Updater:
         uses the engine's memory (`.data` re-assigned, model moved or cast).
         """
         for bucket in self.buckets:
-            edited = set()
-            for managed in bucket.params:
-                if managed.param.data_ptr() != managed.address or managed.param.dtype != bucket.dtype:
-                    raise ValueError(
-                        f"step: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
-                        "(do not re-assign .data, move or cast a sharded model; edit weights in place or use load_state_dict)"
-                    )
-                if managed.param._version != managed.version:
-                    edited.add(managed)
+            bucket.check_in_place("step")
+            edited = {managed for managed in bucket.params if managed.edited}
             if edited:
                 self._refresh_masters(bucket, edited)
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
+        bucket.take_edits()
         master = self.store.states(bucket).get("master")
-        weight = bucket.owned_slice(bucket.weight)
-        for managed, piece, values in bucket.owned_views(weight):
+        for managed, piece, values in bucket.owned_views(bucket.owned_weight):
             if managed in edited and master is not None:
                 old = master[piece.start : piece.start + piece.numel].to(values.device)
                 rounded = torch.empty_like(values)
@@ -180,14 +172,6 @@ class Updater:
         for managed in edited:
             managed.version = managed.param._version
 
-    @torch.no_grad()
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
-        """Set a whole parameter, and this rank's part of its master, from `values` (the parameter's shape, any float dtype)."""
-        flat = values.detach().to(bucket.weight.device, torch.float32).contiguous().view(-1)
-        _C.cast([managed.slice_of(bucket.weight).view(-1)], [flat])
-        if bucket.group is not None and "master" in self.store.states(bucket):
-            for owner, piece, _ in bucket.owned_views(bucket.owned_slice(bucket.weight)):
-                if owner is managed:
-                    part = flat[piece.param_start : piece.param_start + piece.numel]
-                    self.store.write(bucket, "master", piece.start, part)
-        managed.version = managed.param._version
+        """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
+        set_weights(self.store, bucket, managed, part_of(values))

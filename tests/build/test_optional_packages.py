@@ -10,7 +10,18 @@ import pytest
 import tests.conftest
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = ("hypothesis", "expecttest", "pydantic", "matplotlib", "rich", "apex", "deepspeed", "bitsandbytes")
+OPTIONAL = (
+    "hypothesis",
+    "expecttest",
+    "pydantic",
+    "matplotlib",
+    "rich",
+    "apex",
+    "deepspeed",
+    "bitsandbytes",
+    "transformers",
+    "safetensors",
+)
 
 
 def test_every_test_file_is_collected_without_optional_packages(tmp_path):
@@ -23,7 +34,11 @@ def test_every_test_file_is_collected_without_optional_packages(tmp_path):
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    for reason in ("property tests need hypothesis", "torch.testing._internal needs expecttest"):
+    for reason in (
+        "property tests need hypothesis",
+        "torch.testing._internal needs expecttest",
+        "real architectures need transformers",
+    ):
         assert reason in done.stdout
 
 

@@ -58,18 +58,56 @@ def test_only_what_is_built_is_offered(capsys):
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "info | bench" in text
-    for word in ("estimate", "consolidate", "{run"):
+    assert "info | estimate | bench" in text
+    for word in ("consolidate", "{run"):
         assert word not in text
-    for bad in ([], ["estimate"], ["run"]):
+    for bad in ([], ["estimate"], ["consolidate"], ["run"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(bad)
         assert stop.value.code == 2
 
 
+def test_estimate(capsys):
+    assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "64"]) == 0
+    head, titles, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("examples.llama:llama_7b: 6,738,415,616 parameters in 33 units")
+    assert titles.split()[:3] == ["ranks", "stage", "weights"]
+    assert [row.split()[:2] for row in rows] == [[ranks, stage] for ranks in ("8", "64") for stage in "0123"]
+    assert cli.main(["estimate", "examples.llama:llama_7b", "--world-size", "8", "--stage", "2", "--offload", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "exchange gradients" in text
+    assert "gather weights after the step  33" in text
+    assert cli.main(["estimate", "examples.llama:llama_7b", "--stage", "1", "--precision", "fp32", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    numel = entry["parameters"]
+    sizes = {"weights": 4 * numel, "gradients": 4 * numel, "master": 0, "states": 8 * numel, "communication": 0}
+    assert entry["bytes"] == {"device": sizes}
+    assert entry["transfers"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "MODULE:FUNCTION is 'nope'; expected a module and a function in it"),
+        (["nope:f"], "nope:f was not found from"),
+        (["examples.llama:nope"], "has no attribute 'nope'"),
+        (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),
+        (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
+        (["examples.llama:llama_7b", "--world-size", "0"], "world_size is 0; expected at least 1"),
+        (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
+        (["examples.llama:llama_7b", "--", "x"], "estimate: x after --; expected nothing"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["estimate", *arguments])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_suites_are_those_of_the_checkout(capsys):
     suites = cli._suites(ROOT)
-    assert {"cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
+    assert {"adam_scaling", "cpu_adam", "fused_adam", "reduced_states", "train_step"} <= set(suites)
     assert all(about.startswith("Time ") for about in suites.values())
     for name in suites:
         assert f'"{name}.json"' in (ROOT / f"benchmarks/bench_{name}.py").read_text()  # where bench says the figures are

@@ -82,7 +82,7 @@ def train(rank: int, run: Run, model: nn.Module | None = None) -> tuple[nn.Modul
     for step in range(run.steps):
         for micro in range(run.accumulate):
             loss = loss_of(model, batch_of(step, micro, rank, run.batch)) / run.accumulate
-            loss.backward()
+            optimizer.scale_loss(loss).backward()  # the loss itself but with float16
             losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()

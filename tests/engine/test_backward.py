@@ -78,8 +78,8 @@ def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
             (loss_of(model, batch_of(step, 0, rank)) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    results = [run_ranks(2, _checkpointed, reentrant, stage)[0] for stage in (0, 1, 2)]
-    assert results[0] == results[1] == results[2]
+    results = [run_ranks(2, _checkpointed, reentrant, stage)[0] for stage in (0, 1, 2, 3)]
+    assert results[0] == results[1] == results[2] == results[3]
     for key, value in model.state_dict().items():
         assert torch.allclose(torch.tensor(results[0][key]), value, rtol=1e-5, atol=1e-6), key
 

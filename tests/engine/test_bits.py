@@ -18,13 +18,12 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
 
 
 def _variants(**common: Any) -> list[Run]:
-    """Stages 0, 1, 2, offload on and off, two unit sizes; everything else as in `common`."""
+    """Stages 0 to 3, with offload or another unit size or neither; everything else as in `common`."""
     shard = common.pop("shard", {})
     return [
         Run(stage=stage, shard={"offload": offload, "units": units, "clip_grad_norm": 0.5, **shard}, **common)
-        for stage in (0, 1, 2)
-        for offload in (None, OFFLOAD)
-        for units in ("auto", 500)
+        for stage in (0, 1, 2, 3)
+        for offload, units in ((None, "auto"), (None, 500), (OFFLOAD, 500 if stage == 3 else "auto"))
     ]
 
 

@@ -71,7 +71,7 @@ def test_a_bad_state_is_refused_before_anything_changes(kind: Any, bad: dict[str
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_grad_forgets_what_a_user_assigned(stage: int) -> None:
     model, optimizer, _ = train(0, Run(stage=stage, steps=1))
     for forget in (optimizer.zero_grad, model.zero_grad):

@@ -63,7 +63,7 @@ def _grad_dtype(rank: int, world_size: int, run: Run) -> tuple[str, str]:
 def test_bf16_gradients_are_the_same_on_every_stage_and_tier() -> None:
     runs = [
         Run(stage=stage, precision="bf16", shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3})
-        for stage in (0, 1, 2)
+        for stage in (0, 1, 2, 3)
         for offload in (None, {"optimizer": "cpu"})
     ]
     answers = [run_ranks(2, _grad_dtype, run)[0] for run in runs]
@@ -111,7 +111,7 @@ def _empty(rank: int, world_size: int, stage: int, offload: Any) -> str:
 def test_empty_parameters_and_empty_shards(world_size: int) -> None:
     hashes = {
         value
-        for stage in (0, 1, 2)
+        for stage in (0, 1, 2, 3)
         for offload in (None, {"optimizer": "cpu"})
         for value in run_ranks(world_size, _empty, stage, offload)
     }
@@ -142,7 +142,9 @@ def test_memory_report_counts_what_the_layout_says() -> None:
     assert report.by_kind["gradients"] == 2 * numel
     assert report.by_kind["master"] == 4 * numel
     assert report.by_kind["states"] == 8 * numel
-    assert report.by_tier == {"device": 4 * numel, "cpu": 12 * numel}
+    staging = 2 * 2 * max(bucket.owned_numel for bucket in optimizer._engine.buckets)  # gradient and weight of a chunk, bf16
+    assert report.by_kind["communication"] == staging
+    assert report.by_tier == {"device": 4 * numel, "cpu": 12 * numel + staging}
     assert "blocks.1" in str(report)
     with pytest.raises(ValueError, match="is not sharded"):
         shardcore.memory_report(make_net())

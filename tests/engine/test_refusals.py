@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardcore
-from tests.engine.models import Net, Run, batch_of, loss_of, make_net, train
+from tests.engine.models import Run, batch_of, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 
@@ -19,8 +19,11 @@ def adam(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"stage": 4}, ValueError, "stage is 4; expected 0, 1 or 2"),
-        ({"stage": 3}, NotImplementedError, "stage is 3, which is not built yet"),
+        ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
+        ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward is .no.; expected True, False"),
+        ({"reshard_after_forward": 2}, ValueError, "reshard_after_forward is 2; expected a divisor of 1, the ranks that share"),
+        ({"ranks_per_node": 2}, ValueError, "ranks_per_node is 2; expected a divisor of the 1 ranks"),
+        ({"ranks_per_node": "2"}, TypeError, "ranks_per_node is .2.; expected a whole number"),
         ({"stage": "2"}, TypeError, "stage is '2'"),
         ({"stage": True}, TypeError, "stage is True"),
         ({"offload": {"optimizer": "disk"}}, ValueError, r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\""),
@@ -92,14 +95,6 @@ def test_parameters_of_kinds_that_cannot_train() -> None:
         optimizer = shardcore.FusedAdam(model.head.parameters())
         with pytest.raises(TypeError, match=f"odd has dtype {str(dtype)[6:]}; expected float32"):
             shardcore.shard(model, optimizer)
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(NotImplementedError, match="meta device"):
-        shardcore.shard(model, adam_of_nothing())
-
-
-def adam_of_nothing() -> Any:
-    return shardcore.FusedAdam([nn.Parameter(torch.zeros(1))])
 
 
 def test_twice() -> None:

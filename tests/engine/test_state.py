@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 RUNS = [
     Run(stage=stage, precision=precision, shard={"offload": offload}, steps=3)
-    for stage in (0, 1, 2)
+    for stage in (0, 1, 2, 3)
     for precision in ("fp32", "bf16")
     for offload in (None, {"optimizer": "cpu"})
 ]
@@ -60,10 +60,9 @@ def _whole(rank: int, world_size: int, run: Run) -> dict[str, Any]:
         assert state[number]["exp_avg"].shape == param.shape
         assert state[number]["step"].item() == run.steps
         assert torch.equal(state[number]["exp_avg"], shardcore.full_state(param, "exp_avg"))
-    return {
-        "weights": hash_of(weights[name] for name, _ in model.named_parameters()),
-        "live": hash_of(p.float() for p in model.parameters()),
-    }
+    with shardcore.full_params(model):
+        live = hash_of(p.float() for p in model.parameters())
+    return {"weights": hash_of(weights[name] for name, _ in model.named_parameters()), "live": live}
 
 
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
@@ -143,7 +142,7 @@ def test_weights_edited_in_place_are_kept(run: Run) -> None:
     model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
     optimizer.param_groups[0]["lr"] = 0.0
     before = model.state_dict()
-    with torch.no_grad():
+    with shardcore.full_params(model), torch.no_grad():
         model.head.weight[0] = 3.0
     _one_step(model, optimizer, 0, 1)
     after = model.state_dict()

@@ -25,7 +25,7 @@ def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.M
 def error_of(function: Any) -> str:
     try:
         function()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -80,6 +80,49 @@ def test_reads_that_differ_or_fail_raise_on_every_rank() -> None:
     assert second[0].startswith("ValueError: optimizer.state_dict: rank 0 calls state_dict; expected every rank")
     assert first[1] == "ValueError: state_dict: rank 1 refused; its own error says why"
     assert "head.weight no longer lies in shardcore's memory" in second[1]
+
+
+REFUSALS: dict[str, Any] = {
+    "max_norm": lambda model, optimizer: optimizer.step(max_norm=float("nan")),
+    "grad_scale": lambda model, optimizer: optimizer.step(grad_scale=float("inf")),
+    "grad_scale type": lambda model, optimizer: optimizer.step(grad_scale="1"),
+    "grads": lambda model, optimizer: optimizer.step(grads=[None] * len(list(model.parameters()))),
+    "grads length": lambda model, optimizer: optimizer.step(grads=[]),
+    "clip": lambda model, optimizer: shardcore.clip_grad_norm_(model, float("nan")),
+    "clip params": lambda model, optimizer: shardcore.clip_grad_norm_(list(model.parameters()), -1.0),
+    "clip others": lambda model, optimizer: shardcore.clip_grad_norm_([*model.parameters(), nn.Parameter(torch.zeros(1))], 1.0),
+}
+
+
+def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str, with_grads: bool) -> tuple[str, bool, int]:
+    model, optimizer = sharded(stage, timeout_s=5, precision="fp32")
+    if with_grads:
+        loss_of(model, batch_of(0, 0, rank)).backward()
+    before = str(model.state_dict())
+
+    def good() -> None:
+        if how.startswith("clip"):
+            shardcore.clip_grad_norm_(model, 1.0)
+        else:
+            optimizer.step()
+
+    error = error_of(good if rank == 0 else lambda: REFUSALS[how](model, optimizer))
+    same = str(model.state_dict()) == before
+    loss_of(model, batch_of(1, 0, rank)).backward()  # nobody is left behind: the same calls go on
+    optimizer.step()
+    return error, same, int(shardcore.full_state(model.gain, "step"))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("how", REFUSALS)
+@pytest.mark.parametrize("with_grads", [True, False])
+def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int, how: str, with_grads: bool) -> None:
+    other, own = run_ranks(2, _one_refuses_its_arguments, stage, how, with_grads)
+    assert own[0].startswith(("ValueError: ", "TypeError: "))
+    assert "rank 1 refused" not in own[0]
+    assert other[0].startswith("ValueError: ")
+    assert "rank 1 refused" in other[0]
+    assert other[1:] == own[1:] == (True, 1)
 
 
 def _many_models(rank: int, world_size: int) -> tuple[int, int]:

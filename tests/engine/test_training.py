@@ -39,7 +39,7 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_losses_follow_single_process_training(world_size: int, stage: int) -> None:
     _, expected = _plain(world_size, 20, clip=0.7)
     run = Run(stage=stage, steps=20, shard={"clip_grad_norm": 0.7})
@@ -64,7 +64,7 @@ def _grads(rank: int, world_size: int, stage: int, precision: str) -> dict[str, 
     return {"shown": {n: None if g is None else (g.float().tolist(), str(g.dtype)) for n, g in shown.items()}, "full": full}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_are_averages(stage: int, precision: str) -> None:
     results = run_ranks(3, _grads, stage, precision)
@@ -110,7 +110,7 @@ def _branches(rank: int, world_size: int, stage: int, offload: Any, plan: list[l
     return {"weights": {k: v.tolist() for k, v in model.state_dict().items()}, "steps": steps}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
 def test_unused_and_frozen_parameters_behave_as_in_torch(stage: int, offload: Any) -> None:
     plan = [["first"], ["first+second"], ["first", "second"], ["second"]]  # the third: one on rank 0, the other on rank 1
@@ -181,7 +181,7 @@ def _poisoned(rank: int, world_size: int, stage: int) -> tuple[bool, int, float,
     return same, optimizer.skipped_steps, step, optimizer._engine.updater.last_norm
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(stage: int) -> None:
     results = run_ranks(2, _poisoned, stage)
     assert results[0] == results[1]
@@ -231,7 +231,7 @@ def test_stage_0_accepts_edited_replaced_and_removed_gradients(precision: str) -
     assert not torch.equal(untouched["head.weight"], start["head.weight"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_clip_grad_norm_is_the_global_norm(stage: int) -> None:
     norms = run_ranks(2, _clip, stage)
     model = make_net()

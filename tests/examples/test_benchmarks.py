@@ -1,5 +1,6 @@
 """The benchmarks at sizes that say nothing about speed: they run, write what they measured, and notice who does other work."""
 
+import argparse
 import io
 import json
 import sys
@@ -7,7 +8,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
+from benchmarks import bench_adam_scaling, bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
+from benchmarks.adam_kinds import check_same_work
+from examples import arguments
 
 
 @pytest.mark.parametrize("pages", ["equal", "own"])
@@ -26,14 +29,20 @@ def test_cpu_adam(tmp_path, run_main, pages):
     assert {"commit", "torch", "cpu"} <= result["machine"].keys()
 
 
-def test_train_step(tmp_path, run_main):
-    options = ["--preset", "tiny", "--batch", "1", "--rounds", "2", "--warmup", "1", "--pause", "0"]
-    engines = ["FSDP2", "shardcore 0", "shardcore 2 + offload"]
+@pytest.mark.parametrize(
+    ("nproc", "base", "engines"),
+    [
+        (2, "DDP", ["ZeroRedundancy", "FSDP2 2", "FSDP2 3", "shardcore 0", "shardcore 2 + offload", "shardcore 3"]),
+        (1, "torch", ["shardcore 0", "shardcore 3"]),
+    ],
+)
+def test_train_step(tmp_path, run_main, nproc, base, engines):
+    options = ["--preset", "tiny", "--batch", "1", "--rounds", "2", "--warmup", "1", "--pause", "0", "--nproc", str(nproc)]
     printed = run_main(bench_train_step, *options, "--engines", *engines, "--out", str(tmp_path))
-    assert "time / DDP" in printed
+    assert f"time / {base}" in printed
     result = json.loads((tmp_path / "train_step.json").read_text())
-    assert set(result["engines"]) == {"DDP", *engines}
-    assert result["engines"]["DDP"]["time_over_ddp"]["median"] == 1.0
+    assert set(result["engines"]) == {base, *engines}
+    assert result["engines"][base]["time_over_base"]["median"] == 1.0
     assert all(len(engine["seconds"]) == 2 for engine in result["engines"].values())
 
 
@@ -46,6 +55,59 @@ def test_reduced_states(tmp_path, run_main):
         (subject, numel) for numel in (4096, 1001) for subject in ("offload", "fp32")
     ]
     assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
+
+
+def test_adam_scaling(tmp_path, run_main):
+    options = ["--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
+    printed = run_main(bench_adam_scaling, "--tensors", "3", "7", "--sizes", "1001", "4K", "2", *options)
+    assert "left out" not in printed
+    assert "growth from 4,096" in printed
+    result = json.loads((tmp_path / "adam_scaling.json").read_text())
+    tensors, flat = result["results"]
+    both = ["shardcore CPUAdam", "torch fused AdamW"]
+    assert [(c["size"], c["engine"]) for c in tensors["cases"]] == [(count, engine) for count in (3, 7) for engine in both]
+    assert [(c["size"], c["engine"]) for c in flat["cases"]] == [(n, engine) for n in (1001, 4096, 2) for engine in both]
+    assert [tensors["base"], flat["base"]] == [7, 4096]
+    for case in flat["cases"]:
+        same_engine = [c for c in flat["cases"] if c["engine"] == case["engine"]]
+        base = next(c["seconds"] for c in same_engine if c["size"] == 4096)
+        growth = [s / case["size"] / (b / 4096) for s, b in zip(case["seconds"], base, strict=True)]
+        assert case["growth"]["median"] == pytest.approx(sum(growth) / 2)
+        assert case["each"]["median"] == pytest.approx(1e9 * sum(case["seconds"]) / 2 / case["size"])
+
+
+def test_sizes_without_memory_are_left_out_and_named(tmp_path, run_main, monkeypatch):
+    options = ["--tensors", "1", "--rounds", "1", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
+    monkeypatch.setattr(bench_adam_scaling, "available_bytes", lambda: 17 * 4000)
+    assert "left out: 4,000, 5,000 elements (16 bytes" in run_main(
+        bench_adam_scaling, "--sizes", "100", "4000", "5e3", *options
+    )
+    result = json.loads((tmp_path / "adam_scaling.json").read_text())
+    assert result["left_out"] == [4000, 5000]
+    assert {case["size"] for case in result["results"][1]["cases"]} == {100}
+    run_main(bench_adam_scaling, "--sizes", "4000", *options)
+    assert len(json.loads((tmp_path / "adam_scaling.json").read_text())["results"]) == 1
+
+
+@pytest.mark.parametrize("reached", [0, 999, 1001])
+def test_a_step_that_reaches_less_or_more_than_its_size_is_noticed(monkeypatch, reached):
+    monkeypatch.setattr(bench_adam_scaling, "CHECK_STRIDE", 1)
+    weight = torch.zeros(2000)
+    good = bench_adam_scaling.Case("good", 1000, lambda: weight[:1000].add_(1), [weight])
+    bench_adam_scaling.check_elements([good])
+    bad = bench_adam_scaling.Case("bad", 1000, lambda: weight[:reached].add_(1), [weight])
+    with pytest.raises(ValueError, match="bad changed other elements than the first 1000"):
+        bench_adam_scaling.check_elements([good, bad])
+
+
+def test_tensors_that_were_not_stepped_are_noticed():
+    cases = list(bench_adam_scaling.tensor_cases(5))
+    for case in cases:
+        case.step()
+    bench_adam_scaling.check_tensors(cases)
+    cases[1].step()
+    with pytest.raises(ValueError, match="bench_adam_scaling: 5 tensors weights differ"):
+        bench_adam_scaling.check_tensors(cases)
 
 
 def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
@@ -61,7 +123,7 @@ def test_convergence_goes_on_where_it_stopped(tmp_path, run_main):
     assert "spread over seeds" in printed
 
 
-@pytest.mark.parametrize("module", [bench_cpu_adam, bench_reduced_states, bench_train_step])
+@pytest.mark.parametrize("module", [bench_adam_scaling, bench_cpu_adam, bench_reduced_states, bench_train_step])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,36 +142,25 @@ def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_train_step_needs_two_ranks(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bench_train_step", "--nproc", "1"])
-    with pytest.raises(SystemExit):
-        bench_train_step.main()
-    assert "argument --nproc: 1; expected a whole number of at least 2" in capsys.readouterr().err
-
-
 def test_an_engine_that_trains_something_else_is_noticed():
     losses = {"DDP": [5.5, 5.0], "same": [5.5, 5.0001], "idle": [5.5, 5.5]}
-    assert bench_train_step.check_losses({"DDP": losses["DDP"], "same": losses["same"]})["same"] < 1e-3
+    assert bench_train_step.check_losses({"DDP": losses["DDP"], "same": losses["same"]}, "DDP")["same"] < 1e-3
     with pytest.raises(ValueError, match=r"bench_train_step: idle has losses that differ from DDP's by 1\.0e-01"):
-        bench_train_step.check_losses(losses)
+        bench_train_step.check_losses(losses, "DDP")
 
 
 def test_an_engine_that_does_less_is_noticed():
     weight = torch.randn(4096)
-    ours = bench_cpu_adam.Case(lambda: None, weight)
-    same = bench_cpu_adam.Case(lambda: None, weight + 1e-7)
-    idle = bench_cpu_adam.Case(lambda: None, weight + 1e-3)
-    limit = bench_cpu_adam.Case(lambda: None, None)
-    assert bench_cpu_adam.check_same_work("fp32", {bench_cpu_adam.OURS: ours, "same": same, "limit": limit}) < 1e-5
-    with pytest.raises(ValueError, match="weights differ"):
-        bench_cpu_adam.check_same_work("fp32", {bench_cpu_adam.OURS: ours, "idle": idle, "limit": limit})
+    assert check_same_work("fp32", {"ours": weight, "same": weight + 1e-7}, "ours", "bench_x") < 1e-5
+    with pytest.raises(ValueError, match=r"bench_x: fp32 weights differ"):
+        check_same_work("fp32", {"ours": weight, "idle": weight + 1e-3}, "ours", "bench_x")
 
 
 def test_sizes():
-    assert [bench_cpu_adam.parse_size(text) for text in ("4096", "64K", "2m")] == [4096, 65536, 2 * 2**20]
-    for text in ("0", "-4K", "x", "", "1.5M"):
-        with pytest.raises(bench_cpu_adam.argparse.ArgumentTypeError, match="expected a number of elements"):
-            bench_cpu_adam.parse_size(text)
+    assert [arguments.elements(text) for text in ("4096", "64K", "2m", "3e7")] == [4096, 65536, 2 * 2**20, 30_000_000]
+    for text in ("0", "-4K", "x", "", "1.5M", "3e", "2Ke3", "1e99"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a number of elements"):
+            arguments.elements(text)
 
 
 def test_ratios_are_paired_by_round():
@@ -133,6 +184,17 @@ def test_every_case_runs_once_a_round():
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
     assert calls.count("a") == calls.count("b") == 8
     assert all({calls[i], calls[i + 2]} == {"a", "b"} for i in range(0, 16, 4))
+
+
+def test_repeats_may_differ_by_case():
+    calls: list[str] = []
+    cases = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
+    repeats = {"a": 1, "b": 3}
+    seconds = harness.interleave(
+        cases, rounds=1, repeats=repeats, pause_s=0, warmup=1, timer=lambda call, n: sum(call() or 6.0 for _ in range(n))
+    )
+    assert seconds == {"a": [6.0], "b": [6.0]}
+    assert (calls.count("a"), calls.count("b")) == (2, 6)
 
 
 def test_a_timer_may_be_given():

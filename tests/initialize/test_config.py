@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardcore import LossScale
 from shardcore.config import BatchSizes, read_config
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -21,6 +22,8 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         config["optimizer"] = {"type": "Adam"}
     if path.startswith("zero_optimization.offload_optimizer.") and not path.endswith(".device"):
         config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
+    if path.startswith("fp16.") and path != "fp16.enabled":
+        config["fp16"] = {"enabled": True}
     *sections, key = path.split(".")
     inside = config
     for section in sections:
@@ -38,8 +41,22 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("gradient_clipping", 0.5, "gradient_clipping", 0.5),
         ("gradient_clipping", 1, "gradient_clipping", 1.0),
         ("gradient_clipping", 0.0, "gradient_clipping", 0.0),
+        ("communication_data_type", "fp32", "communication_data_type", "fp32"),
+        ("communication_data_type", "BF16", "communication_data_type", "bf16"),
+        ("communication_data_type", None, "communication_data_type", None),
         ("bf16.enabled", True, "bf16", True),
         ("bf16.enabled", False, "bf16", False),
+        ("fp16.enabled", True, "fp16", True),
+        ("fp16.enabled", True, "loss_scale", LossScale()),
+        ("fp16.enabled", False, "loss_scale", None),
+        ("fp16.auto_cast", True, "auto_cast", True),
+        ("fp16.loss_scale", 0, "loss_scale", LossScale()),
+        ("fp16.loss_scale", 128, "loss_scale", 128.0),
+        ("fp16.initial_scale_power", 20, "loss_scale", LossScale(initial_power=20)),
+        ("fp16.loss_scale_window", 500, "loss_scale", LossScale(window=500)),
+        ("fp16.hysteresis", 1, "loss_scale", LossScale(hysteresis=1)),
+        ("fp16.min_loss_scale", 0.25, "loss_scale", LossScale(minimum=0.25)),
+        ("fp16.consecutive_hysteresis", True, "loss_scale", LossScale(consecutive_hysteresis=True)),
         ("zero_optimization.stage", 0, "stage", 0),
         ("zero_optimization.stage", 1, "stage", 1),
         ("zero_optimization.stage", 2, "stage", 2),
@@ -83,7 +100,20 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "kind", "says"),
     [
-        ("fp16", {"enabled": True}, ValueError, "config fp16 is not supported"),
+        ("amp", {"enabled": True}, ValueError, "config amp is not supported"),
+        ("fp16.enabled", "auto", TypeError, 'fp16.enabled has "auto"'),
+        ("fp16.auto_cast", 1, TypeError, "fp16.auto_cast has 1; expected true or false"),
+        ("fp16.loss_scale", -1, ValueError, "fp16.loss_scale has -1; expected a finite number of at least 0"),
+        ("fp16.loss_scale", True, TypeError, "fp16.loss_scale has True; expected a number"),
+        ("fp16.loss_scale_window", 0, ValueError, "fp16.loss_scale_window has 0; expected at least 1"),
+        ("fp16.hysteresis", 1.5, TypeError, "fp16.hysteresis has 1.5; expected a whole number"),
+        ("fp16.initial_scale_power", 128, ValueError, "fp16.initial_scale_power has 128; expected 0 to 127"),
+        ("fp16.initial_scale_power", "16", TypeError, "fp16.initial_scale_power has '16'; expected a whole number"),
+        ("fp16.min_loss_scale", 0, ValueError, "fp16.min_loss_scale has 0; expected a finite number above 0"),
+        ("fp16.min_loss_scale", 2**17, ValueError, r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale"),
+        ("fp16.consecutive_hysteresis", None, TypeError, "fp16.consecutive_hysteresis has None"),
+        ("fp16.scale", 1, ValueError, "fp16.scale is not supported"),
+        ("fp16.fp16_master_weights_and_grads", True, ValueError, "fp16.fp16_master_weights_and_grads is not supported"),
         ("scheduler", {"type": "WarmupLR"}, ValueError, "config scheduler is not supported"),
         ("zero_allow_untested_optimizer", True, ValueError, "config zero_allow_untested_optimizer is not supported"),
         (
@@ -111,13 +141,14 @@ def test_defaults() -> None:
         ("gradient_clipping", -1.0, ValueError, "gradient_clipping has -1.0; expected a finite number of at least 0"),
         ("gradient_clipping", math.inf, ValueError, "gradient_clipping has inf; expected a finite number"),
         ("gradient_clipping", "auto", TypeError, 'gradient_clipping has "auto"'),
+        ("communication_data_type", "fp8", ValueError, 'communication_data_type has \'fp8\'; expected "fp32", "bf16"'),
+        ("communication_data_type", 16, TypeError, "communication_data_type has 16; expected"),
         ("bf16", True, TypeError, "config bf16 has True; expected an object with keys"),
         ("bf16.enabled", 1, TypeError, "bf16.enabled has 1; expected true or false"),
         ("bf16.enabled", "auto", TypeError, 'bf16.enabled has "auto"'),
         ("zero_optimization", True, TypeError, "zero_optimization has True; expected an object"),
-        ("zero_optimization.stage", 3, NotImplementedError, "zero_optimization.stage has 3, which is not built yet"),
-        ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1 or 2"),
-        ("zero_optimization.stage", True, TypeError, "zero_optimization.stage has True; expected 0, 1 or 2"),
+        ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
+        ("zero_optimization.stage", True, TypeError, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
         ("zero_optimization.offload_optimizer.device", "nvme", NotImplementedError, '.device has "nvme", which is not built'),
         ("zero_optimization.offload_optimizer.device", "gpu", ValueError, '.device has \'gpu\'; expected "cpu" or "none"'),
         ("zero_optimization.offload_optimizer.device", None, TypeError, '.device has None; expected "cpu" or "none"'),
@@ -155,12 +186,23 @@ def test_adamw_without_its_mode_is_a_contradiction() -> None:
         read_config(BASE | {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}})
 
 
+def test_two_precisions_are_a_contradiction() -> None:
+    with pytest.raises(ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"):
+        read_config(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert read_config(BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}).loss_scale is None
+
+
+def test_a_fixed_loss_scale_leaves_the_other_keys_aside() -> None:
+    fp16 = {"enabled": True, "loss_scale": 64, "initial_scale_power": 3, "min_loss_scale": 16, "hysteresis": 2}
+    assert read_config(BASE | {"fp16": fp16}).loss_scale == 64.0
+
+
 def test_all_problems_are_reported_at_once() -> None:
-    config = {"train_batch_size": "auto", "fp16": {}, "zero_optimization": {"stage": 3}, "optimizer": {"params": {"lr": -1}}}
+    config = {"train_batch_size": "auto", "amp": {}, "zero_optimization": {"stage": 4}, "optimizer": {"params": {"lr": -1}}}
     with pytest.raises(ValueError, match="config has 5 problems") as raised:
         read_config(config)
     lines = str(raised.value).splitlines()[1:]
-    expected = ["train_batch_size", "fp16", "zero_optimization.stage", "optimizer.params.lr", "optimizer.type"]
+    expected = ["train_batch_size", "amp", "zero_optimization.stage", "optimizer.params.lr", "optimizer.type"]
     assert [line.split()[0] for line in lines] == expected
 
 

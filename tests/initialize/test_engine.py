@@ -45,7 +45,7 @@ def _by_shard(rank: int, steps: int, accumulation: int, stage: int, adam: dict[s
     model, optimizer = shardcore.shard(model, optimizer, stage, accumulate=accumulation, **options)
     for step in range(steps):
         for micro in range(accumulation):
-            (loss_of(model, batch_of(step, micro, rank)) / accumulation).backward()
+            optimizer.scale_loss(loss_of(model, batch_of(step, micro, rank)) / accumulation).backward()
         optimizer.step()
         optimizer.zero_grad()
     return hash_of_training(model, optimizer)
@@ -72,9 +72,43 @@ def test_the_same_bits_as_shard(world_size: int) -> None:
     assert all(got == expected for hashes in run_ranks(world_size, _both) for got, expected in hashes)
 
 
+FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}
+
+
+def _fp16_both(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for stage, loss_scale in ((0, 0), (1, 512), (2, 0), (3, 0)):
+        engine = start(ds_config(2, stage, fp16=FP16 | {"loss_scale": loss_scale}))
+        train(engine, rank, 6)
+        scale = loss_scale or shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
+        expected = _by_shard(rank, 6, 2, stage, precision="fp16", loss_scale=scale)
+        skipped = (engine.skipped_steps, engine.optimizer.skipped_steps, engine.optimizer.loss_scale)
+        found.append((hash_of_training(engine.module, engine.optimizer) == expected, *skipped))
+    return found
+
+
+def test_fp16_is_shards_fp16() -> None:
+    for found in run_ranks(2, _fp16_both):
+        assert all(same for same, _, _, _ in found)
+        assert found[1][1:] == (0, 0, 512.0)
+        assert found[0] == found[2] == found[3]
+        assert 0 < found[0][1] == found[0][2] < 6
+
+
+def test_fp16_casts_inputs_only_when_asked() -> None:
+    engine = start(ds_config(fp16={"enabled": True}))
+    with pytest.raises(RuntimeError, match="dtype"):
+        engine(batch_of(0, 0, 0)[0])
+    loss = ((engine(batch_of(0, 0, 0)[0].half()).float()) ** 2).mean()
+    assert engine.backward(loss).item() == loss.item(), "the returned loss is not scaled"
+    engine.step()
+    assert engine.optimizer.loss_scale == 2.0**16
+
+
 def _other_options(rank: int, world_size: int) -> list[str]:
     hashes = []
-    for more in ({}, {"gradient_clipping": 0.3}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 0}}):
+    sent = {"communication_data_type": "bf16"}
+    for more in ({}, {"gradient_clipping": 0.3}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 0}}, sent):
         engine = start(ds_config(2, **more))
         train(engine, rank, 2)
         hashes.append(hash_of_training(engine.module, engine.optimizer))
@@ -160,10 +194,11 @@ def test_adam_means_adamw_unless_it_says_otherwise() -> None:
 
 
 def _weights(engine: Any) -> str:
-    return hash_of(engine.module.parameters())
+    with shardcore.full_params(engine.module):
+        return hash_of(engine.module.parameters())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_only_boundaries_step(stage: int) -> None:
     engine = start(ds_config(3, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     before, seen = _weights(engine), []
@@ -205,7 +240,7 @@ def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(stage: int) -> None:
     for result in run_ranks(2, _overflow, stage):
         assert result == {"kept": True, "counts": (2, 4, 1), "finite": False, "moved": True, "lr": [2.5e-3]}
@@ -335,6 +370,9 @@ def _logged(rank: int, world_size: int) -> list[str]:
         messages += printed.getvalue().splitlines()
         del (config := ds_config())["gradient_clipping"]
         start(config)
+        with contextlib.redirect_stdout(printed := io.StringIO()):
+            train(start(ds_config(fp16={"enabled": True, "auto_cast": True}, steps_per_print=1)), rank, 1)
+        messages += printed.getvalue().splitlines()
     finally:
         logger.removeHandler(handler)
     return messages
@@ -345,5 +383,7 @@ def test_progress_is_printed_on_rank_0() -> None:
     assert [message.split(" loss=")[0] for message in first[:2]] == [f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)]
     assert all(0 < float(message.split("loss=")[1]) < 10 for message in first[:2])
     assert "config has no gradient_clipping, so the global norm is clipped to 1.0" in first[2]
-    assert len(first) == 3
+    assert first[3].startswith("step=1 skipped=0 lr=[0.01] loss=")
+    assert first[3].endswith(" loss_scale=65536")
+    assert len(first) == 4
     assert second == []

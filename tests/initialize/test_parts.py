@@ -123,7 +123,7 @@ def test_models_must_fit_the_configuration() -> None:
     _refused(TypeError, "model has type list", model=[])
     model = make_net()
     model.head.to(torch.bfloat16)
-    _refused(ValueError, r"head\.weight has dtype bfloat16 but config bf16\.enabled is not true", model=model)
+    _refused(ValueError, r"head\.weight has dtype bfloat16 but config enables neither bf16 nor fp16", model=model)
     start(ds_config(bf16={"enabled": True}), model)
 
 
@@ -240,7 +240,7 @@ def test_without_a_launcher_the_world_is_this_process(environment: pytest.Monkey
 def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}.items():
         environment.setenv(name, value)
-    _refused(ValueError, "config fp16 is not supported", ds_config(fp16={}))
+    _refused(ValueError, "config amp is not supported", ds_config(amp={}))
     assert not dist.is_initialized(), "what a failing call started, it ended"
     start(ds_config())
     assert dist.is_initialized()

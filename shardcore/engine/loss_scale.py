@@ -1,0 +1,141 @@
+"""Loss scaling for float16: how large the scale is, and when it moves.
+
+float16 has nothing between 0 and 6e-8, where many gradients lie, and nothing above 65504. So the loss is multiplied by a
+scale before backward, and the reduction, which works in float32, divides by it. Pure: no torch, no communication. Ranks agree
+on the scale because they decide from the same norm.
+Source: Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740). Options and their meaning are those that DeepSpeed documents
+(https://www.deepspeed.ai/docs/config-json/#fp16-training-options).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LARGEST = 2.0**127  # of the powers of two in float32
+_FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """A loss scale that follows the gradients: it begins at 2**initial_power, doubles while they fit, halves when they do not.
+
+    window: how many steps without an overflow pass before the scale doubles, at the next one that has none, and so on.
+    hysteresis: which overflow halves the scale, and every one after it; those before only skip their step. It counts anew once
+        the scale has doubled, with consecutive_hysteresis after every step without an overflow.
+    minimum: the scale goes no lower; an overflow that would halve it there is an error.
+    """
+
+    initial_power: int = 16
+    window: int = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    consecutive_hysteresis: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for an option that no scale can follow."""
+        for name, least in (("initial_power", 0), ("window", 1), ("hysteresis", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"LossScale: {name} has {value!r}; expected a whole number")
+            if value < least:
+                raise ValueError(f"LossScale: {name} has {value}; expected at least {least}")
+        if self.initial_power > 127:
+            raise ValueError(f"LossScale: initial_power has {self.initial_power}; expected at most 127 (float32 ends there)")
+        if isinstance(self.minimum, bool) or not isinstance(self.minimum, int | float):
+            raise TypeError(f"LossScale: minimum has {self.minimum!r}; expected a number")
+        if not 0.0 < self.minimum <= 2.0**self.initial_power:
+            raise ValueError(
+                f"LossScale: minimum has {self.minimum}; expected more than 0, and at most 2**initial_power (the first scale)"
+            )
+        if not isinstance(self.consecutive_hysteresis, bool):
+            raise TypeError(f"LossScale: consecutive_hysteresis has {self.consecutive_hysteresis!r}; expected True or False")
+
+
+class LossScaler:
+    """The loss scale of one sharded model.
+
+    scale: what the loss of the next backward is multiplied by. active: whether losses are scaled at all. unscaled: a backward
+    since the gradients were last forgotten ran on a loss that was not scaled by `scale`.
+    """
+
+    def __init__(self, options: LossScale | float | None) -> None:
+        """Scale dynamically, by a fixed number, or (None, or 1.0: the user does it) not at all."""
+        self.options = options if isinstance(options, LossScale) else None
+        fixed = 1.0 if options is None or isinstance(options, LossScale) else float(options)
+        self.scale = fixed if self.options is None else _FACTOR**self.options.initial_power
+        self.active = self.options is not None or fixed != 1.0
+        self.unscaled = False
+        self._scaled = False
+        self._stable_steps = 0  # since the last overflow
+        self._hysteresis_left = 1 if self.options is None else self.options.hysteresis
+
+    # --- whether backwards are scaled ---------------------------------------------------------------------------------
+
+    def see_loss(self, scale: float) -> None:
+        """Learn that the backward under way began at a loss multiplied by `scale`."""
+        self._scaled = scale == self.scale
+
+    def end_backward(self, any_grad: bool) -> None:
+        """Learn that a backward ended, and whether it gave any gradient."""
+        self.unscaled |= any_grad and self.active and not self._scaled
+        self._scaled = False
+
+    # --- after a step -------------------------------------------------------------------------------------------------
+
+    def after_update(self) -> None:
+        """Learn that a step updated the weights."""
+        if self.options is None:
+            return
+        grows = self._stable_steps > 0 and self._stable_steps % self.options.window == 0
+        self._stable_steps += 1
+        if grows:
+            self.scale = min(self.scale * _FACTOR, _LARGEST)
+        if grows or self.options.consecutive_hysteresis:
+            self._hysteresis_left = self.options.hysteresis
+
+    def after_overflow(self) -> str:
+        """Learn that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low."""
+        if self.options is None:
+            return f"; the loss scale stays {self.scale:g}" if self.active else ""
+        self._stable_steps = 0
+        if self._hysteresis_left > 1:
+            self._hysteresis_left -= 1
+            return f"; the loss scale stays {self.scale:g} (overflows until it halves: {self._hysteresis_left})"
+        if self.scale <= self.options.minimum:
+            raise RuntimeError(
+                f"step: gradients are not finite though the loss scale is at its minimum, {self.scale:g}; nothing was updated "
+                "on any rank; expected finite gradients there: look for infinity or NaN in the data, the loss and the "
+                "activations (float16 ends at 65504), lower the learning rate or LossScale(minimum=...), or train with "
+                'precision="bf16"'
+            )
+        old, self.scale = self.scale, max(self.scale / _FACTOR, self.options.minimum)
+        return f"; the loss scale goes from {old:g} to {self.scale:g}"
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any] | None:
+        """Return what a state dict keeps: plain numbers, or None if the scale never moves."""
+        if self.options is None:
+            return None
+        return {"scale": self.scale, "stable_steps": self._stable_steps, "hysteresis_left": self._hysteresis_left}
+
+    def check_state(self, op: str, state: object) -> None:
+        """Raise TypeError or ValueError unless `load_state` can follow `state`."""
+        if state is None or self.options is None:
+            return
+        if not isinstance(state, Mapping) or set(state) != {"scale", "stable_steps", "hysteresis_left"}:
+            raise TypeError(f'{op}: state_dict["loss_scale"] is {state!r}; expected scale, stable_steps and hysteresis_left')
+        for key, value in state.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise TypeError(f'{op}: state_dict["loss_scale"][{key!r}] is {value!r}; expected a finite number')
+        if not 0.0 < state["scale"] <= _LARGEST or state["stable_steps"] < 0 or state["hysteresis_left"] < 1:
+            raise ValueError(f'{op}: state_dict["loss_scale"] is {dict(state)}; expected a scale above 0 and counts')
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from `state` within this scaler's own options. None, or a scale that never moves, changes nothing."""
+        if state is None or self.options is None:
+            return
+        self.scale = max(float(state["scale"]), self.options.minimum)
+        self._stable_steps = int(state["stable_steps"])
+        self._hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)

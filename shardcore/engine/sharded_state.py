@@ -1,0 +1,247 @@
+"""State dicts that stay in shards, for torch.distributed.checkpoint: no rank ever holds the whole.
+
+Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. No DTensor placement says that (Shard(0)
+cuts at rows). But torch.distributed.checkpoint describes every tensor as boxes of it, (offsets, sizes), whoever has them;
+any range of a row-major tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has whole
+tensors under their own names, which DTensors, plain tensors and other world sizes load. `Shards` says its boxes by the
+protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardcore.comm import Traffic, wait_all
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.engine import Engine
+from shardcore.engine.store import set_owned
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+_OP = "load_sharded_state_dict"
+
+
+class Shards(torch.Tensor):
+    """What this rank has of a tensor: `ranges` of it, flattened, as [(first element, values)]. Nothing can be computed with it.
+
+    boxes: the same memory by offset in the whole tensor; see Note [Boxes].
+    """
+
+    ranges: list[tuple[int, torch.Tensor]]
+    boxes: dict[torch.Size, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, ranges: list[tuple[int, torch.Tensor]]) -> "Shards":
+        """Describe a tensor of this shape, of which this rank has `ranges`."""
+        made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.ranges, made.boxes = ranges, {}
+        for start, values in ranges:
+            cursor = 0
+            for offsets, sizes in boxes_of(tuple(shape), start, values.numel()):
+                made.boxes[torch.Size(offsets)] = values[cursor : cursor + prod(sizes)].view(sizes)
+                cursor += prod(sizes)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        """Refuse every operation."""
+        raise TypeError(
+            f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads and writes; expected the "
+            "whole tensor (model.state_dict())"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what it is; the values are not all here."""
+        numel = sum(values.numel() for _, values in self.ranges)
+        return f"Shards({numel} of the {self.numel()} elements of a {tuple(self.shape)} {self.dtype})"
+
+    def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
+        """See torch.distributed._checkpointable: what this rank writes."""
+        planner, metadata = (import_module(f"torch.distributed.checkpoint.{name}") for name in ("planner", "metadata"))
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    metadata.ChunkStorageMetadata(offsets, part.size()),
+                    metadata.TensorProperties.create_from_tensor(part),
+                    self.size(),
+                ),
+            )
+            for offsets, part in self.boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        """See torch.distributed._checkpointable: what this rank reads."""
+        metadata = import_module("torch.distributed.checkpoint.metadata")
+        return [metadata.ChunkStorageMetadata(offsets, part.size()) for offsets, part in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+        """See torch.distributed._checkpointable: the memory of one box."""
+        assert index.offset is not None
+        return self.boxes[index.offset]
+
+
+def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the (offsets, sizes) of the boxes that elements [start, start + numel) of the flattened tensor are, in order."""
+    if not shape:
+        yield (), ()
+        return
+    row, end = prod(shape[1:]), start + numel
+    while start < end:
+        index, inside = divmod(start, row)
+        if inside == 0 and end - start >= row:
+            count = (end - start) // row
+            yield (index, *(0 for _ in shape[1:])), (count, *shape[1:])
+            start += count * row
+        else:
+            length = min(end - start, row - inside)
+            for offsets, sizes in boxes_of(shape[1:], inside, length):
+                yield (index, *offsets), (1, *sizes)
+            start += length
+
+
+def shards_of(bucket: Bucket, managed: Managed, flat: torch.Tensor) -> torch.Tensor:
+    """Copy what this rank has of a parameter from `flat`, a buffer of the owned range."""
+    ranges = [
+        (piece.param_start, flat[piece.start : piece.start + piece.numel].clone())
+        for piece in bucket.pieces
+        if bucket.params[piece.slot] is managed
+    ]
+    shape = managed.param.shape
+    return Shards(shape, flat.dtype, ranges) if managed.param.numel() else torch.empty(shape, dtype=flat.dtype)
+
+
+def _values(engine: Engine, bucket: Bucket) -> torch.Tensor:
+    return engine.store.states(bucket)["master"] if bucket.needs_master else bucket.owned_weight
+
+
+@torch.no_grad()
+def model_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
+    engine.together("state_dict", engine.updater.accept_weight_edits)
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for _, tensor in _named(engine.model):
+        bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
+        if tensor in found:  # tied: one memory under both names
+            continue
+        if bucket is None:
+            found[tensor] = tensor.detach().clone()
+        else:
+            found[tensor] = shards_of(bucket, engine.managed[tensor], _values(engine, bucket))  # type: ignore[index]
+    return {name: found[tensor] for name, tensor in _named(engine.model)}
+
+
+@torch.no_grad()
+def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
+    named = dict(_named(engine.model))
+
+    def check() -> None:
+        _check_names(named, state)
+        for name, tensor in named.items():
+            bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
+            if bucket is not None:
+                _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
+            elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
+                raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
+        if engine.weights is not None and any(unit.open for unit in engine.weights.units):
+            raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
+
+    engine.together(_OP, check)
+    name_of = {tensor: name for name, tensor in named.items()}
+    for name, tensor in named.items():
+        if tensor not in engine.bucket_of:
+            tensor.copy_(state[name])
+    for bucket in engine.buckets:
+        for managed in bucket.params:
+            values = state[name_of[managed.param]]
+            set_owned(engine.store, bucket, managed, _reader(values))
+        if engine.lifetimes.full_weight_resident and not engine.lifetimes.owns_everything:
+            wait_all(engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers))
+        torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
+        for managed in bucket.params:
+            managed.version = managed.param._version
+
+
+@torch.no_grad()
+def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the states by "parameter.key": `Shards`, and each parameter's step count. Collective."""
+    engine.together("optimizer.state_dict", engine.updater.accept_weight_edits)
+    found: dict[str, torch.Tensor] = {}
+    for name, bucket, managed in _updated(engine):
+        found[f"{name}.step"] = torch.tensor(float(managed.step))
+        for key, flat in engine.store.states(bucket).items():
+            if key != "master":  # it is in the model's state
+                found[f"{name}.{key}"] = shards_of(bucket, managed, flat)
+    return found
+
+
+@torch.no_grad()
+def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Set states and step counts from what `optimizer_state` returned and a checkpoint filled. Collective."""
+    keys = {
+        f"{name}.{key}": (bucket, managed)
+        for name, bucket, managed in _updated(engine)
+        for key in ("step", *engine.store.states(bucket))
+        if key != "master"
+    }
+
+    def check() -> None:
+        _check_names(keys, state)
+        for name, (bucket, managed) in keys.items():
+            if not name.endswith(".step"):
+                _check_ranges(name, bucket, managed, state[name])
+
+    engine.together(_OP, check)
+    for name, (bucket, managed) in keys.items():
+        key = name.rpartition(".")[2]
+        if key == "step":
+            managed.step = int(state[name])
+            continue
+        read = _reader(state[name])
+        for piece in bucket.pieces:
+            if bucket.params[piece.slot] is managed:
+                engine.store.write(bucket, key, piece.start, read(piece.param_start, piece.numel))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what belongs into a state dict: parameters, tied ones under each name, and persistent buffers."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
+    for bucket in engine.updater.buckets:
+        for managed in bucket.params:
+            yield managed.name, bucket, managed
+
+
+def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    for name in [*expected, *state]:
+        if name not in state or name not in expected:
+            has = "lacks" if name not in state else "has"
+            raise ValueError(f"{_OP}: state_dict {has} {name}; expected the keys that sharded_state_dict returns")
+
+
+def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
+    pieces = [piece for piece in bucket.pieces if bucket.params[piece.slot] is managed]
+    given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
+    if given != [(piece.param_start, piece.numel) for piece in pieces] or values.shape != managed.param.shape:
+        raise ValueError(f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on this rank")
+
+
+def _reader(values: Any) -> Any:
+    parts = dict(getattr(values, "ranges", []))
+    return lambda start, numel: parts[start]

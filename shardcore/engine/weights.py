@@ -1,0 +1,398 @@
+"""Whole weights that exist only around their use (stage 3): gathered ahead, let go after.
+
+A unit's weights are gathered when its forward or its backward begins, and the next unit's at the same time, while this one
+computes. Which unit is next is what the last pass showed (`Order`); where a pass takes another way, nothing is gathered
+ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
+
+Note [Letting go in backward]: autograd adds to a parameter's gradient once all nodes that use the parameter have run, so a
+unit is let go when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of a
+device in the reverse of the order in which they were made: when the latest input's own node is next, the unit's are done.
+(Nothing is put into the graph to learn that: it would change the order of sums.) An input that is a leaf has no such node;
+its gradient being there says less, so there the gradients must be there as well. Units that hold other units are used by
+these, at times that nothing tells; they stay until backward ends, the root among them.
+Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
+There `before_forward` gathers as always and `after_forward` does nothing.
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardcore._native import _C
+from shardcore.comm import Comm, Notice, Traffic, different_ways, first_difference, wait_all
+from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.order import Order, in_backward
+
+MEETINGS = ("the end of forward", "the end of backward", "a step", "a read of whole values")
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit at run time.
+
+    stays: it holds other units, or is the root: see Note [Letting go in backward]. held: how many `full_params` hold it.
+    gathers: the collectives under way, None if there are none; notice: what announced them. open: its parameters have memory.
+    calls: backwards of it that have begun and not ended. incomplete: its buckets whose gradients are not all there.
+    kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None if nothing is kept.
+    guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
+    """
+
+    name: str
+    module: nn.Module
+    buckets: list[Bucket]
+    stays: bool
+    held: int = 0
+    gathers: list[Any] | None = None
+    notice: Notice | None = None
+    open: bool = False
+    calls: int = 0
+    incomplete: set[Bucket] = field(default_factory=set)
+    kept: list[torch.Tensor] | None = None
+    guest: nn.Module | None = None
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return any(not bucket.trainable for bucket in self.buckets)
+
+
+class Weights:
+    """Decides when each unit's weights are whole on this rank, and moves them."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, device: torch.device, reshard_after_forward: bool | int) -> None:
+        """Serve `units`, whose parameters are closed and whose shards are in place.
+
+        reshard_after_forward: whether weights are let go between forward and backward; or how many consecutive ranks keep
+        them together, a part each.
+        """
+        self.units, self.comm = list(units), comm
+        # how many ranks keep a unit's weights from forward to backward; 0: only the shards are kept
+        keepers = int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
+        first = comm.rank - comm.rank % keepers if keepers else 0
+        self._keepers = range(first, first + keepers)
+        self.pool = BufferPool(device)
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._forward, self._backward = Order[Unit](), Order[Unit]()
+        self._scratch: list[tuple[Unit, Managed]] = []
+        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        for method in ("before_forward", "after_forward", "before_part", "after_part", "begin_forward", "end_forward"):
+            setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
+
+    def callable_parts(self, unit: Unit) -> list[nn.Module]:
+        """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
+
+        Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
+        split what torch.compile makes of a block.
+        """
+        modules = {other.module for other in self.units}
+        own = {managed.param for bucket in unit.buckets for managed in bucket.params}
+
+        def visit(module: nn.Module) -> Iterator[nn.Module]:
+            for child in module.children():
+                if not own.isdisjoint(child.parameters()):
+                    yield child
+                    if child not in modules:
+                        yield from visit(child)
+
+        return list(dict.fromkeys(visit(unit.module))) if unit.stays else []
+
+    # --- moving -------------------------------------------------------------------------------------------------------
+
+    def _start(self, unit: Unit) -> None:
+        if unit.open or unit.gathers is not None:
+            return
+        unit.gathers, unit.notice = [], self.comm.announce(self.units.index(unit))
+        with torch.profiler.record_function(f"shardcore::gather({unit.name or 'root'})"), torch.no_grad():
+            for bucket in unit.buckets:
+                if len(self.comm.sharers) == 1:
+                    bucket.weight = bucket.owned_weight
+                    continue
+                bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
+                if unit.kept:
+                    part = unit.kept.pop(0)
+                    self._kept_part(bucket).copy_(part)
+                    self.pool.give(part)
+                    unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
+                else:
+                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
+                    unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+            unit.kept = None
+
+    def _wait(self, unit: Unit) -> None:
+        gathers, unit.gathers = unit.gathers or [], None
+        self.comm.check(unit.notice, self._announced)
+        wait_all(gathers)
+
+    def _announced(self, what: int) -> str:
+        known = len(self.units)
+        return MEETINGS[what - known] if what >= known else f"the weights of {self.units[what].name or 'the root'}"
+
+    def meet(self, where: str, order: Order[Unit] | None = None) -> None:
+        """Raise RuntimeError unless every rank comes to this point (one of MEETINGS) now, by the same `order`. Collective."""
+        names = [unit.name or "root" for unit in order.now] if order is not None else []
+        notice = self.comm.announce(len(self.units) + MEETINGS.index(where), zlib.crc32("\n".join(names).encode()))
+        if self.comm.check(notice, self._announced):
+            return
+        difference = first_difference(self.comm.gather_json([f"use {i}: {name}" for i, name in enumerate(names)]))
+        raise different_ways(str(difference))
+
+    def _open(self, unit: Unit) -> None:
+        self._start(unit)
+        if unit.open:
+            return
+        self._wait(unit)
+        for bucket in unit.buckets:
+            with _named(bucket, "use"):
+                _C.lend([m.param for m in bucket.params], bucket.weight, [m.offset for m in bucket.params])
+        unit.open = True
+
+    def _kept_part(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
+
+    def _keep_part(self, unit: Unit) -> None:
+        unit.kept = []
+        for bucket in unit.buckets:
+            part = self._kept_part(bucket)
+            unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
+
+    @torch.no_grad()
+    def _close(self, unit: Unit, keep: bool = False) -> None:
+        if unit.held:
+            return
+        if keep and unit.open and unit.kept is None and len(self._keepers) > 1 and len(self.comm.sharers) > 1:
+            self._keep_part(unit)
+        if unit.gathers is not None:
+            self._wait(unit)
+        for bucket in unit.buckets:
+            if unit.open:
+                if any(managed.edited for managed in bucket.params):
+                    bucket.take_edits()
+                with _named(bucket, "letting go"):
+                    _C.withdraw([m.param for m in bucket.params], [closed_message(m.name, unit.name) for m in bucket.params])
+            memory = bucket.let_go()
+            if len(self.comm.sharers) > 1:
+                self.pool.give(memory)
+        unit.open = False
+
+    def close_all(self) -> None:
+        """Let go of every unit's whole weights: new ones come into the shards, or nobody needs them now."""
+        for unit in self.units:
+            unit.calls = 0
+            if unit.held:
+                self._take_edits(unit)
+            elif unit.open or unit.gathers is not None:
+                self._close(unit)
+            for part in unit.kept or []:
+                self.pool.give(part)
+            unit.kept = None
+
+    @staticmethod
+    @torch.no_grad()
+    def _take_edits(unit: Unit) -> None:
+        """Bring shards in line with weights that someone had the time to edit, through `.data` too, which no counter tells."""
+        for bucket in unit.buckets:
+            bucket.take_edits()
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
+        works = []
+        for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
+            if len(self.comm.sharers) > 1:
+                bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
+                works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+        wait_all(works)
+
+    @contextmanager
+    def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
+        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective."""
+        chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
+        for unit in chosen:
+            self._open(unit)
+            unit.held += 1
+        try:
+            yield
+        finally:
+            for unit in chosen:
+                unit.held -= 1
+                self._take_edits(unit)
+                self._close(unit)
+
+    def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
+        """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.
+
+        What is being gathered (a forward that failed left it) has the old values: it is let go.
+        """
+        for unit in self.units:
+            if unit.gathers is not None:
+                self._close(unit)
+        place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
+        chosen = [place[param] for param in params if param in place]
+        for unit, bucket, managed in chosen:
+            with _named(bucket, "load_state_dict"):
+                _C.lend([managed.param], torch.empty_like(managed.param).detach().view(-1), [0])
+            self._scratch.append((unit, managed))
+
+    def end_scratch(self) -> None:
+        """Take back what `lend_scratch` gave."""
+        for unit, managed in self._scratch:
+            _C.withdraw([managed.param], [closed_message(managed.name, unit.name)])
+            managed.version = managed.param._version
+        self._scratch = []
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def _use(self, unit: Unit) -> None:
+        order = self._backward if in_backward() else self._forward
+        self._open(unit)
+        order.use(unit)
+        if order.next is not None:
+            self._start(order.next)
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the whole model (not one that backward repeats)."""
+        if not in_backward():
+            self._forward.begin()
+
+    def end_forward(self) -> None:
+        """End a forward of the whole model: what was gathered and not used is let go; without gradients everything is."""
+        if in_backward():
+            return
+        self.meet("the end of forward", self._forward)
+        self._forward.end()
+        for unit in self.units:
+            if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
+                self._close(unit)
+
+    def before_forward(self, index: int, inputs: Any) -> None:
+        """Make unit `index` ready, and watch for the end of this call's backward."""
+        unit = self.units[index]
+        unit.guest = None
+        self._use(unit)
+        if unit.stays or not torch.is_grad_enabled():
+            return
+        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        made = [(leaf.grad_fn._sequence_nr(), i) for i, leaf in enumerate(watched) if leaf.grad_fn is not None]
+        if made:
+            watched[max(made)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
+        elif watched:
+            watched[0].register_hook(lambda grad: self._end_call(unit, only_if_complete=True))  # type: ignore[no-untyped-call]
+
+    def after_forward(self, index: int, output: Any) -> None:
+        """Let go of unit `index`, unless its backward is near, and watch for that."""
+        unit = self.units[index]
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            self._watch_backward(unit, output)
+            if unit.stays or len(self._keepers) == 1 or self._forward.is_last(unit):
+                return
+        if not unit.stays:
+            self._close(unit, keep=torch.is_grad_enabled())
+
+    def _watch_backward(self, unit: Unit, output: Any) -> None:
+        """Make the unit whole when the first node that made one of its outputs is to run, once a backward.
+
+        Hooks of nodes run after those of tensors: a unit that ends where this one begins is let go before.
+        """
+        last = -1
+
+        def begin(grads: Any) -> None:
+            nonlocal last
+            task = torch._C._current_graph_task_id()
+            if task != last:
+                last = task
+                self._before_backward(unit)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)
+
+    def before_part(self, index: int, part: nn.Module) -> None:
+        """Make unit `index` ready for a module inside it that is called on its own (`model.lm_head(x)`)."""
+        unit = self.units[index]
+        if not unit.open:
+            unit.guest = part
+            self._use(unit)
+
+    def after_part(self, index: int, part: nn.Module, output: Any) -> None:
+        """Let go of the unit if it was whole for this call alone; with gradients it stays until backward ends."""
+        unit = self.units[index]
+        if unit.guest is not part:
+            return
+        unit.guest = None
+        if torch.is_grad_enabled():
+            self._watch_backward(unit, output)
+        elif not in_backward():
+            self._close(unit)
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+        self._backward.begin()
+        for unit in self.units:
+            unit.calls = 0
+            unit.incomplete = {bucket for bucket in unit.buckets if bucket.trainable}
+
+    def _before_backward(self, unit: Unit) -> None:
+        unit.calls += 1
+        self._use(unit)
+
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """Learn that all gradients of a bucket are there. See Note [Letting go in backward]."""
+        unit = self._unit_of[bucket]
+        unit.incomplete.discard(bucket)
+        if not unit.incomplete and not unit.stays and not unit.has_frozen:
+            self._close(unit)
+
+    def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
+        unit.calls = max(0, unit.calls - 1)
+        if unit.calls == 0 and not (only_if_complete and unit.incomplete):
+            self._close(unit)
+
+    def end_backward(self) -> None:
+        """End a backward."""
+        self.meet("the end of backward", self._backward)
+        self._backward.end()
+        self.close_all()
+
+
+@contextmanager
+def _named(bucket: Bucket, op: str) -> Iterator[None]:
+    """Let an exchange of memory that fails because a parameter lies elsewhere name that parameter."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        bucket.check_in_place(op)
+        raise
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+    else:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def closed_message(name: str, unit: str) -> str:
+    """What a read of weights that are only in shards says."""
+    inside = f"the forward and backward of {unit or 'the model'}"
+    return (
+        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
+        "`with shardcore.full_params(model):`"
+    )

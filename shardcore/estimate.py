@@ -1,0 +1,117 @@
+"""``shardcore estimate``: what training a model would keep and send on each rank, by shardcore.predict."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.arguments import DTYPES
+from shardcore.engine.bucket import LIFETIMES
+from shardcore.predict import Prediction, predict
+
+_KINDS = ("weights", "gradients", "master", "states", "communication")
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of estimate to its parser."""
+    parser.add_argument("model", metavar="MODULE:FUNCTION", help="a function without arguments that builds the model")
+    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: a table of all")
+    parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
+    parser.add_argument("--precision", choices=list(DTYPES), default="bf16", help="of weights (default: %(default)s)")
+    parser.add_argument(
+        "--grad-dtype", choices=list(DTYPES), default="fp32", help="of reduced gradients (default: %(default)s)"
+    )
+    parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards a step (default: %(default)s)")
+    parser.add_argument("--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit')
+    parser.add_argument("--json", action="store_true", help="bytes, as JSON, instead of a table in GiB")
+
+
+def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]], str]) -> int:
+    """Print the estimate; `columns` aligns a table. Raises ValueError or TypeError for what cannot be estimated."""
+    model = build(options.model)
+    stages = sorted(LIFETIMES) if options.stage is None else [options.stage]
+    found = [
+        (world_size, stage, _predict(model, options, world_size, stage))
+        for world_size in options.world_size
+        for stage in stages
+    ]
+    if options.json:
+        print(json.dumps([_plain(*entry) for entry in found], indent=1))
+        return 0
+    first = found[0][2]
+    print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
+    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "sent a step", "collectives"]]
+    for world_size, stage, prediction in found:
+        report = prediction.resting
+        held = [report.by_kind.get(kind, 0) for kind in _KINDS] + [report.by_tier.get(tier, 0) for tier in ("device", "cpu")]
+        cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
+        rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
+    print(columns(rows))
+    if len(found) == 1:
+        print("\n" + columns([["a step", "collectives", "GiB sent"], *_transfer_rows(first)]))
+        print("\nwithin a step at most: " + ", ".join(f"{kind} {_gib(count)}" for kind, count in first.most.items()))
+    return 0
+
+
+def build(name: str) -> nn.Module:
+    """Call `module:function` with the meta device as default; returns the model."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ValueError(f"estimate: MODULE:FUNCTION is {name!r}; expected a module and a function in it, as models:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"estimate: {name} was not found from {os.getcwd()}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    with torch.device("meta"):
+        model = function()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module")
+    return model
+
+
+def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, stage: int) -> Prediction:
+    return predict(
+        model,
+        stage=stage,
+        world_size=world_size,
+        precision=options.precision,
+        grad_dtype=options.grad_dtype,
+        offload=None if options.offload is None else {"optimizer": options.offload},
+        accumulate=options.accumulate,
+        units=int(options.units) if options.units.isdigit() else options.units,
+    )
+
+
+def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any]:
+    resting: dict[str, dict[str, int]] = {}
+    for line in prediction.resting.lines:
+        by_kind = resting.setdefault(line.tier, dict.fromkeys(_KINDS, 0))
+        by_kind[line.kind] += line.bytes
+    return {
+        "world_size": world_size,
+        "stage": stage,
+        "parameters": prediction.numel,
+        "units": prediction.units,
+        "bytes": resting,
+        "most_bytes_in_a_step": dict(prediction.most),
+        "transfers": [vars(transfer) for transfer in prediction.transfers],
+    }
+
+
+def _transfer_rows(prediction: Prediction) -> list[list[str]]:
+    return [[transfer.purpose, str(transfer.collectives), _gib(transfer.bytes)] for transfer in prediction.transfers]
+
+
+def _gib(count: int) -> str:
+    return f"{count / _GIB:.2f}"

@@ -1,0 +1,259 @@
+"""What shardcore.predict says of a rank's memory and messages, beside what real ranks keep and send: equal to the byte.
+
+Three witnesses: memory_report (asked whenever a gradient buffer moves, for the most of each kind), the tensors that Python's
+garbage collector finds alive (so what the report forgets is seen), and a count of the collectives that leave Comm.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from shardcore.comm import Comm, Traffic
+from shardcore.engine.bucket import BufferPool
+from shardcore.engine.reducer import Reducer
+from shardcore.engine.store import DeviceStore
+from shardcore.predict import Prediction, _Rehearsal, predict
+from tests.engine.models import Net, Run, batch_of, loss_of, train
+from tests.ranks import run_ranks
+
+CASES = [
+    Run(precision=precision, shard={"offload": offload})
+    for precision in ("fp32", "bf16")
+    for offload in (None, {"optimizer": "cpu"})
+] + [
+    Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm, "grad_dtype": "bf16"}),
+    Run(precision="bf16", accumulate=2, shard={"sync_each": True}),
+    Run(precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}),
+    Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
+]
+
+
+class Model(Net):
+    """Net with a frozen layer in one block and uneven blocks, so that buffers of the pools have several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+        self.blocks[1].up.requires_grad_(False)
+        self.blocks[3].up = nn.Linear(24, 2500)
+        self.blocks[3].down = nn.Linear(2500, 24)
+
+
+def predicted(rank: int, world_size: int, run: Run) -> Prediction:
+    with torch.device("meta"):
+        model = Model()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=run.adam.get("amsgrad", False))
+    options = {**run.shard, "precision": run.precision, "accumulate": run.accumulate}
+    return predict(model, optimizer, run.stage, world_size=world_size, rank=rank, **options)
+
+
+def live_tensors() -> dict[int, int]:
+    """Bytes of every storage that a Python tensor holds, by storage; weights that are only in shards have none."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter):
+            if thing.layout != torch.strided:
+                continue
+            storage = thing.untyped_storage()
+            try:
+                found[storage._cdata] = storage.nbytes() if storage.data_ptr() else 0
+            except RuntimeError:  # closed
+                found[storage._cdata] = 0
+    return found
+
+
+class Watched:
+    """Takes the most of each kind whenever gradient buffers moved, and counts what leaves Comm."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.model: Any = None
+        self.most: dict[str, int] = {}
+        self.sent: Counter[str] = Counter()
+        for owner, name in ((Reducer, "_collect_buffer"), (Reducer, "_finish"), (Reducer, "show_grads")):
+            patch.setattr(owner, name, self._sampling(getattr(owner, name)))
+        patch.setattr(Comm, "all_to_all", self._counting(self._sampling(Comm.all_to_all)))
+        patch.setattr(Comm, "all_gather", self._counting(Comm.all_gather))
+
+    def _sampling(self, method: Any) -> Any:
+        def sampled(*args: Any) -> Any:
+            result = method(*args)
+            if self.model is not None:
+                report = shardcore.memory_report(self.model)
+                held = {"gradients": report.by_kind["gradients"]}
+                held["communication"] = sum(
+                    line.bytes for line in report.lines if line.kind == "communication" and line.tier == "device"
+                )
+                self.most = {kind: max(count, self.most.get(kind, 0)) for kind, count in held.items()}
+            return result
+
+        return sampled
+
+    def _counting(self, method: Any) -> Any:
+        def counted(comm: Comm, tensor: torch.Tensor, *rest: Any) -> Any:
+            kind = next(item for item in rest if isinstance(item, Traffic))
+            alone = isinstance(rest[-1], Sequence) and len(rest[-1]) == 1
+            if kind != Traffic.NOTICE and comm.world_size > 1 and tensor.numel() and not alone:
+                self.sent["collectives"] += 1
+                self.sent["bytes"] += tensor.nbytes // comm.world_size * (comm.world_size - 1)
+            return method(comm, tensor, *rest)
+
+        return counted
+
+
+def _measured(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Any, ...]]:
+    return [_measured_one(rank, run) for run in runs]
+
+
+def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        watched = Watched(patch)
+        before = live_tensors()
+        torch.manual_seed(0)
+        model, optimizer, _ = train(rank, replace(run, steps=2), Model())
+        watched.model = model
+        watched.sent.clear()
+        for micro in range(run.accumulate):
+            loss_of(model, batch_of(7, micro, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = shardcore.memory_report(model)
+        sent = dict(watched.sent)
+        alive = sum(size for storage, size in live_tensors().items() if before.get(storage) != size)
+    return report.lines, watched.most, sent, alive
+
+
+def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
+    """Say where a prediction and what was measured differ."""
+    lines, most, sent, alive = measured
+    found = []
+    ours = {(line.unit, line.kind, line.tier): line.bytes for line in prediction.resting.lines}
+    theirs = {(line.unit, line.kind, line.tier): line.bytes for line in lines}
+    found += [
+        f"{key}: {ours.get(key)} != {theirs.get(key)}"
+        for key in ours.keys() | theirs.keys()
+        if ours.get(key) != theirs.get(key)
+    ]
+    if prediction.most != most:
+        found.append(f"most: {prediction.most} != {most}")
+    counted = {"collectives": sum(t.collectives for t in prediction.transfers), "bytes": prediction.sent_bytes}
+    if counted != {"collectives": 0, "bytes": 0} | sent:
+        found.append(f"sent: {counted} != {sent}")
+    total = sum(line.bytes for line in prediction.resting.lines)
+    if not total <= alive <= total + 4096:  # buffers of the model, norms, the step's bookkeeping
+        found.append(f"alive: {total} != {alive}")
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int) -> None:
+    runs = [replace(run, stage=stage) for run in (CASES if world_size == 2 else CASES[1::2])]
+    for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
+        for run, measured in zip(runs, answers, strict=True):
+            assert differences(predicted(rank, world_size, run), measured) == [], run
+
+
+def _order_of_use(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
+    return _measured_one(rank, run)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
+    """`gain` is the first parameter of the model and the last one used; with "bf16" it has a buffer of its own here."""
+    run = Run(stage=stage, precision="bf16", shard={"keep_fp32": "gain"})
+    for rank, (lines, most, *_) in enumerate(run_ranks(2, _order_of_use, run)):
+        prediction = predicted(rank, 2, run)
+        unit = max(sum(p.numel() for p in block.parameters()) for block in Model().blocks) * 2
+        for ours, theirs in (
+            (sum(line.bytes for line in prediction.resting.lines), sum(line.bytes for line in lines)),
+            *((prediction.most[kind], most[kind]) for kind in most),
+        ):
+            assert abs(ours - theirs) <= 0.02 * theirs + unit
+
+
+def _forget_state(patch: pytest.MonkeyPatch) -> None:
+    init = DeviceStore.__init__
+
+    def forgetful(store: DeviceStore, buckets: Any, amsgrad: Any) -> None:
+        init(store, buckets, amsgrad)
+        del store._states[buckets[1]]["exp_avg_sq"]
+
+    patch.setattr(DeviceStore, "__init__", forgetful)
+
+
+def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("shardcore.predict.MAX_IN_FLIGHT", 1)
+
+
+def _no_received(patch: pytest.MonkeyPatch) -> None:
+    take = BufferPool.take
+    patch.setattr(BufferPool, "take", lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype))
+
+
+def _no_prefetch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Rehearsal, "_move_weights", lambda rehearsal: None)
+
+
+def _no_padding(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("shardcore.layout.BLOCK", 1)
+
+
+TWINS = {
+    "one state of one unit": (_forget_state, 0),
+    "a reduction in flight": (_one_in_flight, 2),
+    "a received gradient": (_no_received, 2),
+    "gathered weights": (_no_prefetch, 3),
+    "padding": (_no_padding, 1),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_prediction_that_forgets_a_buffer_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget, stage = TWINS[twin]
+    run = Run(stage=stage, precision="bf16")
+    measured = run_ranks(2, _order_of_use, run)[0]
+    assert differences(predicted(0, 2, run), measured) == []
+    forget(monkeypatch)
+    assert differences(predicted(0, 2, run), measured) != []
+
+
+def _hoarding(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
+    keep = BufferPool.keep
+    hoard: list[torch.Tensor] = []
+
+    def leaking(pool: BufferPool, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        hoard.append(torch.zeros(2048))
+        return keep(pool, numel, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferPool, "keep", leaking)
+        return _measured_one(rank, run)
+
+
+def test_a_buffer_that_the_report_forgets_is_seen() -> None:
+    run = Run(stage=1)
+    measured = run_ranks(1, _hoarding, run)[0]
+    assert [text.split(":")[0] for text in differences(predicted(0, 1, run), measured)] == ["alive"]
+
+
+def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
+    model = Model()
+    before = {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
+    predict(model, None, 3, world_size=7, rank=6)
+    assert before == {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
+    for options, error, message in (
+        ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
+        ({"world_size": 2, "rank": 2}, ValueError, "rank is 2 of 2; expected 0 <= rank < world_size"),
+        ({"prefetch": 3}, TypeError, "got the option 'prefetch'; expected one of shard's: units, offload"),
+        ({"units": "none"}, ValueError, 'units is "none"'),
+        ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
+    ):
+        with pytest.raises(error, match=message):
+            predict(model, **{"world_size": 2, **options})
