@@ -3,12 +3,14 @@
 All engines live in the same processes and take turns, step by step, in a random order that the ranks share; every step
 starts at a barrier and counts as long as its slowest rank. All train the same model from the same weights on the same
 batches in float32, and their losses must agree, so nobody is fast by doing less. What counts is the ratio to DDP within a
-round. Engines:
+round (with --nproc 1: to torch without any engine). Engines:
 
     DDP                  DistributedDataParallel (gradient_as_bucket_view, no buffer broadcast) + fused AdamW
-    FSDP2                fully_shard on each block and the root, weights kept after forward (as ZeRO stage 2) + fused AdamW
-    DeepSpeed 1, 2       ZeRO stages 1 and 2, contiguous gradients, overlap_comm, DeepSpeedCPUAdam
-    shardcore 0, 1, 2    stages 0 to 2, each with the optimizer states in place and on the cpu tier ("+ offload")
+    ZeroRedundancy       DistributedDataParallel + torch's ZeroRedundancyOptimizer (ZeRO stage 1) over AdamW
+    FSDP2 2, 3           fully_shard on each block and the root + fused AdamW; weights kept after forward (2) or not
+    FairScale            OSS over fused AdamW + ShardedDataParallel (ZeRO stages 1 and 2)
+    DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm, DeepSpeedCPUAdam
+    shardcore 0 to 3     the stages, each with the optimizer states in place and on the cpu tier ("+ offload")
 """
 
 import argparse
@@ -18,22 +20,21 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import shardcore
-from benchmarks import harness
-from examples.arguments import make_out_folder, not_negative, positive, whole_number
+from benchmarks import harness, suite
+from examples.arguments import positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank, launch
-from examples.machine import describe_machine
 from examples.training import gather
 
 try:
@@ -42,8 +43,13 @@ try:
 except ImportError:
     deepspeed = None
 
+try:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim.oss import OSS
+except ImportError:
+    OSS = None
+
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-BASE = "DDP"
 LOSS_TOLERANCE = 1e-3  # relative; float32 sums in other orders differ by less over the few steps of a benchmark
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, targets -> loss
@@ -62,18 +68,36 @@ def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
-def ddp_step(model: nn.Module) -> Step:
+def torch_adamw_step(model: nn.Module) -> Step:
+    return torch_step(model, torch.optim.AdamW(model.parameters(), **OPTIONS, fused=True))
+
+
+def ddp(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 renames broadcast_buffers to what 2.11 does not know
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    return torch_step(wrapped, torch.optim.AdamW(wrapped.parameters(), **OPTIONS, fused=True))
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
-def fsdp2_step(model: nn.Module) -> Step:
+def ddp_step(model: nn.Module) -> Step:
+    return torch_adamw_step(ddp(model))
+
+
+def zero_redundancy_step(model: nn.Module) -> Step:
+    wrapped = ddp(model)
+    adam = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **OPTIONS, fused=True)
+    return torch_step(wrapped, adam)
+
+
+def fairscale_step(model: nn.Module) -> Step:
+    adam = OSS(model.parameters(), torch.optim.AdamW, **OPTIONS, fused=True)
+    return torch_step(ShardedDataParallel(model, adam, broadcast_buffers=False), adam)
+
+
+def fsdp2_step(model: nn.Module, stage: int) -> Step:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in [*model.blocks, model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
-    return torch_step(model, torch.optim.AdamW(model.parameters(), **OPTIONS, fused=True))
+        fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3 and module is not model)
+    return torch_adamw_step(model)
 
 
 def shardcore_step(model: nn.Module, stage: int, offload: bool) -> Step:
@@ -103,19 +127,30 @@ def deepspeed_step(model: nn.Module, stage: int, batch: int) -> Step:
 
 def engines(batch: int) -> dict[str, Callable[[nn.Module], Step]]:
     """Return, by name, what turns a model into a step."""
-    makers: dict[str, Callable[[nn.Module], Step]] = {BASE: ddp_step, "FSDP2": fsdp2_step}
-    for stage in (0, 1, 2):
+    makers: dict[str, Callable[[nn.Module], Step]] = {"torch": torch_adamw_step, "DDP": ddp_step}
+    makers["ZeroRedundancy"] = zero_redundancy_step
+    if OSS is not None:
+        makers["FairScale"] = fairscale_step
+    for stage in (2, 3):
+        makers[f"FSDP2 {stage}"] = lambda model, stage=stage: fsdp2_step(model, stage)
+    for stage in (0, 1, 2, 3):
         makers[f"shardcore {stage}"] = lambda model, stage=stage: shardcore_step(model, stage, offload=False)
         makers[f"shardcore {stage} + offload"] = lambda model, stage=stage: shardcore_step(model, stage, offload=True)
     if deepspeed is not None:
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(model, stage, batch)
     return makers
 
 
+def base_of(world_size: int) -> str:
+    """Return what the others are compared to: DDP, or with one rank torch without anything."""
+    return "DDP" if world_size > 1 else "torch"
+
+
 def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Run all engines in turns; returns this rank's seconds and losses by engine and round (warm-up left out of seconds)."""
-    makers = {name: make for name, make in engines(options.batch).items() if name == BASE or name in options.engines}
+    base, makers = base_of(rank.world_size), engines(options.batch)
+    makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
     steps = {name: make(build_gpt(options.preset, seed=0)) for name, make in makers.items()}
     corpus = load_corpus()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -136,29 +171,30 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     return {name: samples[options.warmup :] for name, samples in seconds.items()}, losses
 
 
-def check_losses(losses: dict[str, list[float]]) -> dict[str, float]:
-    """Return each engine's largest relative difference from DDP's losses; raises ValueError if one trains something else."""
+def check_losses(losses: dict[str, list[float]], base: str) -> dict[str, float]:
+    """Return each engine's largest relative difference from the base's losses; ValueError if one trains something else."""
     worst = {}
     for name, values in losses.items():
-        worst[name] = max(abs(a - b) / abs(b) for a, b in zip(values, losses[BASE], strict=True))
+        worst[name] = max(abs(a - b) / abs(b) for a, b in zip(values, losses[base], strict=True))
         if not worst[name] <= LOSS_TOLERANCE:
-            found = f"losses that differ from {BASE}'s by {worst[name]:.1e}"
+            found = f"losses that differ from {base}'s by {worst[name]:.1e}"
             raise ValueError(f"bench_train_step: {name} has {found}; expected at most {LOSS_TOLERANCE}")
     return worst
 
 
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Measure on every rank and report on rank 0."""
+    base = base_of(rank.world_size)
     own_seconds, losses = measure(rank, options)
-    worst = check_losses(losses)
+    worst = check_losses(losses, base)
     of_ranks = gather(own_seconds, rank.world_size)
     if rank.rank > 0:
         return 0
     seconds = {
         name: [max(samples) for samples in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in own_seconds
     }
-    rows = [["engine", "ms (median)", f"time / {BASE} [quartiles]", f"losses within ... of {BASE}'s"]]
-    ratios = {name: harness.paired(samples, seconds[BASE]) for name, samples in seconds.items()}
+    rows = [["engine", "ms (median)", f"time / {base} [quartiles]", f"losses within ... of {base}'s"]]
+    ratios = {name: harness.paired(samples, seconds[base]) for name, samples in seconds.items()}
     for name, samples in seconds.items():
         rows.append([name, f"{harness.spread(samples).median * 1e3:.1f}", str(ratios[name]), f"{worst[name]:.1e}"])
     print(
@@ -166,20 +202,19 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     )
     print(harness.table(rows))
     result = {
-        "benchmark": "train_step",
-        "machine": describe_machine(),
-        "options": {key: value for key, value in vars(options).items() if key != "out"},
+        **suite.about_run("train_step", options),
         "world_size": rank.world_size,
+        "base": base,
         "deepspeed": deepspeed.__version__ if deepspeed is not None else None,
         "engines": {
-            name: {"seconds": seconds[name], "time_over_ddp": asdict(ratios[name]), "losses_within": worst[name]}
+            name: {"seconds": seconds[name], "time_over_base": asdict(ratios[name]), "losses_within": worst[name]}
             for name in seconds
         },
     }
     harness.write_json(options.out / "train_step.json", result)
     panel = harness.Panel(
         title=f"{options.preset}, batch {options.batch} a rank, {rank.world_size} gloo ranks, float32",
-        x_label=f"time of a step, {BASE} = 1 (median and quartiles; shorter is better)",
+        x_label=f"time of a step, {base} = 1 (median and quartiles; shorter is better)",
         bars=ratios,
         ours=lambda name: name.startswith("shardcore"),
         mark=1.0,
@@ -190,23 +225,17 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
 
 def main() -> int:
     names = list(engines(batch=1))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.bench_train_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = suite.make_parser("train_step", __doc__, rounds=20, pause=0.02)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=20, help="rounds that count (default: %(default)s)")
     parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--pause", type=not_negative, default=0.02, help="seconds before each step (default: %(default)s)")
-    parser.add_argument("--nproc", type=whole_number(2), default=2, help="ranks (default: %(default)s)")
     parser.add_argument(
-        "--engines", nargs="+", choices=names, default=names, help=f"which to time, beside {BASE} (default: all here)"
+        "--nproc", type=positive, default=2, help="ranks; with 1 the base is plain torch (default: %(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
+        "--engines", nargs="+", choices=names, default=names, help="which to time, beside DDP (default: all here)"
     )
-    options = parser.parse_args()
-    make_out_folder(parser, options.out)
+    options = suite.parse(parser)
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
     if deepspeed is None:
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")

@@ -1,6 +1,7 @@
 """Parsers of command line arguments, shared by the demo and the benchmarks. argparse puts the option's name before each."""
 
 import argparse
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,15 @@ def not_negative(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}; expected a finite number of at least 0")
     return value
+
+
+def elements(text: str) -> int:
+    """Parse a number of elements: 4096, 64K or 64M (powers of two), 3e7."""
+    found = re.fullmatch(r"(\d{1,15})(?:([km])|e(\d{1,2}))?", text.lower())
+    count = 0 if found is None else int(found[1]) * {None: 1, "k": 2**10, "m": 2**20}[found[2]] * 10 ** int(found[3] or 0)
+    if not 1 <= count < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a number of elements such as 4096, 64K, 64M or 3e7")
+    return count
 
 
 def text_file(text: str) -> str:

@@ -39,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to run")
     what.add_argument("--demo", action="store_true", help="compare stage 0 without offload to stage 2 with CPU offload")
-    what.add_argument("--stage", type=int, choices=[0, 1, 2], help="ZeRO stage (default: 2)")
+    what.add_argument("--stage", type=int, choices=[0, 1, 2, 3], help="ZeRO stage (default: 2)")
     what.add_argument("--offload", choices=["none", "cpu"], help="tier of the optimizer states (default: none)")
     what.add_argument("--preset", choices=list(PRESETS), help="model size (default: gpu on GPUs, cpu10m on a CPU)")
     what.add_argument(
