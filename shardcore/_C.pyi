@@ -175,26 +175,75 @@ def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequenc
 def withdraw(tensors: Sequence[torch.Tensor], messages: Sequence[str]) -> None:
     """Close the storages of tensors again, and let go of the memory that was lent."""
 
+class CopyEvent:
+    """When one copy of a HostTier is done. What it tells of stays valid when the tier or the tensors are let go of.
+
+    As torch.cuda.Event. Each method raises RuntimeError with the copy's number and size if a copy of its direction failed.
+    """
+
+    def query(self) -> bool:
+        """Whether the copy is done."""
+    def synchronize(self) -> None:
+        """Wait on the host until the copy is done."""
+    def wait(self) -> None:
+        """Let later work on the current CUDA stream wait for the copy, without waiting on the host; for the CPU, wait here."""
+
 class HostTier:
     """The cpu tier: exact-size host buffers that are reached only through counted copies (csrc/copy).
 
-    ``device`` is where the other side of every copy lives. For a CUDA device buffers are pinned if ``pin_memory`` and
-    copies are queued on the current stream; ``synchronize`` waits for them. For the CPU copies run on threads and are
-    complete when the call returns.
+    ``device`` is where the other side of every copy lives. Copies are queued and return at once: a queue for each direction,
+    in order, on a CUDA stream of its own, or on a thread of its own for the CPU. A copy begins after all that was queued on
+    the current CUDA stream before it (for the CPU: at once). Until its event is done nobody writes its src, or reads or
+    writes its dst; both are kept alive so long. In a forked child, where the threads are missing, copies are complete on
+    return; CUDA does not work there.
+
+    With ``pin_memory`` buffers for a CUDA device are page-locked, whole pages and no more, ``pin_memory_limit`` bytes at most
+    (None: no limit), near the device where the machine has NUMA nodes. A buffer beyond the limit, or that the system refuses
+    to lock, is pageable: copies of it do not overlap with anything. For the CPU nothing needs to be locked.
+
+    For tests and benchmarks, on the CPU only: ``gigabytes_per_second`` lets each copy take as long as on such a link, and is
+    made at the end of that time; the copy of number ``failing_copy``, both directions counted, fails; ``late`` makes copies
+    only when someone waits for them; ``pinnable_bytes`` plays a system that locks so many.
     """
 
-    def __init__(self, device: torch.device, pin_memory: bool = False) -> None: ...
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A zero-filled buffer (numel,) of the tier."""
-    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
-    def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> None: ...
-    def synchronize(self) -> None: ...
+    def __init__(
+        self,
+        device: torch.device,
+        pin_memory: bool = False,
+        pin_memory_limit: int | None = None,
+        *,
+        gigabytes_per_second: float | None = None,
+        failing_copy: int | None = None,
+        late: bool = False,
+        pinnable_bytes: int | None = None,
+    ) -> None: ...
+    def empty(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
+        """A zero-filled buffer (numel,) of the tier; pageable if not `pinned`. MemoryError if there is no such memory."""
+    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> CopyEvent:
+        """Queue a copy of src (on the device) to dst (of this tier): contiguous, same dtype and numel."""
+    def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> CopyEvent:
+        """Queue a copy of src (of this tier) to dst (on the device)."""
+    def synchronize(self) -> None:
+        """Wait on the host for all copies. RuntimeError if one failed."""
+    def drain(self) -> None:
+        """Wait until no copy is in flight, whatever became of them."""
     @property
-    def bytes_to_tier(self) -> int: ...
+    def bytes_to_tier(self) -> int:
+        """Bytes of all copies queued so far."""
     @property
     def bytes_from_tier(self) -> int: ...
     @property
-    def bytes_allocated(self) -> int: ...
+    def bytes_allocated(self) -> int:
+        """Bytes of the live buffers, as they were asked for."""
+    @property
+    def bytes_pinned(self) -> int:
+        """Bytes of those that are page-locked, in whole pages."""
+    @property
+    def bytes_refused(self) -> int:
+        """Bytes of those that should be and could not, in whole pages."""
+    @property
+    def pin_refusal(self) -> str:
+        """Why the first of these was refused; empty if none ever was."""
 
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""

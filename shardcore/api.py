@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -23,7 +24,8 @@ from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
-from shardcore.offload import CpuStore
+from shardcore.host_memory import free_bytes
+from shardcore.offload import CpuStore, host_bytes
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.units import UnitPolicy, plan_units
 
@@ -38,7 +40,7 @@ def shard(
     stage: int = 2,
     *,
     units: UnitPolicy = "auto",
-    offload: Mapping[str, str] | None = None,
+    offload: Mapping[str, Any] | None = None,
     precision: str = "bf16",
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
@@ -65,6 +67,9 @@ def shard(
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
+        "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
+        copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
+        not be locked is pageable, with a warning.
     precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
@@ -108,8 +113,9 @@ def shard(
     buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
 
     Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
-    disagree; NotImplementedError for what is not built yet; OSError for files that are not there. RuntimeError on every rank
-    if what `materialize` does fails on one: then the model is partly made, and to be built anew.
+    disagree; NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where the ranks
+    of a machine would take more host memory than it has free. RuntimeError on every rank if what `materialize` does fails on
+    one: then the model is partly made, and to be built anew.
     """
     comm = Comm(process_group, ranks_per_node)
     options: dict[str, Any] = {
@@ -132,6 +138,7 @@ def shard(
     }
     problem: Exception | None = None
     entries: list[Any] = []
+    needed = 0
     try:
         check_options(options)
         build.check_model(model)
@@ -143,24 +150,27 @@ def shard(
         builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
         build.check_states(optimizer, builder)
         filler = plan_materialize(model, materialize)
+        buckets = builder.plan(model, specs, adam)
+        amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
+        tiers = offload_options(offload)
+        needed = host_bytes(list(amsgrad), amsgrad) if tiers.optimizer is not None else 0
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
-    agree(comm, problem, entries)
+    short = _short_of_memory(comm, needed)  # collective: every rank asks
+    agree(comm, problem or short, entries)
 
     comm.separate()
     carried = {param: dict(state) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
-    buckets = builder.plan(model, specs, adam)
     for bucket in buckets:
         builder.allocate(bucket)
-    amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
     store: StateStore
-    if offload is None:
+    if tiers.optimizer is None:
         store = DeviceStore(list(amsgrad), amsgrad)
     else:
-        store = CpuStore(list(amsgrad), amsgrad, device, pin_memory=offload_options(offload)[1])
+        store = CpuStore(list(amsgrad), amsgrad, device, tiers.pin_memory, tiers.pin_memory_limit)
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
@@ -224,6 +234,20 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
             f'shard: CPUAdam was given for a model on {device}; expected FusedAdam, or offload={{"optimizer": "cpu"}} beside it'
         )
     return device
+
+
+def _short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
+    """Say whether the ranks of this machine need more host memory than it has free; `needed`: bytes, of this rank."""
+    here = socket.gethostname()
+    neighbours = [count for host, count in comm.gather_json([here, needed]) if host == here]
+    free = free_bytes()
+    if not needed or free is None or sum(neighbours) <= free:
+        return None
+    return MemoryError(
+        f"shard: offload needs {sum(neighbours)} bytes ({sum(neighbours) / 2**30:.1f} GiB) of host memory for the "
+        f"{len(neighbours)} ranks of {here}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many "
+        "(free memory, raise the memory limit of the container, use more machines or a higher stage, or do not offload)"
+    )
 
 
 def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:

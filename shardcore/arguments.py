@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -84,17 +85,33 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def offload_options(offload: Mapping[str, Any] | None) -> tuple[str | None, bool]:
-    """Return (tier of the optimizer states or None, whether to pin host memory); raise for anything else."""
+@dataclass(frozen=True)
+class Offload:
+    """What is kept in host memory, and how.
+
+    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. pin_memory: whether host memory that a GPU
+    reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on this rank, None as the system allows.
+    """
+
+    optimizer: str | None = None
+    pin_memory: bool = False
+    pin_memory_limit: int | None = None
+
+
+def offload_options(offload: Mapping[str, Any] | None) -> Offload:
+    """Return what shard's `offload` asks for; raise for anything else."""
     if offload is None:
-        return None, False
+        return Offload()
     if not isinstance(offload, Mapping):
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
+    known = tuple(field.name for field in fields(Offload))
     for key in offload:
         if key in ("gradients", "weights"):
             raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
-        if key not in ("optimizer", "pin_memory"):
-            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory"')
+        if key not in known:
+            raise ValueError(
+                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory", "pin_memory_limit"'
+            )
     tier = offload.get("optimizer")
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
@@ -103,7 +120,17 @@ def offload_options(offload: Mapping[str, Any] | None) -> tuple[str | None, bool
     pin_memory = offload.get("pin_memory", True)
     if not isinstance(pin_memory, bool):
         raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
-    return tier, pin_memory
+    limit = offload.get("pin_memory_limit")
+    if limit is not None:
+        if not _is_int(limit):
+            raise TypeError(f'shard: offload["pin_memory_limit"] is {limit!r}; expected a whole number of bytes, or None')
+        if limit < 0:
+            raise ValueError(f'shard: offload["pin_memory_limit"] is {limit}; expected 0 bytes or more, or None')
+        if not pin_memory:
+            raise ValueError(
+                f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
+            )
+    return Offload(tier, pin_memory, limit)
 
 
 def accept_optimizer(optimizer: object) -> AdamOptimizer:

@@ -80,7 +80,7 @@ def initialize(
             model,
             given,
             settings.stage,
-            offload=offload,  # type: ignore[arg-type]
+            offload=offload,
             precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
             loss_scale=settings.loss_scale,
             reduce_dtype=settings.communication_data_type,

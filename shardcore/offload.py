@@ -3,9 +3,16 @@
 States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights
 that have no master: float32 ones), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
 is still memory of its own, so that what the copies do can be tested anywhere.
+
+Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
+gradients, and three for weights, which are used in turn. A place is taken again when its last way back is done. Only these
+places are pinned: states and masters never travel. Places are bytes, each element has those of a float32, so that gradients
+of any dtype fit and all memory is taken before the first step.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,12 +21,47 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.store import Span, state_keys, step_spans
 from shardcore.layout import BLOCK
 
+logger = logging.getLogger("shardcore")
+
 CHUNK_NUMEL = 1 << 22
+GRAD_PLACES, WEIGHT_PLACES = 2, 3
+_ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 
 
 def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Return the length of a staging buffer; there is one for each dtype of gradients, and one for each of weights."""
+    """Return the elements of a chunk at most, which a place in staging has room for."""
     return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
+
+
+def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
+    """Return the bytes of all places in staging; those are what is pinned."""
+    return (GRAD_PLACES + WEIGHT_PLACES) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+
+
+def host_bytes(buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> int:
+    """Return the bytes of host memory that a CpuStore of these buckets takes."""
+    states = sum(bucket.owned_numel * len(state_keys(amsgrad[bucket], bucket.needs_master)) for bucket in buckets)
+    return states * torch.float32.itemsize + staging_bytes(buckets)
+
+
+@dataclass
+class _Weights:
+    """A place for weights, and the last copy that left it."""
+
+    memory: torch.Tensor
+    left: _C.CopyEvent | None = None
+
+
+@dataclass
+class _Chunk:
+    """A chunk on its way through the tier: what Adam is given, where its weights belong, when all has come."""
+
+    spans: Sequence[Span]
+    grads: list[torch.Tensor]
+    params: list[torch.Tensor]
+    weights: list[torch.Tensor]
+    place: _Weights
+    arrived: _C.CopyEvent
 
 
 class CpuStore:
@@ -33,27 +75,43 @@ class CpuStore:
         amsgrad: Mapping[Bucket, bool],
         device: torch.device,
         pin_memory: bool,
+        pin_memory_limit: int | None = None,
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
-        """Allocate zero states for `buckets`, whose weights are on `device`, and staging buffers of `chunk_numel` elements."""
+        """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
+
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable, with one warning.
+        """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
-        self.copies = _C.HostTier(device, pin_memory)
+        self.copies = _C.HostTier(device, pin_memory, pin_memory_limit)
         self._stepper = _C.AdamStepper()
+        self._chunk_numel = staging_numel(buckets, chunk_numel)
+        place_bytes = self._chunk_numel * _ITEM_BYTES
+        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(GRAD_PLACES)]
+        self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
+        self._turn = 0  # chunks so far: says whose turn it is
         self._states = {
             bucket: {
-                key: self.copies.empty(bucket.owned_numel, torch.float32)
+                key: self.copies.empty(bucket.owned_numel, torch.float32, pinned=False)
                 for key in state_keys(amsgrad[bucket], bucket.needs_master)
             }
             for bucket in buckets
         }
-        self._chunk_numel = staging_numel(buckets, chunk_numel)
-        self._staging: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        if self.copies.pin_refusal:
+            logger.warning(
+                "offload: %d of %d bytes of staging cannot be pinned, so they are pageable: the same bits, but copies of them "
+                "do not overlap with anything, and each step waits for them (%s; expected a higher limit of locked memory, "
+                '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
+                self.copies.bytes_refused,
+                self.copies.bytes_refused + self.copies.bytes_pinned,
+                self.copies.pin_refusal,
+            )
 
     @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
-        return sum(staging.numel() * staging.itemsize for staging in self._staging.values())
+        return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
 
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
@@ -62,33 +120,56 @@ class CpuStore:
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         source = values.to(torch.float32).contiguous().view(-1)
-        self.copies.to_tier(self._states[bucket][key][start : start + source.numel()], source)
-        self.copies.synchronize()
+        self.copies.to_tier(self._states[bucket][key][start : start + source.numel()], source).synchronize()
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """See StateStore. Complete when it returns."""
-        for chunk in self._chunks(spans):
-            params, grads, states, back = [], [], [], []
-            cursor = 0
-            for span in chunk:
-                bucket, end = span.bucket, span.start + span.numel
-                assert bucket.grad is not None
-                grad = self._stage("grad", bucket.grad.dtype, cursor, span.numel)
-                param = self._stage("param", bucket.dtype, cursor, span.numel)
-                self.copies.to_tier(grad, bucket.grad[span.start : end])
-                weight = bucket.owned_weight[span.start : end]
-                if not bucket.needs_master:
-                    self.copies.to_tier(param, weight)
-                grads.append(grad)
-                params.append(param)
-                states.append({key: flat[span.start : end] for key, flat in self._states[bucket].items()})
-                back.append((weight, param))
-                cursor += span.numel
-            self.copies.synchronize()
-            step_spans(self._stepper, hypers, [span.hyper for span in chunk], params, grads, states)
-            for weight, param in back:
-                self.copies.from_tier(weight, param)
-            self.copies.synchronize()
+        """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
+
+        RuntimeError if a copy failed: then the chunks before it were updated, and the others were not.
+        """
+        left: _C.CopyEvent | None = None
+        try:
+            # Each chunk is fetched before the one before it is updated: it travels meanwhile.
+            for chunk in _one_ahead(self._fetch(spans) for spans in self._chunks(spans)):
+                chunk.arrived.synchronize()
+                states = [self._states_of(span) for span in chunk.spans]
+                step_spans(self._stepper, hypers, [span.hyper for span in chunk.spans], chunk.params, chunk.grads, states)
+                for weight, param in zip(chunk.weights, chunk.params, strict=True):
+                    left = chunk.place.left = self.copies.from_tier(weight, param)
+            if left is not None:
+                left.wait()
+        except BaseException:
+            self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
+            raise
+
+    def _fetch(self, spans: Sequence[Span]) -> _Chunk:
+        """Let a chunk's gradients, and weights that have no master, come to staging."""
+        grad_place = self._grads[self._turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
+        place = self._weights[self._turn % WEIGHT_PLACES]
+        self._turn += 1
+        if place.left is not None:
+            place.left.synchronize()
+        chunk_grads, params, weights = [], [], []
+        cursor = 0
+        arrived: _C.CopyEvent | None = None
+        for span in spans:
+            bucket, end = span.bucket, span.start + span.numel
+            assert bucket.grad is not None
+            grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
+            param = _part(place.memory, bucket.dtype, cursor, span.numel)
+            weight = bucket.owned_weight[span.start : end]
+            arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
+            if not bucket.needs_master:
+                arrived = self.copies.to_tier(param, weight)
+            chunk_grads.append(grad)
+            params.append(param)
+            weights.append(weight)
+            cursor += _whole_blocks(span.numel)
+        assert arrived is not None  # of the last copy: the others were made before it
+        return _Chunk(spans, chunk_grads, params, weights, place, arrived)
+
+    def _states_of(self, span: Span) -> dict[str, torch.Tensor]:
+        return {key: flat[span.start : span.start + span.numel] for key, flat in self._states[span.bucket].items()}
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements."""
@@ -99,15 +180,28 @@ class CpuStore:
             while left:
                 numel = min(left, room)
                 chunk.append(Span(span.bucket, start, numel, span.hyper))
-                start, left, room = start + numel, left - numel, room - -(-numel // BLOCK) * BLOCK
+                start, left, room = start + numel, left - numel, room - _whole_blocks(numel)
                 if room <= 0:
                     yield chunk
                     chunk, room = [], self._chunk_numel
         if chunk:
             yield chunk
 
-    def _stage(self, kind: str, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-        key = (kind, dtype)
-        if key not in self._staging:
-            self._staging[key] = self.copies.empty(self._chunk_numel, dtype)
-        return self._staging[key][start : start + numel]
+
+def _one_ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
+    """Yield each chunk once the next one is made."""
+    here = next(chunks, None)
+    while here is not None:
+        ahead = next(chunks, None)
+        yield here
+        here = ahead
+
+
+def _whole_blocks(numel: int) -> int:
+    return -(-numel // BLOCK) * BLOCK
+
+
+def _part(place: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
+    """Return elements [start, start + numel) of a place in staging, as values of `dtype`."""
+    first = start * _ITEM_BYTES
+    return place[first : first + numel * dtype.itemsize].view(dtype)

@@ -23,7 +23,7 @@ from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
 from shardcore.engine.store import DeviceStore
 from shardcore.engine.updater import NORM_ROW_BYTES
 from shardcore.engine.weights import Unit
-from shardcore.offload import staging_numel
+from shardcore.offload import staging_bytes
 from shardcore.optim import AdamOptimizer
 from shardcore.topology import Topology
 from shardcore.units import plan_units
@@ -79,11 +79,7 @@ class _Store(DeviceStore):
     @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
-        if self.tier == "device":
-            return 0
-        grads = {bucket.grad.dtype for bucket in self.buckets if bucket.grad is not None}
-        weights = {bucket.dtype for bucket in self.buckets}
-        return staging_numel(self.buckets) * sum(dtype.itemsize for dtype in [*grads, *weights])
+        return 0 if self.tier == "device" else staging_bytes(self.buckets)
 
 
 def predict(
@@ -128,7 +124,7 @@ def predict(
     for bucket in buckets:
         builder.allocate(bucket)
     amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
-    tier = offload_options(chosen["offload"])[0] or "device"
+    tier = offload_options(chosen["offload"]).optimizer or "device"
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [
         torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META)

@@ -76,7 +76,7 @@ def run_host_tier(device: torch.device) -> int:
     for pin_memory in {False, device.type == "cuda"}:
         tier = _C.HostTier(device, pin_memory)
         buffer = tier.empty(1000, torch.float32)
-        tier.to_tier(buffer, make(device, torch.float32, 1000, 3))
+        tier.to_tier(buffer, make(device, torch.float32, 1000, 3)).wait()
         tier.from_tier(make(device, torch.float32, 1000, 1), buffer)
         tier.synchronize()
     return 2

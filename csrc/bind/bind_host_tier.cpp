@@ -1,9 +1,12 @@
-// HostTier and empty_huge.
+// HostTier, CopyEvent and empty_huge.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <deque>
+
 #include "bind/checks.h"
 #include "bind/initialized.h"
+#include "copy/copy_thread.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
 
@@ -43,108 +46,232 @@ at::Tensor empty_huge(const py::handle& numel_object, const py::handle& dtype_ob
       data, {numel}, [size_bytes](void* p) { free_pages(p, size_bytes); }, at::TensorOptions().dtype(dtype));
 }
 
+// A byte count or the like that may be None; then `otherwise`.
+int64_t count_of(const Where& where, const py::handle& object, int64_t otherwise) {
+  if (object.is_none()) return otherwise;
+  const int64_t value = int_of(where, object);
+  if (value < 0) value_error(where, value, "; expected 0 or more, or None");
+  return value;
+}
+
+// What a tier's copies need while they are in flight. Tensors are let go by whoever calls in, with the GIL held: never by a
+// copying thread, which has none. Buffers know only the HostTier, so that copies which wait for nobody make no circle.
+struct Copies {
+  Copies(std::shared_ptr<HostTier> owner, at::Device other_side) : tier(std::move(owner)), device(other_side) {}
+  ~Copies() { tier->drain(/*hurry=*/true); }  // keeps the GIL, which nothing in flight needs: at exit it might not come back
+
+  void keep(Direction direction, int64_t number, const at::Tensor& dst, const at::Tensor& src) {
+    kept[static_cast<int>(direction)].push_back({number, dst, src});
+  }
+
+  void let_go() {
+    for (const Direction direction : kDirections) {
+      std::deque<Kept>& in_flight = kept[static_cast<int>(direction)];
+      if (in_flight.empty()) continue;
+      const int64_t completed = tier->stream(direction).completed();
+      while (!in_flight.empty() && in_flight.front().number <= completed) in_flight.pop_front();
+    }
+  }
+
+  // torch's current stream on the device; nothing on the CPU.
+  void* current_stream() const {
+#ifdef SHARDCORE_WITH_CUDA
+    if (device.is_cuda()) return c10::cuda::getCurrentCUDAStream(device.index()).stream();
+#endif
+    return nullptr;
+  }
+
+  struct Kept {
+    int64_t number;
+    at::Tensor dst, src;
+  };
+  const std::shared_ptr<HostTier> tier;
+  const at::Device device;
+  std::deque<Kept> kept[2];  // by Direction; guarded by the GIL
+};
+
 }  // namespace
+
+// Says when one copy is done: its number in its queue. The events behind it belong to the queue.
+class __attribute__((visibility("hidden"))) PyCopyEvent {
+ public:
+  PyCopyEvent(std::shared_ptr<Copies> copies, Direction direction, int64_t number)
+      : copies_(std::move(copies)), direction_(direction), number_(number) {}
+
+  bool query() {
+    if (stream().completed() < number_) return false;
+    synchronize();  // at once; throws if the copy failed
+    return true;
+  }
+
+  void synchronize() {
+    {
+      const py::gil_scoped_release no_gil;
+      stream().synchronize(number_);
+    }
+    copies_->let_go();
+  }
+
+  void wait() {
+    {
+      const py::gil_scoped_release no_gil;
+      stream().wait(number_, copies_->current_stream());
+    }
+    copies_->let_go();
+  }
+
+ private:
+  CopyStream& stream() { return copies_->tier->stream(direction_); }
+
+  std::shared_ptr<Copies> copies_;
+  Direction direction_;
+  int64_t number_;
+};
 
 class __attribute__((visibility("hidden"))) PyHostTier {
  public:
-  PyHostTier(const py::handle& device_object, const py::handle& pin_memory_object)
-      : device_(device_of({"HostTier", "device"}, device_object)) {
-    [[maybe_unused]] const bool pin_memory = bool_of({"HostTier", "pin_memory"}, pin_memory_object);
-    const at::Device device = device_;
+  PyHostTier(const py::handle& device_object, const py::handle& pin_object, const py::handle& limit_object,
+             const py::handle& gigabytes_object, const py::handle& failing_object, const py::handle& late_object,
+             const py::handle& pinnable_object) {
+    at::Device device = device_of({"HostTier", "device"}, device_object);
+    const bool pin_memory = bool_of({"HostTier", "pin_memory"}, pin_object);
+    const int64_t limit = count_of({"HostTier", "pin_memory_limit"}, limit_object, -1);
+    Simulation simulation;
+    if (!gigabytes_object.is_none()) {
+      const Where where{"HostTier", "gigabytes_per_second"};
+      simulation.bytes_per_second = 1e9 * number_of(where, gigabytes_object);
+      if (!(simulation.bytes_per_second > 0)) {
+        value_error(where, simulation.bytes_per_second / 1e9, "; expected a number above 0, or None");
+      }
+    }
+    simulation.failing_copy = count_of({"HostTier", "failing_copy"}, failing_object, 0);
+    simulation.late = bool_of({"HostTier", "late"}, late_object);
+    simulation.pinnable_bytes = count_of({"HostTier", "pinnable_bytes"}, pinnable_object, -1);
     check_device_supported({"HostTier", "device"}, device);
     std::unique_ptr<CopyBackend> backend;
     if (device.is_cpu()) {
-      device_ = at::Device(at::kCPU);
-      backend = make_thread_backend();  // pin_memory has no meaning: no GPU reads these buffers
+      device = at::Device(at::kCPU);
+      backend = make_thread_backend(simulation);
+    } else if (simulation.bytes_per_second > 0 || simulation.failing_copy > 0 || simulation.late ||
+               simulation.pinnable_bytes >= 0) {
+      value_error({"HostTier", "device"}, "device ", device.str(), " with a simulated link; expected cpu");
     }
 #ifdef SHARDCORE_WITH_CUDA
     if (device.is_cuda()) {
-      if (!device.has_index()) device_ = at::Device(at::kCUDA, c10::cuda::current_device());
-      backend = make_cuda_backend(device_.index(), pin_memory);
+      if (!device.has_index()) device = at::Device(at::kCUDA, c10::cuda::current_device());
+      const c10::cuda::CUDAGuard guard(device);
+      backend = make_cuda_backend(device.index());
     }
 #endif
-    tier_ = std::make_shared<HostTier>(std::move(backend));
+    copies_ = std::make_shared<Copies>(std::make_shared<HostTier>(std::move(backend), pin_memory, limit), device);
   }
 
-  at::Tensor empty(const py::handle& numel_object, const py::handle& dtype_object) {
+  at::Tensor empty(const py::handle& numel_object, const py::handle& dtype_object, const py::handle& pinned_object) {
     const int64_t numel = int_of({"HostTier.empty", "numel"}, numel_object);
     const at::ScalarType dtype = dtype_of({"HostTier.empty", "dtype"}, dtype_object);
+    const bool pinned = bool_of({"HostTier.empty", "pinned"}, pinned_object);
     const int64_t size_bytes = checked_bytes("HostTier.empty", numel, dtype);
     if (size_bytes == 0) return at::empty({0}, at::TensorOptions().dtype(dtype));
     void* data = nullptr;
     try {
-      data = tier_->allocate(size_bytes);
+      const py::gil_scoped_release no_gil;  // locking pages takes a while
+      data = copies_->tier->allocate(size_bytes, pinned);
     } catch (const std::bad_alloc&) {
       no_memory("HostTier.empty", size_bytes);
     }
     return at::from_blob(
-        data, {numel}, [tier = tier_](void* p) { tier->release(p); }, at::TensorOptions().dtype(dtype));
+        data, {numel}, [tier = copies_->tier](void* p) { tier->release(p); }, at::TensorOptions().dtype(dtype));
   }
 
-  void to_tier(const py::handle& dst, const py::handle& src) { copy("HostTier.to_tier", dst, src, true); }
-  void from_tier(const py::handle& dst, const py::handle& src) { copy("HostTier.from_tier", dst, src, false); }
+  PyCopyEvent to_tier(const py::handle& dst, const py::handle& src) {
+    return copy("HostTier.to_tier", dst, src, Direction::to_tier);
+  }
+  PyCopyEvent from_tier(const py::handle& dst, const py::handle& src) {
+    return copy("HostTier.from_tier", dst, src, Direction::from_tier);
+  }
 
   void synchronize() {
-    const py::gil_scoped_release no_gil;
-    tier_->synchronize();
+    {
+      const py::gil_scoped_release no_gil;
+      copies_->tier->synchronize();
+    }
+    copies_->let_go();
   }
 
-  const HostTier& tier() const { return *tier_; }
+  void drain() {
+    {
+      const py::gil_scoped_release no_gil;
+      copies_->tier->drain(/*hurry=*/false);
+    }
+    copies_->let_go();
+  }
+
+  const HostTier& tier() const { return *copies_->tier; }
 
  private:
-  void copy(const char* op, const py::handle& dst_object, const py::handle& src_object, bool to) {
+  PyCopyEvent copy(const char* op, const py::handle& dst_object, const py::handle& src_object, Direction direction) {
+    const bool to = direction == Direction::to_tier;
+    const at::Device device = copies_->device;
     const at::Tensor dst = tensor_of(op, "dst", dst_object);
     const at::Tensor src = tensor_of(op, "src", src_object);
-    check_layout({op, "dst"}, dst, to ? at::Device(at::kCPU) : device_);
-    check_layout({op, "src"}, src, to ? device_ : at::Device(at::kCPU));
+    check_layout({op, "dst"}, dst, to ? at::Device(at::kCPU) : device);
+    check_layout({op, "src"}, src, to ? device : at::Device(at::kCPU));
     if (src.scalar_type() != dst.scalar_type()) {
       type_error({op, "src"}, "dtype ", src.scalar_type(), "; expected ", dst.scalar_type(), " (as dst: copies do not cast)");
     }
     check_numel({op, "src"}, src, dst.numel(), "dst");
     const int64_t size_bytes = static_cast<int64_t>(dst.nbytes());
-    if (size_bytes == 0) return;
+    if (size_bytes == 0) return {copies_, direction, 0};
     const at::Tensor& ours = to ? dst : src;
-    if (!tier_->owns(ours.const_data_ptr(), size_bytes)) {
+    if (!copies_->tier->owns(ours.const_data_ptr(), size_bytes)) {
       value_error({op, to ? "dst" : "src"},
                   "memory that this tier did not make; expected a buffer of this tier (from its empty(), or a view of one)");
     }
-    if (device_.is_cpu()) {
+    if (device.is_cpu()) {
       const auto* d = static_cast<const char*>(dst.const_data_ptr());
       const auto* s = static_cast<const char*>(src.const_data_ptr());
       if (d < s + size_bytes && s < d + size_bytes)
         value_error({op, "src"}, "memory that dst has too; expected two distinct buffers");
     }
     mark_written(dst);
-    const py::gil_scoped_release no_gil;
-    void* stream = nullptr;
-#ifdef SHARDCORE_WITH_CUDA
-    const c10::cuda::OptionalCUDAGuard guard(device_.is_cuda() ? std::optional<at::Device>(device_) : std::nullopt);
-    if (device_.is_cuda()) stream = c10::cuda::getCurrentCUDAStream(device_.index()).stream();
-#endif
-    void* const d = dst.data_ptr();
-    const void* const s = src.const_data_ptr();
-    if (to) {
-      tier_->to_tier(d, s, size_bytes, stream, torch_executor());
-    } else {
-      tier_->from_tier(d, s, size_bytes, stream, torch_executor());
+    copies_->let_go();
+    int64_t number = 0;
+    {
+      void* const d = dst.data_ptr();
+      const void* const s = src.const_data_ptr();
+      const py::gil_scoped_release no_gil;  // a copy of pageable memory may wait for the device
+      number = copies_->tier->copy(direction, d, s, size_bytes, copies_->current_stream());
     }
+    copies_->keep(direction, number, dst, src);
+    return {copies_, direction, number};
   }
 
-  at::Device device_;
-  std::shared_ptr<HostTier> tier_;
+  std::shared_ptr<Copies> copies_;
 };
 
 void bind_host_tier(py::module_& module) {
   module.def("empty_huge", &empty_huge, py::arg("numel"), py::arg("dtype"));
+  py::class_<PyCopyEvent>(module, "CopyEvent")
+      .def("query", &PyCopyEvent::query)
+      .def("synchronize", &PyCopyEvent::synchronize)
+      .def("wait", &PyCopyEvent::wait);
   py::class_<PyHostTier>(module, "HostTier")
-      .def(py::init<const py::handle&, const py::handle&>(), py::arg("device"), py::arg("pin_memory") = false)
-      .def("empty", &PyHostTier::empty, py::arg("numel"), py::arg("dtype"))
+      .def(py::init<const py::handle&, const py::handle&, const py::handle&, const py::handle&, const py::handle&,
+                    const py::handle&, const py::handle&>(),
+           py::arg("device"), py::arg("pin_memory") = false, py::arg("pin_memory_limit") = py::none(), py::kw_only(),
+           py::arg("gigabytes_per_second") = py::none(), py::arg("failing_copy") = py::none(), py::arg("late") = false,
+           py::arg("pinnable_bytes") = py::none())
+      .def("empty", &PyHostTier::empty, py::arg("numel"), py::arg("dtype"), py::arg("pinned") = true)
       .def("to_tier", &PyHostTier::to_tier, py::arg("dst"), py::arg("src"))
       .def("from_tier", &PyHostTier::from_tier, py::arg("dst"), py::arg("src"))
       .def("synchronize", &PyHostTier::synchronize)
+      .def("drain", &PyHostTier::drain)
       .def_property_readonly("bytes_to_tier", [](const PyHostTier& t) { return t.tier().bytes_to_tier(); })
       .def_property_readonly("bytes_from_tier", [](const PyHostTier& t) { return t.tier().bytes_from_tier(); })
-      .def_property_readonly("bytes_allocated", [](const PyHostTier& t) { return t.tier().bytes_allocated(); });
+      .def_property_readonly("bytes_allocated", [](const PyHostTier& t) { return t.tier().bytes_allocated(); })
+      .def_property_readonly("bytes_pinned", [](const PyHostTier& t) { return t.tier().bytes_pinned(); })
+      .def_property_readonly("bytes_refused", [](const PyHostTier& t) { return t.tier().bytes_refused(); })
+      .def_property_readonly("pin_refusal", [](const PyHostTier& t) { return t.tier().pin_refusal(); });
 }
 
 }  // namespace shardcore::bind

@@ -12,6 +12,7 @@ struct __attribute__((visibility("hidden"))) PyAdamHyper;
 struct __attribute__((visibility("hidden"))) PyDeviceStep;
 class __attribute__((visibility("hidden"))) AdamStepper;
 class __attribute__((visibility("hidden"))) PyHostTier;
+class __attribute__((visibility("hidden"))) PyCopyEvent;
 
 template <typename T>
 class __attribute__((visibility("hidden"))) InitializedCaster : public py::detail::type_caster_base<T> {
@@ -40,4 +41,6 @@ template <>
 class type_caster<shardcore::bind::AdamStepper> : public shardcore::bind::InitializedCaster<shardcore::bind::AdamStepper> {};
 template <>
 class type_caster<shardcore::bind::PyHostTier> : public shardcore::bind::InitializedCaster<shardcore::bind::PyHostTier> {};
+template <>
+class type_caster<shardcore::bind::PyCopyEvent> : public shardcore::bind::InitializedCaster<shardcore::bind::PyCopyEvent> {};
 }  // namespace pybind11::detail

@@ -13,9 +13,9 @@ constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-int64_t mapped_bytes(int64_t size_bytes) { return round_up(size_bytes, sysconf(_SC_PAGESIZE)); }
-
 }  // namespace
+
+int64_t mapped_bytes(int64_t size_bytes) { return round_up(size_bytes, sysconf(_SC_PAGESIZE)); }
 
 void* allocate_pages(int64_t size_bytes) {
   const int64_t mapped = mapped_bytes(size_bytes);

@@ -1,58 +1,49 @@
 #include "copy/host_tier.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "copy/host_memory.h"
-#include "core/executor.h"
 
 namespace shardcore {
-namespace {
 
-class ThreadBackend final : public CopyBackend {
- public:
-  void* allocate(int64_t size_bytes) override { return allocate_pages(size_bytes); }
-  void release(void* data, int64_t size_bytes) noexcept override { free_pages(data, size_bytes); }
-  void to_tier(void* dst, const void* src, int64_t size_bytes, void* /*stream*/, Executor& executor) override {
-    copy_parallel(dst, src, size_bytes, executor);
-  }
-  void from_tier(void* dst, const void* src, int64_t size_bytes, void* /*stream*/, Executor& executor) override {
-    copy_parallel(dst, src, size_bytes, executor);
-  }
-  void synchronize() override {}
-};
-
-}  // namespace
-
-std::unique_ptr<CopyBackend> make_thread_backend() { return std::make_unique<ThreadBackend>(); }
-
-void copy_parallel(void* dst, const void* src, int64_t size_bytes, Executor& executor) {
-  constexpr int64_t kPieceBytes = 64 << 10;
-  executor.parallel_for(0, (size_bytes + kPieceBytes - 1) / kPieceBytes, 4, [&](int64_t begin, int64_t end) {
-    const int64_t first = begin * kPieceBytes;
-    const int64_t last = std::min(size_bytes, end * kPieceBytes);
-    std::memcpy(static_cast<char*>(dst) + first, static_cast<const char*>(src) + first, static_cast<size_t>(last - first));
-  });
-}
-
-void* HostTier::allocate(int64_t size_bytes) {
-  void* const data = backend_->allocate(size_bytes);
+void* HostTier::allocate(int64_t size_bytes, bool pinned) {
+  const int64_t mapped = mapped_bytes(size_bytes);
+  void* const data = allocate_pages(size_bytes);
+  backend_->place(data, mapped);
+  Allocation made{size_bytes, false, false};
   const std::lock_guard<std::mutex> lock(mutex_);
-  buffers_[reinterpret_cast<uintptr_t>(data)] = size_bytes;
+  if (pinned && pin_) {
+    const std::string refusal = try_pin(data, mapped);
+    made.pinned = refusal.empty();
+    made.refused = !made.pinned;
+    (made.pinned ? bytes_pinned_ : bytes_refused_) += mapped;
+    if (made.refused && pin_refusal_.empty()) pin_refusal_ = refusal;
+  }
+  buffers_[reinterpret_cast<uintptr_t>(data)] = made;
   bytes_allocated_ += size_bytes;
   return data;
 }
 
+std::string HostTier::try_pin(void* data, int64_t mapped) {
+  if (pin_limit_bytes_ >= 0 && mapped > pin_limit_bytes_ - bytes_pinned_) {
+    return "pin_memory_limit is " + std::to_string(pin_limit_bytes_) + " bytes, of which " + std::to_string(bytes_pinned_) +
+           " are pinned";
+  }
+  return backend_->pin(data, mapped);
+}
+
 void HostTier::release(void* data) noexcept {
-  int64_t size_bytes = 0;
+  Allocation made{};
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = buffers_.find(reinterpret_cast<uintptr_t>(data));
-    size_bytes = found->second;
+    made = found->second;
     buffers_.erase(found);
+    // Unpinned before it stops counting, so that the limit holds at every time.
+    if (made.pinned) backend_->unpin(data);
+    if (made.pinned) bytes_pinned_ -= mapped_bytes(made.size_bytes);
+    if (made.refused) bytes_refused_ -= mapped_bytes(made.size_bytes);
   }
-  bytes_allocated_ -= size_bytes;
-  backend_->release(data, size_bytes);
+  bytes_allocated_ -= made.size_bytes;
+  free_pages(data, made.size_bytes);
 }
 
 bool HostTier::owns(const void* data, int64_t size_bytes) const {
@@ -61,17 +52,26 @@ bool HostTier::owns(const void* data, int64_t size_bytes) const {
   auto after = buffers_.upper_bound(begin);
   if (after == buffers_.begin()) return false;
   --after;
-  return begin + static_cast<uintptr_t>(size_bytes) <= after->first + static_cast<uintptr_t>(after->second);
+  return begin + static_cast<uintptr_t>(size_bytes) <= after->first + static_cast<uintptr_t>(after->second.size_bytes);
 }
 
-void HostTier::to_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor) {
-  backend_->to_tier(dst, src, size_bytes, stream, executor);
-  bytes_to_tier_ += size_bytes;
+int64_t HostTier::copy(Direction direction, void* dst, const void* src, int64_t size_bytes, void* stream) {
+  const int64_t number = backend_->stream(direction).copy(dst, src, size_bytes, stream);
+  bytes_copied_[static_cast<int>(direction)] += size_bytes;
+  return number;
 }
 
-void HostTier::from_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor) {
-  backend_->from_tier(dst, src, size_bytes, stream, executor);
-  bytes_from_tier_ += size_bytes;
+void HostTier::synchronize() {
+  for (const Direction direction : kDirections) stream(direction).synchronize(stream(direction).queued());
+}
+
+void HostTier::drain(bool hurry) noexcept {
+  for (const Direction direction : kDirections) stream(direction).drain(hurry);
+}
+
+std::string HostTier::pin_refusal() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return pin_refusal_;
 }
 
 }  // namespace shardcore

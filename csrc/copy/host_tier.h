@@ -1,7 +1,6 @@
 // The cpu tier: exact-size host buffers that are reached only through counted copies.
 //
-// A backend allocates and moves bytes; HostTier knows which buffers exist and counts. Both backends have one meaning: the
-// thread backend's copies are complete on return, the CUDA backend's are queued on a stream and synchronize() waits.
+// HostTier knows which buffers exist, counts, and decides what is pinned; a backend (copy_stream.h) moves bytes.
 #pragma once
 
 #include <atomic>
@@ -9,57 +8,62 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
+
+#include "copy/copy_stream.h"
 
 namespace shardcore {
-
-class Executor;
-
-class CopyBackend {
- public:
-  virtual ~CopyBackend() = default;
-  virtual void* allocate(int64_t size_bytes) = 0;  // zero-filled
-  virtual void release(void* data, int64_t size_bytes) noexcept = 0;
-  // stream: a cudaStream_t of the CUDA backend, unused by threads.
-  virtual void to_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor) = 0;
-  virtual void from_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor) = 0;
-  virtual void synchronize() = 0;
-};
-
-std::unique_ptr<CopyBackend> make_thread_backend();
-// device_index: where the other side of every copy lives. pinned: page-locked buffers, needed for copies that overlap compute.
-std::unique_ptr<CopyBackend> make_cuda_backend(int device_index, bool pinned);
 
 // Held by shared_ptr: buffers keep it alive, so they may outlive whoever asked for them.
 class HostTier {
  public:
-  explicit HostTier(std::unique_ptr<CopyBackend> backend) : backend_(std::move(backend)) {}
+  // pin: whether buffers that ask for it are page-locked, which lets their copies overlap other work; at most
+  // pin_limit_bytes of them, whole pages counted (-1: as many as the system allows).
+  HostTier(std::unique_ptr<CopyBackend> backend, bool pin, int64_t pin_limit_bytes)
+      : backend_(std::move(backend)), pin_(pin && backend_->can_pin()), pin_limit_bytes_(pin_limit_bytes) {}
   HostTier(const HostTier&) = delete;
   HostTier& operator=(const HostTier&) = delete;
 
-  void* allocate(int64_t size_bytes);
+  // Zero-filled whole pages. A buffer that may not be pinned, or that the system refuses to pin, is pageable.
+  void* allocate(int64_t size_bytes, bool pinned);
+  // No copy of this buffer is in flight.
   void release(void* data) noexcept;
   // Whether [data, data + size_bytes) lies in one live buffer of this tier.
   bool owns(const void* data, int64_t size_bytes) const;
 
-  // dst (to_tier) or src (from_tier) must be owned; the caller has checked.
-  void to_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor);
-  void from_tier(void* dst, const void* src, int64_t size_bytes, void* stream, Executor& executor);
-  void synchronize() { backend_->synchronize(); }
+  // Queues a counted copy and returns its number in that direction's queue. dst (to_tier) or src (from_tier) must be owned;
+  // the caller has checked. Both stay alive until the copy is done. stream: see CopyStream.
+  int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes, void* stream);
+  CopyStream& stream(Direction direction) { return backend_->stream(direction); }
+  // Waits on the host for all copies. Throws CopyError.
+  void synchronize();
+  void drain(bool hurry) noexcept;
 
-  int64_t bytes_to_tier() const { return bytes_to_tier_; }
-  int64_t bytes_from_tier() const { return bytes_from_tier_; }
+  int64_t bytes_to_tier() const { return bytes_copied_[0]; }
+  int64_t bytes_from_tier() const { return bytes_copied_[1]; }
   int64_t bytes_allocated() const { return bytes_allocated_; }  // asked for and not yet released
+  int64_t bytes_pinned() const { return bytes_pinned_; }        // of those, in whole pages
+  int64_t bytes_refused() const { return bytes_refused_; }      // that were to be pinned and are not, in whole pages
+  std::string pin_refusal() const;                              // why: of the first buffer refused; empty if there is none
 
  private:
-  const std::unique_ptr<CopyBackend> backend_;
-  mutable std::mutex mutex_;              // guards buffers_
-  std::map<uintptr_t, int64_t> buffers_;  // start -> size_bytes
-  std::atomic<int64_t> bytes_to_tier_{0};
-  std::atomic<int64_t> bytes_from_tier_{0};
-  std::atomic<int64_t> bytes_allocated_{0};
-};
+  struct Allocation {
+    int64_t size_bytes;
+    bool pinned, refused;
+  };
 
-// memcpy split over threads.
-void copy_parallel(void* dst, const void* src, int64_t size_bytes, Executor& executor);
+  std::string try_pin(void* data, int64_t mapped);  // why not, or an empty string
+
+  const std::unique_ptr<CopyBackend> backend_;
+  const bool pin_;
+  const int64_t pin_limit_bytes_;
+  mutable std::mutex mutex_;                 // guards buffers_ and pin_refusal_
+  std::map<uintptr_t, Allocation> buffers_;  // by start
+  std::string pin_refusal_;
+  std::atomic<int64_t> bytes_copied_[2] = {0, 0};  // by Direction
+  std::atomic<int64_t> bytes_allocated_{0};
+  std::atomic<int64_t> bytes_pinned_{0};
+  std::atomic<int64_t> bytes_refused_{0};
+};
 
 }  // namespace shardcore

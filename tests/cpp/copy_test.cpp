@@ -1,11 +1,18 @@
-// The cpu tier: buffers of exact size, counted copies, ownership; host pages.
+// The cpu tier: buffers of exact size, what is pinned, counted copies, ownership; host pages and their NUMA node.
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
+#include "copy/copy_thread.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
-#include "core/executor.h"
-#include "core/thread_pool.h"
+#include "copy/numa.h"
 #include "cpp/common.h"
 
 namespace shardcore::testing {
@@ -23,25 +30,10 @@ TEST(copy, pages_are_zero_and_large_ones_start_at_a_huge_page) {
   EXPECT_THROW(allocate_pages(int64_t{1} << 60), std::bad_alloc);
 }
 
-TEST(copy, parallel_copy_moves_every_byte_and_no_other) {
-  Random random(60);
-  for (const int threads : {1, 3}) {
-    ThreadPool pool(threads);
-    for (const int64_t size : {0, 1, 100, 65536, 65537, 1000003}) {
-      Buffer src(size, 1), dst(size, 2);
-      for (int64_t i = 0; i < size; ++i) src.as<uint8_t>()[i] = static_cast<uint8_t>(random.bits());
-      copy_parallel(dst.data(), src.data(), size, pool);
-      ASSERT_EQ(dst.bytes(), src.bytes());
-      ASSERT_TRUE(dst.sentinels_intact());
-    }
-  }
-}
-
 TEST(copy, tier_counts_bytes_and_knows_its_buffers) {
-  HostTier tier(make_thread_backend());
-  SerialExecutor executor;
-  auto* const a = static_cast<char*>(tier.allocate(1000));
-  auto* const b = static_cast<char*>(tier.allocate(5));
+  HostTier tier(make_thread_backend(), false, -1);
+  auto* const a = static_cast<char*>(tier.allocate(1000, true));
+  auto* const b = static_cast<char*>(tier.allocate(5, true));
   EXPECT_EQ(tier.bytes_allocated(), 1005);
   EXPECT_TRUE(tier.owns(a, 1000));
   EXPECT_TRUE(tier.owns(a + 999, 1));
@@ -51,10 +43,12 @@ TEST(copy, tier_counts_bytes_and_knows_its_buffers) {
   EXPECT_FALSE(tier.owns(a - 1, 2));
   char local[8] = "seven77";
   EXPECT_FALSE(tier.owns(local, 1));
-  tier.to_tier(a + 10, local, 8, nullptr, executor);
+  EXPECT_EQ(tier.copy(Direction::to_tier, a + 10, local, 8, nullptr), 1);
+  tier.synchronize();
   char back[8] = {};
-  tier.from_tier(back, a + 10, 8, nullptr, executor);
-  tier.from_tier(back, a + 10, 3, nullptr, executor);
+  EXPECT_EQ(tier.copy(Direction::from_tier, back, a + 10, 8, nullptr), 1);
+  EXPECT_EQ(tier.copy(Direction::from_tier, back, a + 10, 3, nullptr), 2);
+  EXPECT_EQ(tier.bytes_from_tier(), 11);  // counted when queued
   tier.synchronize();
   EXPECT_STREQ(back, local);
   EXPECT_EQ(tier.bytes_to_tier(), 8);
@@ -67,16 +61,16 @@ TEST(copy, tier_counts_bytes_and_knows_its_buffers) {
 }
 
 TEST(copy, tier_may_be_used_from_several_threads) {
-  HostTier tier(make_thread_backend());
+  HostTier tier(make_thread_backend(), false, -1);
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&tier, t] {
-      SerialExecutor executor;
       std::vector<char> mine(1000, static_cast<char>(t)), back(1000);
       for (int i = 0; i < 50; ++i) {
-        void* const data = tier.allocate(1000);
-        tier.to_tier(data, mine.data(), 1000, nullptr, executor);
-        tier.from_tier(back.data(), data, 1000, nullptr, executor);
+        void* const data = tier.allocate(1000, false);
+        CopyStream &in = tier.stream(Direction::to_tier), &out = tier.stream(Direction::from_tier);
+        in.synchronize(tier.copy(Direction::to_tier, data, mine.data(), 1000, nullptr));
+        out.synchronize(tier.copy(Direction::from_tier, back.data(), data, 1000, nullptr));
         EXPECT_EQ(back, mine);
         tier.release(data);
       }
@@ -86,6 +80,105 @@ TEST(copy, tier_may_be_used_from_several_threads) {
   EXPECT_EQ(tier.bytes_to_tier(), 4 * 50 * 1000);
   EXPECT_EQ(tier.bytes_from_tier(), 4 * 50 * 1000);
   EXPECT_EQ(tier.bytes_allocated(), 0);
+}
+
+const int64_t kPage = sysconf(_SC_PAGESIZE);
+
+// A tier whose system locks so many pages.
+std::unique_ptr<HostTier> pinning_tier(int64_t system_pages, bool pin, int64_t limit_bytes) {
+  Simulation simulation;
+  simulation.pinnable_bytes = system_pages * kPage;
+  return std::make_unique<HostTier>(make_thread_backend(simulation), pin, limit_bytes);
+}
+
+TEST(copy, pinned_buffers_take_whole_pages_and_no_more) {
+  const auto tier = pinning_tier(100, true, -1);
+  void* const a = tier->allocate(5 * kPage + 1, true);  // not 8 pages
+  EXPECT_EQ(tier->bytes_pinned(), 6 * kPage);
+  EXPECT_EQ(tier->bytes_allocated(), 5 * kPage + 1);
+  void* const b = tier->allocate(3 * kPage, false);
+  EXPECT_EQ(tier->bytes_pinned(), 6 * kPage);
+  void* const c = tier->allocate(kPage, true);
+  EXPECT_EQ(tier->bytes_pinned(), 7 * kPage);
+  for (void* const data : {a, b, c}) tier->release(data);
+  EXPECT_EQ(tier->bytes_pinned(), 0);
+  EXPECT_EQ(tier->pin_refusal(), "");
+}
+
+TEST(copy, what_may_not_be_pinned_is_pageable_and_counted) {
+  const auto capped = pinning_tier(100, true, 4 * kPage + 7);
+  void* const a = capped->allocate(3 * kPage, true);
+  void* const b = capped->allocate(kPage + 1, true);  // two pages: one too many
+  EXPECT_EQ(capped->bytes_pinned(), 3 * kPage);
+  EXPECT_EQ(capped->bytes_refused(), 2 * kPage);
+  EXPECT_EQ(capped->pin_refusal(), "pin_memory_limit is " + std::to_string(4 * kPage + 7) + " bytes, of which " +
+                                       std::to_string(3 * kPage) + " are pinned");
+  static_cast<char*>(b)[kPage] = 1;
+  capped->release(a);
+  void* const c = capped->allocate(4 * kPage, true);  // there is room again
+  EXPECT_EQ(capped->bytes_pinned(), 4 * kPage);
+  capped->release(b), capped->release(c);
+  EXPECT_EQ(capped->bytes_refused(), 0);
+
+  const auto refused = pinning_tier(2, true, -1);
+  void* const d = refused->allocate(3 * kPage, true);
+  EXPECT_EQ(refused->bytes_pinned(), 0);
+  EXPECT_EQ(refused->pin_refusal(), "the simulated system locks no more pages");
+  refused->release(d);
+
+  for (const auto& tier : {pinning_tier(100, false, -1), std::make_unique<HostTier>(make_thread_backend(), true, 0)}) {
+    void* const e = tier->allocate(kPage, true);  // not asked to, or without any meaning
+    EXPECT_EQ(tier->bytes_pinned() + tier->bytes_refused(), 0);
+    tier->release(e);
+  }
+}
+
+class FakeSys {
+ public:
+  explicit FakeSys(const std::string& online) {
+    char name[] = "/tmp/shardcore_sys_XXXXXX";
+    root_ = mkdtemp(name);
+    write("/devices/system/node", "online", online);
+  }
+  ~FakeSys() { std::filesystem::remove_all(root_); }
+  void write(const std::string& folder, const std::string& file, const std::string& text) const {
+    std::filesystem::create_directories(root_ + folder);
+    std::ofstream(root_ + folder + "/" + file) << text << "\n";
+  }
+  int node_of(const std::string& address) const { return numa_node_of(address, root_); }
+
+ private:
+  std::string root_;
+};
+
+TEST(copy, the_node_of_a_device_is_read_where_there_are_several) {
+  for (const std::string online : {"0-1", "0", "0,2", ""}) {
+    const FakeSys sys(online);
+    sys.write("/bus/pci/devices/0000:c1:00.0", "numa_node", "1");
+    sys.write("/bus/pci/devices/0000:02:00.0", "numa_node", "-1");
+    const bool several = online.size() > 1;
+    EXPECT_EQ(sys.node_of("0000:C1:00.0"), several ? 1 : -1) << online;
+    EXPECT_EQ(sys.node_of("0000:02:00.0"), -1);
+    EXPECT_EQ(sys.node_of("0000:03:00.0"), -1);
+  }
+  EXPECT_EQ(numa_node_of("0000:c1:00.0", "/nowhere"), -1);
+}
+
+TEST(copy, pages_lie_on_the_node_that_was_asked_for) {
+  const int64_t size = 16 * kPage;
+  auto* const data = static_cast<char*>(allocate_pages(size));
+  const bool accepted = prefer_node(data, size, 0);
+  std::fill_n(data, size, char{1});
+#if defined(SYS_get_mempolicy) && !defined(SHARDCORE_EMULATED)
+  int node = -1;
+  // MPOL_F_NODE | MPOL_F_ADDR: the node on which this page lies
+  if (accepted && syscall(SYS_get_mempolicy, &node, nullptr, 0UL, data + 5 * kPage, 3UL) == 0) {
+    EXPECT_EQ(node, 0);
+  }
+#endif
+  EXPECT_FALSE(prefer_node(data, size, 1023) && std::filesystem::exists("/sys/devices/system/node/node1023"));
+  if (!accepted) std::puts("the kernel accepts no NUMA policy here");
+  free_pages(data, size);
 }
 
 }  // namespace

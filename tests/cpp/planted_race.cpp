@@ -1,9 +1,11 @@
-// Kernels that lack a barrier. CTest runs each under the thread sanitizer, a real thread for every CUDA thread, and wants the
-// race to be caught: then the same tool also sees what the kernels' own bodies would race for.
+// Kernels that lack a barrier, and copies that nobody waits for. CTest runs each under the thread sanitizer, a real thread for
+// every CUDA thread, and wants the race to be caught: then the same tool also sees what the kernels' own bodies, and the steps
+// that wait, would race for.
 #include <atomic>
 #include <cstdio>
 #include <string>
 
+#include "copy/copy_thread.h"
 #include "cpp/cuda_kernels.h"
 
 namespace shardcore::testing {
@@ -42,7 +44,29 @@ double ordered_sum_without_barrier() {
       .high;
 }
 
+// A step over one staging buffer: a copy in, a change, a copy out.
+double step_over_copies(bool wait_for_arrival, bool wait_before_reuse) {
+  const auto backend = make_thread_backend();
+  CopyStream &in = backend->stream(Direction::to_tier), &out = backend->stream(Direction::from_tier);
+  std::vector<float> device(1000, 1.0f), staging(1000, 0.0f);
+  const auto size_bytes = static_cast<int64_t>(4 * device.size());
+  for (int round = 0; round < 3; ++round) {
+    const int64_t arrived = in.copy(staging.data(), device.data(), size_bytes, nullptr);
+    if (wait_for_arrival) in.synchronize(arrived);
+    for (float& x : staging) x += 1.0f;
+    const int64_t back = out.copy(device.data(), staging.data(), size_bytes, nullptr);
+    if (wait_before_reuse) out.synchronize(back);
+  }
+  in.drain(true), out.drain(true);
+  return device[0];
+}
+
+double copy_without_wait() { return step_over_copies(false, true); }
+double copy_without_wait_before_reuse() { return step_over_copies(true, false); }
+
 // Nothing is missing here: no race may be reported.
+double copies() { return step_over_copies(true, true); }
+
 double norm() {
   const std::vector<float> x(4096, 1.0f);
   return sq_norm_cuda_body({{x.data(), 4096, DType::f32}}).high;
@@ -56,11 +80,12 @@ int main(int count, char** arguments) {
   const std::string name = count > 1 ? arguments[1] : "";
   for (const auto& [known, run] :
        {std::pair{"second_barrier", &missing_second_barrier}, std::pair{"norm", &norm_without_barrier},
-        std::pair{"ordered_sum", &ordered_sum_without_barrier}, std::pair{"none", &norm}}) {
+        std::pair{"ordered_sum", &ordered_sum_without_barrier}, std::pair{"copy", &copy_without_wait},
+        std::pair{"copy_reuse", &copy_without_wait_before_reuse}, std::pair{"none", &norm}, std::pair{"none_copy", &copies}}) {
     if (name != known) continue;
     std::printf("%g\n", run());
     return 0;
   }
-  std::fprintf(stderr, "planted_race: argument has '%s'; expected second_barrier, norm, ordered_sum or none\n", name.c_str());
+  std::fprintf(stderr, "planted_race: argument has '%s'; expected a name in main()\n", name.c_str());
   return 2;
 }

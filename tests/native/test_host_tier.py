@@ -35,7 +35,7 @@ def test_copies_move_and_count_exact_bytes():
     assert torch.equal(buffer, x)
     assert (tier.bytes_to_tier, tier.bytes_from_tier) == (1_200_000, 0)
     back = torch.zeros(1000)
-    tier.from_tier(back, buffer[500:1500])
+    tier.from_tier(back, buffer[500:1500]).synchronize()
     assert torch.equal(back, x[500:1500])
     assert (tier.bytes_to_tier, tier.bytes_from_tier) == (1_200_000, 4000)
     tier.from_tier(back[:0], buffer[:0])

@@ -88,12 +88,34 @@ def test_host_tier(pin_memory):
     tier = _C.HostTier(device, pin_memory)
     source = tensor(70_001, torch.float32, torch.Generator().manual_seed(5))
     buffer, back = tier.empty(70_001, torch.float32), torch.zeros(70_001, device=device)
-    tier.to_tier(buffer, moved(source, device))
-    tier.synchronize()
+    tier.to_tier(buffer, moved(source, device)).synchronize()
     assert torch.equal(buffer, source)
-    tier.from_tier(back, buffer)
-    tier.synchronize()
+    tier.from_tier(back, buffer).wait()
     assert torch.equal(back.cpu(), source)
+    assert (tier.bytes_pinned, tier.bytes_refused) == ((70_001 * 4 + 4095) // 4096 * 4096 if pin_memory else 0, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_copies_keep_the_order_of_the_compute_stream(pin_memory):
+    """A copy comes after the kernels queued before it; kernels queued after wait() come after it. No host wait in between."""
+    device, numel = torch.device("cuda"), 1 << 22
+    tier = _C.HostTier(device, pin_memory)
+    places, x = [tier.empty(numel, torch.float32) for _ in range(2)], torch.zeros(numel, device=device)
+    for side in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        x.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for round_ in range(20):
+                place = places[round_ % 2]
+                torch.cuda._sleep(1_000_000)  # the copy would come too early if it did not wait
+                x.add_(1.0)
+                tier.to_tier(place, x.clone()).wait()  # the clone is let go of while it is copied
+                x.fill_(-1.0)
+                tier.from_tier(x, place).wait()
+        side.synchronize()
+        assert torch.equal(x, torch.full_like(x, 20.0))
+    tier.synchronize()
 
 
 def need_bytes(device: torch.device, wanted: int) -> None:

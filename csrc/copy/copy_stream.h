@@ -1,0 +1,69 @@
+// A direction of the tier: a queue of asynchronous copies, done one after the other. The two backends mean the same by it.
+//
+// A copy is known by its number in its queue, from 1. Since a queue is done in order, copy n is done when n copies are; so a
+// number is all that a user holds, and the events behind it (CUDA's, or a condition variable) have one owner, the queue.
+//
+// Hand-over: a copy begins after all that was queued on the given compute stream before it. Whoever uses what it wrote, or
+// writes again what it reads, waits for its number: the host by synchronize(), later work of a compute stream by wait(). On the
+// thread backend the host is the compute stream. Memory of a copy must live until it is done; the caller sees to that.
+//
+// A copy that fails breaks its queue: later ones are not made, and every wait from then on throws what happened to it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace shardcore {
+
+enum class Direction { to_tier = 0, from_tier = 1 };
+constexpr Direction kDirections[] = {Direction::to_tier, Direction::from_tier};
+
+inline const char* direction_name(Direction direction) { return direction == Direction::to_tier ? "to_tier" : "from_tier"; }
+
+// What a failed copy, and one that cannot be made or waited for, is reported as.
+class CopyError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class CopyStream {
+ public:
+  virtual ~CopyStream() = default;  // carries out what is queued, at once
+  CopyStream() = default;
+  CopyStream(const CopyStream&) = delete;
+  CopyStream& operator=(const CopyStream&) = delete;
+
+  // Queues a copy and returns its number; 0 is done already. stream: a cudaStream_t of the CUDA backend, unused by threads.
+  virtual int64_t copy(void* dst, const void* src, int64_t size_bytes, void* stream) = 0;
+  // Waits on the host. Throws CopyError.
+  virtual void synchronize(int64_t number) = 0;
+  // What is queued on `stream` from now on begins after the copy. The thread backend waits on the host. Throws CopyError.
+  virtual void wait(int64_t number, void* stream) = 0;
+  // The number of the last copy that is known to be over; copies up to it use no memory any more. Never waits.
+  virtual int64_t completed() noexcept = 0;
+  // The number of the last copy that was queued.
+  virtual int64_t queued() const noexcept = 0;
+  // Waits until nothing is in flight, whatever became of it; with `hurry` without any simulated delay from now on.
+  virtual void drain(bool hurry) noexcept = 0;
+};
+
+// What the machine can do for a tier: memory near its device, and page-locking.
+class CopyBackend {
+ public:
+  virtual ~CopyBackend() = default;
+  virtual CopyStream& stream(Direction direction) = 0;
+  // Asks that untouched pages be taken near the device. An advice.
+  virtual void place(void* /*data*/, int64_t /*size_bytes*/) noexcept {}
+  // Whether page-locked memory makes a difference here.
+  virtual bool can_pin() const noexcept = 0;
+  // Locks whole pages in memory for the device; returns why not, or an empty string.
+  virtual std::string pin(void* data, int64_t size_bytes) = 0;
+  virtual void unpin(void* data) noexcept = 0;
+};
+
+// device_index: where the other side of every copy lives.
+std::unique_ptr<CopyBackend> make_cuda_backend(int device_index);
+
+}  // namespace shardcore

@@ -1,0 +1,98 @@
+"""What copies in flight meet in their process: its end, in any order, and a fork."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAD = """
+import gc, os, signal, sys, threading, torch
+import shardcore
+from shardcore._native import _C
+signal.alarm(120)  # ends what would hang
+SLOW = {"gigabytes_per_second": 1e-15}  # days for a byte
+def begin(**how):
+    tier = _C.HostTier(torch.device("cpu"), **how)
+    buffer = tier.empty(1000, torch.float32)
+    events = [tier.to_tier(buffer, torch.ones(1000)), tier.from_tier(torch.zeros(1000), buffer)]
+    return tier, buffer, events
+"""
+
+ENDS = {
+    "all at once": "tier, buffer, events = begin(**SLOW)",
+    "never waited for": "tier, buffer, events = begin(late=True)",
+    "tier first": "tier, buffer, events = begin(**SLOW); del tier",
+    "buffer first": "tier, buffer, events = begin(**SLOW); del buffer",
+    "events first": "tier, buffer, events = begin(**SLOW); del events",
+    "only a buffer is left": "buffer = begin(**SLOW)[1]",
+    "only events are left": "events = begin(**SLOW)[2]",
+    "in a circle": "things = list(begin(**SLOW)); things.append(things); del things",
+    "in another module": "sys.modules['torch'].held = begin(**SLOW); sys.held = begin(**SLOW)",
+    "sys.exit": "held = begin(**SLOW); sys.exit(0)",
+    "at exit": "import atexit; atexit.register(lambda: setattr(sys, 'held', begin(**SLOW)))",
+    "a thread's own": "t = threading.Thread(target=lambda: begin(**SLOW)); t.start(); t.join()",
+    "many": "held = [begin(**SLOW) for _ in range(50)]",
+    "none": "pass",
+}
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("ends", [list(ENDS)[::2], list(ENDS)[1::2]])
+def test_an_interpreter_ends_whatever_is_in_flight(ends):
+    """Each end in a child of one process: importing torch takes longer than ending."""
+    script = "pid = 0\n"
+    for end in ends:
+        script += f"pid = os.fork()\nif pid == 0:\n    signal.alarm(120)\n    {ENDS[end]}\n"
+        script += f"else:\n    assert os.waitpid(pid, 0)[1] == 0, {end!r}\n" + "if pid:\n    pass\nelse:\n    sys.exit(0)\n"
+    result = run(script)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("end", ["all at once", "in another module"])
+def test_a_first_interpreter_ends_as_well(end):
+    result = run(ENDS[end])
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+FORK = """
+import hashlib
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+model, optimizer, _ = train(0, Run(steps=2, shard={"offload": {"optimizer": "cpu"}}))
+tier, buffer, (done, running) = begin(late=True)
+done.synchronize()
+def step():
+    loss_of(model, batch_of(2, 0, 0)).backward()
+    optimizer.step()
+    return hash_of_training(model, optimizer).encode()
+torch.set_num_threads(1)
+reader, writer = os.pipe()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    done.synchronize()
+    try:
+        running.synchronize()
+    except RuntimeError as error:
+        assert "from_tier: copy 1 was in flight when this process was forked" in str(error), error
+    else:
+        raise AssertionError("a copy that nobody makes was waited for")
+    back = torch.zeros(1000)
+    tier.from_tier(back, buffer).synchronize()
+    assert back.eq(1.0).all()
+    with torch.autograd.set_multithreading_enabled(False):
+        os.write(writer, step())
+    del tier, buffer, done, running
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+running.synchronize()
+mine = step()
+assert os.read(reader, len(mine)) == mine
+"""
+
+
+def test_a_forked_child_steps_to_the_same_bits_without_its_parents_threads():
+    result = run(FORK)
+    assert result.returncode == 0, result.stderr
