@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <string>
 
+#include "copy/copy_cuda.cu"
 #include "copy/copy_thread.h"
 #include "cpp/cuda_kernels.h"
 
@@ -64,7 +65,33 @@ double step_over_copies(bool wait_for_arrival, bool wait_before_reuse) {
 double copy_without_wait() { return step_over_copies(false, true); }
 double copy_without_wait_before_reuse() { return step_over_copies(true, false); }
 
+// Kernels and copies of the CUDA backend over one buffer, in the order of streams alone.
+double step_over_streams(bool streams_wait) {
+  fake_cuda::runtime().streams_wait = streams_wait;
+  cudaStream_t compute = nullptr;
+  cudaStreamCreateWithFlags(&compute, 0);
+  auto backend = make_cuda_backend(0);
+  CopyStream &in = backend->stream(Direction::to_tier), &out = backend->stream(Direction::from_tier);
+  std::vector<float> device(1000, 1.0f), host(1000, 0.0f);
+  const auto size_bytes = static_cast<int64_t>(4 * device.size());
+  for (int round = 0; round < 3; ++round) {
+    compute->push([&device] {
+      for (float& x : device) x += 1.0f;
+    });
+    in.wait(in.copy(host.data(), device.data(), size_bytes, compute), compute);
+    out.wait(out.copy(device.data(), host.data(), size_bytes, compute), compute);
+  }
+  backend.reset();
+  cudaStreamSynchronize(compute);
+  cudaStreamDestroy(compute);
+  return device[0];
+}
+
+double copy_without_hand_over() { return step_over_streams(false); }
+
 // Nothing is missing here: no race may be reported.
+double copies_on_streams() { return step_over_streams(true); }
+
 double copies() { return step_over_copies(true, true); }
 
 double norm() {
@@ -81,7 +108,8 @@ int main(int count, char** arguments) {
   for (const auto& [known, run] :
        {std::pair{"second_barrier", &missing_second_barrier}, std::pair{"norm", &norm_without_barrier},
         std::pair{"ordered_sum", &ordered_sum_without_barrier}, std::pair{"copy", &copy_without_wait},
-        std::pair{"copy_reuse", &copy_without_wait_before_reuse}, std::pair{"none", &norm}, std::pair{"none_copy", &copies}}) {
+        std::pair{"copy_reuse", &copy_without_wait_before_reuse}, std::pair{"copy_hand_over", &copy_without_hand_over},
+        std::pair{"none", &norm}, std::pair{"none_copy_streams", &copies_on_streams}, std::pair{"none_copy", &copies}}) {
     if (name != known) continue;
     std::printf("%g\n", run());
     return 0;
