@@ -125,7 +125,7 @@ class CpuStore:
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
 
-        RuntimeError if a copy failed: then the chunks before it were updated, and the others were not.
+        RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
         left: _C.CopyEvent | None = None
         try:

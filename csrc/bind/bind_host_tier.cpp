@@ -99,9 +99,9 @@ class __attribute__((visibility("hidden"))) PyCopyEvent {
       : copies_(std::move(copies)), direction_(direction), number_(number) {}
 
   bool query() {
-    if (stream().completed() < number_) return false;
-    synchronize();  // at once; throws if the copy failed
-    return true;
+    const bool done = stream().query(number_);
+    if (done) copies_->let_go();
+    return done;
   }
 
   void synchronize() {

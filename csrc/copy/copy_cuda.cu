@@ -116,6 +116,17 @@ class CudaStream final : public CopyStream {
     check(number, cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), copy->done.get(), 0), "cudaStreamWaitEvent");
   }
 
+  bool query(int64_t number) override {
+    refuse_fork();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const InFlight* const copy = find(number);
+    if (copy == nullptr) return true;
+    const cudaError_t state = cudaEventQuery(copy->done.get());
+    if (state != cudaErrorNotReady) check(number, state, "cudaEventQuery");
+    if (state != cudaSuccess) cudaGetLastError();  // no error
+    return state == cudaSuccess;
+  }
+
   int64_t completed() noexcept override {
     if (forked()) return completed_;
     const std::lock_guard<std::mutex> lock(mutex_);

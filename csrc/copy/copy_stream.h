@@ -41,6 +41,8 @@ class CopyStream {
   virtual void synchronize(int64_t number) = 0;
   // What is queued on `stream` from now on begins after the copy. The thread backend waits on the host. Throws CopyError.
   virtual void wait(int64_t number, void* stream) = 0;
+  // Whether the copy is done. Throws CopyError.
+  virtual bool query(int64_t number) = 0;
   // The number of the last copy that is known to be over; copies up to it use no memory any more. Never waits.
   virtual int64_t completed() noexcept = 0;
   // The number of the last copy that was queued.

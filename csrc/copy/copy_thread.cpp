@@ -141,6 +141,12 @@ class ThreadStream final : public CopyStream {
 
   void wait(int64_t number, void* /*stream*/) override { synchronize(number); }
 
+  bool query(int64_t number) override {
+    if (queue_->completed < number) return false;
+    synchronize(number);  // at once
+    return true;
+  }
+
   int64_t completed() noexcept override { return queue_->completed; }
   int64_t queued() const noexcept override { return queue_->queued; }
 

@@ -61,6 +61,7 @@ TEST_F(copy_cuda, a_copy_comes_after_what_was_queued_before_it_and_not_after_wha
   const int64_t number = bring(host, device);
   launch([&] { after.wait(); });
   EXPECT_EQ(in->completed(), 0);
+  EXPECT_FALSE(in->query(number));
   EXPECT_EQ(in->queued(), 1);
   before.set();
   in->synchronize(number);  // though the compute stream is still busy
@@ -149,8 +150,12 @@ TEST_F(copy_cuda, a_call_that_fails_is_reported_with_the_copy) {
   EXPECT_EQ(number, 1);
   fake_cuda::runtime().failing_call = "cudaEventSynchronize";
   EXPECT_THROW(in->synchronize(number), CopyError);
+  fake_cuda::runtime().failing_call = "cudaEventQuery";
+  EXPECT_EQ(in->completed(), 0);  // what failed is never over
+  EXPECT_THROW(in->query(number), CopyError);
   fake_cuda::runtime().failing_call.clear();
   in->synchronize(number);
+  EXPECT_TRUE(in->query(number));
 }
 
 TEST_F(copy_cuda, copies_in_a_graph_are_refused) {
@@ -221,6 +226,8 @@ TEST_F(copy_cuda, a_forked_child_gets_an_error_and_calls_nothing) {
   int status = -1;
   waitpid(child, &status, 0);
   EXPECT_EQ(status, 0);
+  in->synchronize(number);
+  EXPECT_EQ(host, device);
 }
 #endif
 

@@ -62,7 +62,11 @@ TEST(copy_stream, numbers_say_which_copies_are_done) {
   Bytes first(100, 0), second(100, 0), third(100, 0);
   queue(stream, first, src), queue(stream, second, src), queue(stream, third, src);
   EXPECT_EQ(stream.completed(), 0);
+  EXPECT_FALSE(stream.query(1));
   stream.synchronize(2);
+  EXPECT_TRUE(stream.query(1));
+  EXPECT_TRUE(stream.query(2));
+  EXPECT_FALSE(stream.query(3));
   EXPECT_EQ(stream.completed(), 2);
   EXPECT_EQ(second, src);
   EXPECT_EQ(third, Bytes(100, 0)) << "a copy was made before someone waited for it";
@@ -176,6 +180,7 @@ TEST(copy_stream, a_failed_copy_breaks_its_direction_and_says_which_it_was) {
       "HostTier.to_tier: copy 2 of 128 bytes failed (a planted fault); no later copy in this direction is made";
   EXPECT_EQ(error_of([&] { in.synchronize(failing); }), message);
   EXPECT_EQ(error_of([&] { in.wait(failing, nullptr); }), message);
+  EXPECT_EQ(error_of([&] { in.query(failing); }), message);
   EXPECT_EQ(error_of([&] { queue(in, d, src); }), message);
   EXPECT_EQ(in.completed(), 2);
   EXPECT_EQ(a, src);
