@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardcore
 from shardcore.comm import Comm
+from tests.choice import combinations
 from tests.engine.made import frozen_net, init, meta, save
 from tests.engine.models import Block, Net, Run, hash_of, hash_of_training, make_net, train
 from tests.ranks import run_ranks
@@ -62,9 +63,7 @@ def _from_memory(rank: int, world_size: int, run: Run, frozen: bool) -> str:
     return hash_of_training(model, optimizer)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
 def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precision: str, frozen: bool, safetensors: Any) -> None:
     torch.manual_seed(5)
     model = frozen_net() if frozen else Net()

@@ -12,6 +12,7 @@ from torch import nn
 
 import shardcore
 from shardcore import comm
+from tests.choice import combinations
 from tests.engine.models import Run, batch_of, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -31,7 +32,7 @@ def error_of(function: Any) -> str:
 
 
 def _one_reads_while_others_train(rank: int, world_size: int) -> str:
-    model, _ = sharded(stage=1, timeout_s=10, precision="bf16", accumulate=2)
+    model, _ = sharded(stage=1, timeout_s=5, precision="bf16", accumulate=2)
 
     def go_on() -> None:
         for micro in range(2):
@@ -41,7 +42,7 @@ def _one_reads_while_others_train(rank: int, world_size: int) -> str:
 
 
 def _one_fails_in_backward(rank: int, world_size: int) -> str:
-    model, optimizer = sharded(timeout_s=10)
+    model, optimizer = sharded(timeout_s=5)
 
     def fail(grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("rank 0's own")
@@ -113,9 +114,7 @@ def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str,
     return error, same, int(shardcore.full_state(model.gain, "step"))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("how", REFUSALS)
-@pytest.mark.parametrize("with_grads", [True, False])
+@pytest.mark.parametrize(("with_grads", "how", "stage"), combinations([True, False], REFUSALS, [0, 2, 3], meet=1))
 def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int, how: str, with_grads: bool) -> None:
     other, own = run_ranks(2, _one_refuses_its_arguments, stage, how, with_grads)
     assert own[0].startswith(("ValueError: ", "TypeError: "))

@@ -155,14 +155,14 @@ try:
 finally:
     pathlib.Path({str(tmp_path / "partial")!r}).write_text("3")
 """
-    hangs = python("hangs", code, 5.0, read=lambda folder: ({"partial": (tmp_path / "partial").read_text()}, None))
+    hangs = python("hangs", code, 3.0, read=lambda folder: ({"partial": (tmp_path / "partial").read_text()}, None))
     start = time.monotonic()
     _, reports, _ = run({"kernels": [hangs, OK]})
     assert time.monotonic() - start < 60
     (report,) = reports.values()
     entry = report["steps"][1]
     assert (entry["status"], entry["figures"]) == ("failed", {"partial": "3"})
-    assert entry["detail"].startswith("stopped after 5 s")
+    assert entry["detail"].startswith("stopped after 3 s")
     assert report["steps"][2]["status"] == "passed"
     state = subprocess.run(["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()], capture_output=True, text=True)
     assert state.stdout.strip() == "" or state.stdout.startswith("Z")  # gone, or dead and waiting for its parent
