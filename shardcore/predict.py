@@ -21,8 +21,8 @@ from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, Re
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
 from shardcore.engine.store import DeviceStore
+from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
-from shardcore.engine.weights import Unit
 from shardcore.offload import staging_numel
 from shardcore.optim import AdamOptimizer
 from shardcore.topology import Topology

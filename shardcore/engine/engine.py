@@ -17,6 +17,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.membership import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
@@ -62,6 +63,7 @@ class Engine:
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
+        self._membership = Membership(model)
         self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -152,6 +154,10 @@ class Engine:
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
             )
+        self._membership.check("step")
+        for bucket in self.buckets:
+            if bucket.group is None:  # the updater checks the others
+                bucket.check_in_place("step")
         self.reducer.accept_user_grads()
         self.updater.check()
 
