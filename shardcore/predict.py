@@ -105,7 +105,7 @@ def predict(
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "sharers": world_size}
+    chosen = known | options | {"stage": stage, "sharers": world_size, "backend_sums": True}
     check_options(chosen)
     for name, only in (("process_group", (None,)), ("ranks_per_node", (None,)), ("reshard_after_forward", (True, False))):
         if not any(chosen[name] is value for value in only):
@@ -141,7 +141,13 @@ def predict(
         build.units_of(specs, buckets),
         lifetimes,
         comm,
-        ReducePolicy(chosen["accumulate"], sync_each, DTYPES[chosen["grad_dtype"]], DTYPES.get(chosen["reduce_dtype"])),
+        ReducePolicy(
+            chosen["accumulate"],
+            sync_each,
+            DTYPES[chosen["grad_dtype"]],
+            DTYPES.get(chosen["reduce_dtype"]),
+            chosen["reduction"] == "nccl",
+        ),
         chosen["reshard_after_forward"],
         chosen["precision"] == "fp16" and chosen["loss_scale"] != 1.0,
         _Store(list(amsgrad), amsgrad, tier),
@@ -297,7 +303,8 @@ class _Rehearsal:
             return
         while len(in_flight) >= MAX_IN_FLIGHT:
             self._finish(*in_flight.pop(0))
-        in_flight.append((bucket, whole, self.pool.take(whole.numel(), whole.dtype)))
+        received_numel = whole.numel() // (self.comm.world_size if self.policy.backend_sums else 1)
+        in_flight.append((bucket, whole, self.pool.take(received_numel, whole.dtype)))
         self._note(bucket)
         self._send("exchange gradients", whole.numel() * whole.dtype.itemsize)
 

@@ -66,7 +66,7 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
         self.scaler = scaler
         self.pool = BufferPool(device, self._forget)
-        self._exchange = Exchange(comm, self.pool, self._finish)
+        self._exchange = Exchange(comm, self.pool, self._finish, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
