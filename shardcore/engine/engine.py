@@ -21,6 +21,7 @@ from shardcore.engine.membership import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
+from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
 from shardcore.optim import MASTERED_DTYPES, check_max_norm
@@ -94,6 +95,11 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with scope("step"):
+            self._step(grad_scale, max_norm, problem)
+        return loss
+
+    def _step(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
         self.reducer.settle()
         if self.weights is not None:
             self.weights.meet("a step")
@@ -118,7 +124,6 @@ class Engine:
                 self.optimizer.skipped_steps,
                 self.scaler.after_overflow(),
             )
-        return loss
 
     @property
     def loss_scale(self) -> float:
@@ -298,8 +303,9 @@ class Engine:
         if self.lifetimes.owns_everything:
             return owned
         gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
-        bucket.owned_slice(gathered).copy_(owned)
-        wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
+        with scope("read", bucket.unit):
+            bucket.owned_slice(gathered).copy_(owned)
+            wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
         return gathered.to(owned.device)
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:

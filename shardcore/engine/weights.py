@@ -28,6 +28,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.order import Order, in_backward
+from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, closed_message
 
 REFUSAL = "an error of its own"
@@ -80,7 +81,7 @@ class Weights:
         if unit.open or unit.gathers is not None:
             return
         unit.gathers, unit.notice = [], self.comm.announce(self.units.index(unit))
-        with torch.profiler.record_function(f"shardcore::gather({unit.name or 'root'})"), torch.no_grad():
+        with scope("gather", unit.name), torch.no_grad():
             for bucket in unit.buckets:
                 if len(self.comm.sharers) == 1:
                     bucket.weight = bucket.owned_weight
@@ -188,8 +189,9 @@ class Weights:
         works = []
         for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
             if len(self.comm.sharers) > 1:
-                bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+                with scope("gather", bucket.unit):
+                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
+                    works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
         wait_all(works)
 
     @contextmanager
