@@ -96,7 +96,7 @@ class Comm:
                 f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first (each rank would train alone)"
             )
-        self.topology = _topology(self.world_size, ranks_per_node, sharded)
+        self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self.uses_nccl = self.group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
         local_rank = os.environ.get("LOCAL_RANK")
         self.device = torch.device("cpu")  # where small messages travel
@@ -292,7 +292,8 @@ def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
 
 
-def _topology(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+def topology_of(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+    """Return how ranks lie; `sharded`: the size of a mesh's second dimension. Raises ValueError or TypeError."""
     if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
         raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
     if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:

@@ -45,8 +45,7 @@ class Weights:
         them together, a part each.
         """
         self.units, self.comm = list(units), comm
-        # how many ranks keep a unit's weights from forward to backward; 0: only the shards are kept
-        keepers = int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
+        keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
@@ -345,6 +344,11 @@ class Weights:
         self.meet("the end of backward", self._backward)
         self._backward.end()
         self.close_all()
+
+
+def keepers_of(reshard_after_forward: bool | int) -> int:
+    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
+    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
