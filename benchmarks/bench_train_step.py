@@ -206,8 +206,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     for name, samples in seconds.items():
         rows.append([name, f"{harness.spread(samples).median * 1e3:.1f}", str(ratios[name]), f"{worst[name]:.1e}"])
     print(
-        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, one thread each, "
-        f"{options.rounds} rounds"
+        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, {options.rounds} rounds"
     )
     print(harness.table(rows))
     result = {
@@ -248,10 +247,13 @@ def main() -> int:
     options = suite.parse(parser)
     if options.device == "cuda" and torch.cuda.device_count() < options.nproc:
         parser.error(f"--nproc {options.nproc} with --device cuda; this machine has {torch.cuda.device_count()} GPUs")
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
+    threads = None  # all cores: a GPU's rank has its share of them
+    if options.device == "cpu":
+        threads = 1
+        os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
     if deepspeed is None and options.device == "cpu":
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
-    return launch(run_rank, options.nproc, options.device, 1, options)
+    return launch(run_rank, options.nproc, options.device, threads, options)
 
 
 if __name__ == "__main__":

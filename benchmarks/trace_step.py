@@ -186,7 +186,8 @@ def main() -> int:
     options = suite.parse(parser)
     if options.device == "cuda" and torch.cuda.device_count() < (options.nproc or 1):
         parser.error(f"--nproc {options.nproc or 1} with --device cuda; this machine has {torch.cuda.device_count()} GPUs")
-    return launch(run_rank, options.nproc or default_nproc(options.device), options.device, 1, options)
+    threads = 1 if options.device == "cpu" else None
+    return launch(run_rank, options.nproc or default_nproc(options.device), options.device, threads, options)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -246,34 +247,46 @@ class Engine:
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
         return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
-    def together(self, op: str, check: Callable[[], None]) -> None:
-        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank."""
+    def together(self, op: str, check: Callable[[], str | None]) -> None:
+        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
+
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank.
+        """
         if self.weights is not None:
             self.weights.meet("a read of whole values")
         problem: Exception | None = None
+        what = None
         try:
-            check()
-        except (ValueError, TypeError) as error:
+            what = check()
+        except (ValueError, TypeError, KeyError) as error:
             problem = error
-        row = torch.tensor([_READS.index(op), problem is not None], device=self.device)
+        here = zlib.crc32((what or "").encode())
+        row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
         others = self.comm.gather_rows(row, Traffic.READ).tolist()
         if problem is not None:
             raise problem
-        for rank, (read, refuses) in enumerate(others):
+        for rank, (read, refuses, there) in enumerate(others):
             if read != _READS.index(op):
                 raise ValueError(
                     f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
                 )
             if refuses:
                 raise ValueError(f"{op}: rank {rank} refused; its own error says why")
+            if there != here:
+                raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
 
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
+
+        def check() -> str:
+            self.reducer.accept_user_grads()
+            return self._of("full_grad", param)[1].name
+
+        self.together("full_grad", check)
         bucket, managed = self._of("full_grad", param)
-        self.together("full_grad", self.reducer.accept_user_grads)
         self.reducer.reduce_pending()
         if not managed.has_grad or bucket.grad is None:
             return None
@@ -282,13 +295,20 @@ class Engine:
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
+
+        def check() -> str:
+            bucket, managed = self._of("full_state", param)
+            known = ["step", *(self.store.states(bucket) if bucket.group is not None else {})]
+            if key not in known:
+                raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
+            self.updater.accept_weight_edits()
+            return f"{key} of {managed.name}"
+
+        self.together("full_state", check)
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return torch.tensor(float(managed.step))
-        states = self.store.states(bucket) if bucket.group is not None else {}
-        if key not in states:
-            raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(['step', *states])}")
-        self.together("full_state", self.updater.accept_weight_edits)
+        states = self.store.states(bucket)
         return managed.slice_of(self.whole(bucket, states[key])).clone()
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:

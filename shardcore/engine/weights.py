@@ -233,6 +233,11 @@ class Weights:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _use(self, unit: Unit) -> None:
+        if len(self.comm.sharers) > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
+                "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
+            )
         order = self._backward if in_backward() else self._forward
         self._open(unit)
         order.use(unit)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardcore
+from tests.engine.made import init, meta
 from tests.engine.models import hash_of_training, make_net
 from tests.initialize.test_engine import ADAM, ds_config, start, train
 from tests.ranks import free_port, run_ranks
@@ -47,6 +48,19 @@ def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str
     assert (used is optimizer) == (not as_function and kind in ("FusedAdam", "CPUAdam"))
     train(engine, 0, 2)
     assert hash_of_training(engine.module, used) == hash_of_training(expected.module, expected.optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_the_meta_device_is_made(stage: int) -> None:
+    hashes = set()
+    for model, options in ((make_net(5), {}), (meta(), {"materialize": init})):
+        torch.manual_seed(5)
+        engine = start(ds_config(stage=stage), model=model, **options)
+        train(engine, 0, 2)
+        hashes.add(hash_of_training(engine.module, engine.optimizer))
+    assert len(hashes) == 1
+    with pytest.raises(TypeError, match="materialize is 3; expected a callable"):
+        start(ds_config(stage=stage), model=meta(), materialize=3)
 
 
 def test_a_class_is_a_function() -> None:
