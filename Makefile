@@ -1,6 +1,6 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow")
-# make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels); docs/benchmarks.md
+# make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, PART=sharding); docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
 # make clean   remove what was built (distclean: .venv too)

@@ -1,4 +1,5 @@
-"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks over gloo.
+"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks over gloo, or
+with --device cuda on GPUs over nccl (a rank each; without DeepSpeed, whose CPU Adam is meant here).
 
 All engines live in the same processes and take turns, step by step, in a random order that the ranks share; every step
 starts at a barrier and counts as long as its slowest rank. All train the same model from the same weights on the same
@@ -94,7 +95,7 @@ def fairscale_step(model: nn.Module) -> Step:
 
 
 def fsdp2_step(model: nn.Module, stage: int) -> Step:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3 and module is not model)
     return torch_adamw_step(model)
@@ -151,19 +152,26 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     """Run all engines in turns; returns this rank's seconds and losses by engine and round (warm-up left out of seconds)."""
     base, makers = base_of(rank.world_size), engines(options.batch)
     makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
-    steps = {name: make(build_gpt(options.preset, seed=0)) for name, make in makers.items()}
+    on_gpu = rank.device.type == "cuda"
+    if on_gpu:
+        makers = {name: make for name, make in makers.items() if not name.startswith("DeepSpeed")}
+    steps = {name: make(build_gpt(options.preset, seed=0).to(rank.device)) for name, make in makers.items()}
+    finish = torch.cuda.synchronize if on_gpu else lambda: None
     corpus = load_corpus()
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for number, order in enumerate(harness.random_order(list(steps), options.warmup + options.rounds, seed=0)):
-        tokens, targets = corpus.batch(
+        batch = corpus.batch(
             seed=0, rank=rank.rank, step=number, micro_step=0, batch=options.batch, context=PRESETS[options.preset].context
         )
+        tokens, targets = (part.to(rank.device) for part in batch)
         for name in order:
             time.sleep(options.pause)
             dist.barrier()
+            finish()
             start = time.perf_counter()
             loss = steps[name](tokens, targets)
+            finish()
             seconds[name].append(time.perf_counter() - start)
             losses[name].append(loss.item())
         if rank.rank == 0:
@@ -198,7 +206,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     for name, samples in seconds.items():
         rows.append([name, f"{harness.spread(samples).median * 1e3:.1f}", str(ratios[name]), f"{worst[name]:.1e}"])
     print(
-        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} ranks, one thread each, {options.rounds} rounds"
+        f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, {options.rounds} rounds"
     )
     print(harness.table(rows))
     result = {
@@ -213,7 +221,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     }
     harness.write_json(options.out / "train_step.json", result)
     panel = harness.Panel(
-        title=f"{options.preset}, batch {options.batch} a rank, {rank.world_size} gloo ranks, float32",
+        title=f"{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, float32",
         x_label=f"time of a step, {base} = 1 (median and quartiles; shorter is better)",
         bars=ratios,
         ours=lambda name: name.startswith("shardcore"),
@@ -229,6 +237,7 @@ def main() -> int:
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument(
         "--nproc", type=positive, default=2, help="ranks; with 1 the base is plain torch (default: %(default)s)"
     )
@@ -236,10 +245,15 @@ def main() -> int:
         "--engines", nargs="+", choices=names, default=names, help="which to time, beside DDP (default: all here)"
     )
     options = suite.parse(parser)
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
-    if deepspeed is None:
+    if options.device == "cuda" and torch.cuda.device_count() < options.nproc:
+        parser.error(f"--nproc {options.nproc} with --device cuda; this machine has {torch.cuda.device_count()} GPUs")
+    threads = None  # all cores: a GPU's rank has its share of them
+    if options.device == "cpu":
+        threads = 1
+        os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")  # the ranks inherit these
+    if deepspeed is None and options.device == "cpu":
         print("DeepSpeed is left out: deepspeed is not installed (pip install --no-build-isolation deepspeed)")
-    return launch(run_rank, options.nproc, "cpu", 1, options)
+    return launch(run_rank, options.nproc, options.device, threads, options)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,9 @@ def shard(
         False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
         or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
+    reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
+        leaves the sum to NCCL (reduce_scatter): in the dtype that travels, rounded at each addition, in an order that it picks.
+        So its bits may depend on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
     broadcast: take rank 0's weights and buffers.
     materialize: makes what the model has on the meta device (built under `torch.device("meta")`, the optimizer over it),
         straight into shards: beside what the stage keeps, never more than one unit is in memory. Either a callable that is
@@ -135,6 +138,7 @@ def shard(
         "broadcast": broadcast,
         "ranks": repr(comm.topology),
         "sharers": len(comm.sharers),
+        "backend_sums": comm.backend_sums,
     }
     problem: Exception | None = None
     entries: list[Any] = []
@@ -191,7 +195,8 @@ def shard(
         filler.fill(builder, buckets, store, broadcast)
 
     sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
-    policy = ReducePolicy(accumulate, stage >= 2 if sync_each is None else sync_each, DTYPES[grad_dtype], sent)
+    sync = stage >= 2 if sync_each is None else sync_each
+    policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)

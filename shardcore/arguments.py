@@ -19,6 +19,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "grad_dtype": ("bf16", "fp32"),
     "reduce_dtype": ("bf16", "fp16", "fp32", None),
+    "reduction": ("nccl", "ordered"),
 }
 
 
@@ -52,10 +53,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
     if options["overlap_step"]:
         raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
-    if options["reduction"] == "nccl":
-        raise NotImplementedError('shard: reduction is "nccl", which is not built yet; expected "ordered"')
-    if options["reduction"] != "ordered":
-        raise ValueError(f'shard: reduction is {options["reduction"]!r}; expected "ordered"')
+    if options["reduction"] == "nccl" and not options["backend_sums"]:
+        raise ValueError(
+            'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
+            'backend), or init_process_group("nccl")'
+        )
     offload_options(options["offload"])
     reshard, sharers = options["reshard_after_forward"], options["sharers"]
     if not isinstance(reshard, int):

@@ -1,7 +1,8 @@
 """Collectives between ranks, and how ranks agree. The one place that knows torch's names for them.
 
 All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is summed in transit:
-arithmetic on gradients happens in csrc/reduce, in rank order. A world of one needs no process group and moves nothing.
+arithmetic on gradients happens in csrc/reduce, in rank order, unless the user asks for the backend's (`reduce_scatter`). A
+world of one needs no process group and moves nothing.
 """
 
 import json
@@ -19,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.topology import Topology
 
-# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Traffic(IntEnum):
@@ -94,7 +96,7 @@ class Comm:
                 f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first (each rank would train alone)"
             )
-        self.topology = _topology(self.world_size, ranks_per_node, sharded)
+        self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self.uses_nccl = self.group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
         local_rank = os.environ.get("LOCAL_RANK")
         self.device = torch.device("cpu")  # where small messages travel
@@ -137,6 +139,11 @@ class Comm:
         """The ranks whose owned ranges, in this order, make a whole buffer."""
         return self.topology.sharers(self.rank)
 
+    @property
+    def backend_sums(self) -> bool:
+        """Whether `reduce_scatter` may be chosen: only NCCL's own sum is, and one rank has none."""
+        return self.uses_nccl or self.world_size == 1
+
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
         self._place.spoiled |= self._place.in_backward
@@ -160,6 +167,18 @@ class Comm:
             return [work] if work is not None else []
         ranks = range(self.world_size) if ranks is None else ranks
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks)
+
+    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor) -> list[dist.Work]:
+        """Start adding `sent` over all ranks as the backend does it; `received` gets this rank's piece (Topology.place)."""
+        if sent.numel() == 0:
+            return []
+        if self.topology.nodes == 1:
+            work = _reduce_scatter(received, sent, group=self.group, async_op=True)
+        else:
+            pieces = sent.chunk(self.world_size)
+            of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
+            work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
+        return [work] if work is not None else []
 
     def all_gather(self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None) -> list[dist.Work]:
         """Start filling `whole`, an equal piece for each of `ranks` (default: all, in order), this rank's own already in place.
@@ -273,7 +292,8 @@ def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
 
 
-def _topology(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+def topology_of(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+    """Return how ranks lie; `sharded`: the size of a mesh's second dimension. Raises ValueError or TypeError."""
     if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
         raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
     if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:

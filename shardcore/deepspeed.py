@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardcore.api import agree, shard
 from shardcore.comm import Comm
 from shardcore.config import BatchSizes, Config, read_config
+from shardcore.engine.materialize import Materialize
 from shardcore.optim import AdamOptimizer, FusedAdam
 from shardcore.training_engine import ShardedLoader, TrainingEngine
 
@@ -38,6 +39,7 @@ def initialize(
     lr_scheduler: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     args: Any = None,
+    materialize: Materialize | None = None,
 ) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
     """Shard `model` as a DeepSpeed configuration says; returns (engine, optimizer, dataloader, lr_scheduler).
 
@@ -46,6 +48,7 @@ def initialize(
     optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
         configuration names one.
     training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
+    materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
 
     Starts torch.distributed from the environment (as torchrun sets it) unless it is started; without RANK and WORLD_SIZE the
@@ -87,6 +90,7 @@ def initialize(
             cast_inputs=settings.auto_cast or not settings.fp16,
             clip_grad_norm=settings.gradient_clipping or None,
             accumulate=sizes.accumulation,
+            materialize=materialize,
         )
     except BaseException:
         if started:

@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards a step (default: %(default)s)")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
+    parser.add_argument("--hybrid", action="store_true", help="shard within a node and replicate over nodes")
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)"
+    )
     parser.add_argument("--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit')
     parser.add_argument("--json", action="store_true", help="bytes, as JSON, instead of a table in GiB")
 
@@ -89,6 +94,9 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         grad_dtype=options.grad_dtype,
         offload=None if options.offload is None else {"optimizer": options.offload},
         accumulate=options.accumulate,
+        ranks_per_node=options.ranks_per_node,
+        hybrid=options.hybrid,
+        reshard_after_forward=True if options.keep is None else options.keep,
         units=int(options.units) if options.units.isdigit() else options.units,
     )
 

@@ -15,14 +15,15 @@ from torch import nn
 
 from shardcore.api import shard
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options
-from shardcore.comm import Comm
+from shardcore.comm import Comm, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
 from shardcore.engine.store import DeviceStore
+from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
-from shardcore.engine.weights import Unit
+from shardcore.engine.weights import keepers_of
 from shardcore.offload import staging_bytes
 from shardcore.optim import AdamOptimizer
 from shardcore.topology import Topology
@@ -42,7 +43,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank keeps and sends once training runs (from the second step on).
+    """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
 
     resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the
     peak; but buffers change their kind: `most` has the most bytes of gradients and of communication at any time of a step.
@@ -64,9 +65,8 @@ class Prediction:
 class _Place(Comm):
     """A rank of a world that need not exist."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.group, self.rank, self.world_size = None, rank, world_size
-        self.topology = Topology(world_size, world_size)
+    def __init__(self, rank: int, topology: Topology) -> None:
+        self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
 
 
 class _Store(DeviceStore):
@@ -89,34 +89,40 @@ def predict(
     *,
     world_size: int,
     rank: int = 0,
+    hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
     """Return what `rank` of `world_size` ranks will keep and send after shard(model, optimizer, stage, **options).
 
     model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
-    parameters. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order.
+    parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
+    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order.
     Raises ValueError or TypeError for what shard would refuse.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "sharers": world_size}
-    check_options(chosen)
-    for name, only in (("process_group", (None,)), ("ranks_per_node", (None,)), ("reshard_after_forward", (True, False))):
-        if not any(chosen[name] is value for value in only):
-            expected = " or ".join(map(str, only))
-            raise NotImplementedError(f"predict: {name} is {chosen[name]!r}, which is not predicted yet; expected {expected}")
+    chosen = known | options | {"stage": stage, "backend_sums": True}
+    if chosen["process_group"] is not None:
+        raise ValueError(
+            "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
+        )
     if world_size < 1:
         raise ValueError(f"predict: world_size is {world_size}; expected at least 1")
     if not 0 <= rank < world_size:
         raise ValueError(f"predict: rank is {rank} of {world_size}; expected 0 <= rank < world_size")
+    per_node = chosen["ranks_per_node"]
+    if hybrid and per_node is None:
+        raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
+    comm = _Place(rank, topology_of(world_size, per_node, per_node if hybrid else None))
+    check_options(chosen | {"sharers": len(comm.sharers)})
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
     if isinstance(adam, AdamOptimizer):
         accept_optimizer(adam)
     build.check_ownership(model, adam)
 
-    lifetimes, comm = LIFETIMES[stage], _Place(rank, world_size)
+    lifetimes = LIFETIMES[stage]
     specs = plan_units(model, chosen["units"])
     kept = build.kept_params(model, chosen["keep_fp32"])
     builder = build.Builder(comm, lifetimes, DTYPES[chosen["precision"]], kept, _META)
@@ -137,14 +143,19 @@ def predict(
         build.units_of(specs, buckets),
         lifetimes,
         comm,
-        ReducePolicy(chosen["accumulate"], sync_each, DTYPES[chosen["grad_dtype"]], DTYPES.get(chosen["reduce_dtype"])),
-        chosen["reshard_after_forward"],
+        ReducePolicy(
+            chosen["accumulate"],
+            sync_each,
+            DTYPES[chosen["grad_dtype"]],
+            DTYPES.get(chosen["reduce_dtype"]),
+            chosen["reduction"] == "nccl",
+        ),
+        keepers_of(chosen["reshard_after_forward"]),
         chosen["precision"] == "fp16" and chosen["loss_scale"] != 1.0,
         _Store(list(amsgrad), amsgrad, tier),
         frozen,
     )
-    for _ in range(2):  # in the first one pools grow
-        rehearsal.step()
+    rehearsal.run()
     numel = sum(param.numel() for param in model.parameters())
     transfers = tuple(Transfer(purpose, *counted) for purpose, counted in rehearsal.sent.items())
     return Prediction(numel, len(specs), rehearsal.report(), rehearsal.most, transfers)
@@ -159,7 +170,7 @@ class _Rehearsal:
     lifetimes: Lifetimes
     comm: Comm
     policy: ReducePolicy
-    reshard: bool
+    keepers: int  # see keepers_of
     scaled: bool  # losses are: gradients are unscaled in the reduction, in a world of one, too
     store: _Store
     frozen: Sequence[torch.Tensor]
@@ -174,8 +185,17 @@ class _Rehearsal:
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
         self._bucket_of = {managed: bucket for bucket in self._order for managed in bucket.params}
         self._arrivals = sorted(self._bucket_of, key=lambda managed: -managed.index)
+        self._everyone = range(self.comm.world_size)
+        self._levels = [self._everyone] if self.policy.backend_sums else self.comm.topology.levels(self.comm.rank)
+        self._in_flight: list[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         self._held_bytes = 0  # the sum of _in_grads
         self._known = False
+
+    def run(self) -> None:
+        """Take steps until the pools have their size: they grow in the first ones."""
+        held = -1
+        while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
+            self.step()
 
     def step(self) -> None:
         """Run forwards and backwards, update the weights, forget the gradients."""
@@ -183,11 +203,11 @@ class _Rehearsal:
         for micro in range(1, self.policy.accumulate + 1):
             self._move_weights()
             self._backward(reducing=self.policy.sync_each or micro == self.policy.accumulate)
-        self._send("agree on the norm", NORM_ROW_BYTES * self.comm.world_size)
+        self._send("agree on the norm", NORM_ROW_BYTES * self.comm.world_size, self._everyone)
         if self.lifetimes.full_weight_resident and not self.lifetimes.owns_everything:
             for bucket in self.buckets:
                 if bucket.group is not None:
-                    self._send("gather weights after the step", bucket.layout.numel * bucket.dtype.itemsize)
+                    self._send("gather weights after the step", bucket.layout.numel * bucket.dtype.itemsize, self.comm.sharers)
         self._hide_grads()
         for bucket in self._order:
             bucket.reduced = False
@@ -200,18 +220,21 @@ class _Rehearsal:
             tuple(memory_lines(self.buckets, self.lifetimes, self.store, self.pool, gathered, self.frozen, self.shown.get))
         )
 
-    def _send(self, purpose: str, whole_bytes: int) -> None:
-        """Count a collective over `whole_bytes`, of which each rank has, or is to have, an equal part."""
-        world = self.comm.world_size
-        if world > 1 and whole_bytes:
+    def _send(self, purpose: str, whole_bytes: int, ranks: Sequence[int]) -> None:
+        """Count a collective of `ranks` over `whole_bytes`, of which each of them has, or is to have, an equal part."""
+        if len(ranks) > 1 and whole_bytes:
             collectives, sent_bytes = self.sent.get(purpose, (0, 0))
-            self.sent[purpose] = collectives + 1, sent_bytes + whole_bytes // world * (world - 1)
+            self.sent[purpose] = collectives + 1, sent_bytes + whole_bytes // len(ranks) * (len(ranks) - 1)
 
-    def _note(self, bucket: Bucket) -> None:
+    def _count(self, bucket: Bucket) -> None:
         """Learn that the bucket's gradients have other memory now."""
         now = gradient_bytes(bucket, self.shown.get(bucket))
         self._held_bytes += now - self._in_grads.get(bucket, 0)
         self._in_grads[bucket] = now
+
+    def _note(self, bucket: Bucket) -> None:
+        """Count the bucket's gradients, and take the most of each kind."""
+        self._count(bucket)
         here = {"gradients": self._held_bytes, "communication": self.pool.allocated_bytes - self._held_bytes}
         for kind, count in here.items():
             self.most[kind] = max(self.most.get(kind, 0), count)
@@ -219,7 +242,7 @@ class _Rehearsal:
     # --- weights (stage 3), as Weights does it ---------------------------------------------------------------------
 
     def _move_weights(self) -> None:
-        if self.lifetimes.full_weight_resident or self.comm.world_size == 1:
+        if self.lifetimes.full_weight_resident or len(self.comm.sharers) == 1:
             return
         passing = [unit for unit in self.units if not unit.stays]
         known, self._known = self._known, True  # in the first pass no unit is gathered ahead, and none is known to be the last
@@ -229,8 +252,8 @@ class _Rehearsal:
             self._gather(here, "gather weights in forward")
             if ahead is not None and known:
                 self._gather(ahead, "gather weights in forward")
-            if self.reshard and (ahead is not None or not known):  # the last one stays: its backward is next
-                self._let_go(here)
+            if self.keepers != 1 and (ahead is not None or not known):  # the last one stays: its backward is next
+                self._let_go(here, keep=self.keepers > 1)
         for here, ahead in zip(reversed(passing), [*passing[-2::-1], None], strict=True):
             self._gather(here, "gather weights in backward")
             if ahead is not None and known:
@@ -243,13 +266,20 @@ class _Rehearsal:
         if unit.open:
             return
         unit.open = True
+        kept, unit.kept = unit.kept or [], None
         for bucket in unit.buckets:
             bucket.weight = self.gathered.take(bucket.layout.numel, bucket.dtype)
-            self._send(purpose, bucket.layout.numel * bucket.dtype.itemsize)
+            if kept:
+                self.gathered.give(kept.pop(0))
+                self._send(f"{purpose}, of parts kept", bucket.weight.nbytes, range(self.keepers))
+            else:
+                self._send(purpose, bucket.weight.nbytes, self.comm.sharers)
 
-    def _let_go(self, unit: Unit) -> None:
+    def _let_go(self, unit: Unit, keep: bool = False) -> None:
         if unit.open:
             unit.open = False
+            if keep:
+                unit.kept = [self.gathered.take(b.weight.numel() // self.keepers, b.dtype) for b in unit.buckets]
             for bucket in unit.buckets:
                 self.gathered.give(bucket.let_go())
 
@@ -264,7 +294,6 @@ class _Rehearsal:
             for bucket in self._order
         }
         missing = {bucket: len(bucket.params) for bucket in self._order}
-        in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor | None]] = []
         waiting = list(self._order) if reducing else []
         for managed in self._arrivals:
             bucket = self._bucket_of[managed]
@@ -273,11 +302,10 @@ class _Rehearsal:
                 bucket.wire = self._take_full(bucket, dtypes[bucket])
                 self._note(bucket)
             while waiting and not missing[waiting[0]]:
-                self._launch(waiting.pop(0), in_flight)
-        while in_flight:
-            self._finish(*in_flight.pop(0))
+                self._launch(waiting.pop(0))
+        self._drain(0)
         if reducing:
-            self._send("agree on used parameters", len(self._arrivals) * self.comm.world_size)
+            self._send("agree on used parameters", len(self._arrivals) * self.comm.world_size, self._everyone)
         if self.lifetimes.owns_everything:
             for bucket in self._order:
                 if bucket.reduced and bucket.grad is not None:
@@ -285,19 +313,36 @@ class _Rehearsal:
                     self.shown[bucket] = bucket.grad if same else self._take_full(bucket, bucket.dtype)
                     self._note(bucket)
 
-    def _launch(self, bucket: Bucket, in_flight: list[tuple[Bucket, torch.Tensor, torch.Tensor | None]]) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         assert bucket.wire is not None
         whole, bucket.wire = bucket.wire, None
+        self._count(bucket)
         if self.comm.world_size == 1:
-            self._finish(bucket, whole, None)
+            self._finish(bucket, whole)
             return
-        while len(in_flight) >= MAX_IN_FLIGHT:
-            self._finish(*in_flight.pop(0))
-        in_flight.append((bucket, whole, self.pool.take(whole.numel(), whole.dtype)))
-        self._note(bucket)
-        self._send("exchange gradients", whole.numel() * whole.dtype.itemsize)
+        self._drain(MAX_IN_FLIGHT - 1)
+        self._start(bucket, whole, 0, whole)
 
-    def _finish(self, bucket: Bucket, sent: torch.Tensor, received: torch.Tensor | None) -> None:
+    def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+        ranks = self._levels[level]
+        received = self.pool.take(sent.numel() // (len(ranks) if self.policy.backend_sums else 1), sent.dtype)
+        self._in_flight.append((bucket, whole, level, sent, received))
+        self._note(bucket)
+        self._send("exchange gradients", sent.nbytes, ranks)
+
+    def _drain(self, keep: int) -> None:
+        while len(self._in_flight) > keep:
+            bucket, whole, level, sent, received = self._in_flight.pop(0)
+            if level + 1 == len(self._levels):
+                self._finish(bucket, whole)
+            else:
+                partial = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
+                self._start(bucket, whole, level + 1, partial)
+            self.pool.give(received)
+            if sent is not whole:
+                self.pool.give(sent)
+
+    def _finish(self, bucket: Bucket, sent: torch.Tensor) -> None:
         as_sums = sent.dtype == self.policy.grad_dtype
         alone = self.comm.world_size == 1
         if alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums):
@@ -308,16 +353,15 @@ class _Rehearsal:
             old, dtype = bucket.grad, self.policy.grad_dtype
             if old is None or old.dtype != dtype:
                 self._replace_grad(bucket, self.pool.keep(bucket.owned_numel, dtype))
-            if self.lifetimes.owns_everything:
-                self._send("gather gradients", bucket.owned_numel * dtype.itemsize)
+            topology, rank = self.comm.topology, self.comm.rank
+            owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+            self._send("gather gradients", bucket.owned_numel * dtype.itemsize, owners)
         bucket.reduced = True
         if sent is not bucket.grad:
             if self.lifetimes.full_grad_resident and sent.dtype not in bucket.resident:
                 bucket.resident[sent.dtype] = sent
             else:
                 self.pool.give(sent)
-        if received is not None:
-            self.pool.give(received)
         self._note(bucket)
 
     def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:

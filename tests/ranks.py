@@ -1,8 +1,11 @@
 """Real ranks for tests: processes that stay alive between tests and form a gloo group of the size that each test asks for."""
 
 import atexit
+import gc
 import multiprocessing
 import os
+import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -11,7 +14,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _TIMEOUT_S = 120
-_context = multiprocessing.get_context("spawn")
+# Processes are forked from one that has imported torch and the collected test modules and done nothing else, so no thread is
+# lost in the fork.
+context = multiprocessing.get_context("forkserver")
 _workers: list[tuple[Any, Connection]] = []
 
 
@@ -65,11 +70,43 @@ atexit.register(stop_ranks)
 
 
 def _start() -> tuple[Any, Connection]:
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
+    ours, theirs = context.Pipe()
+    process = start(_serve, theirs, daemon=True)
     theirs.close()
     return process, ours
+
+
+def free_port() -> str:
+    """Return a TCP port that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def run_fresh(function: Callable[..., Any], *args: Any) -> Any:
+    """Return `function(*args)` of a process that has done nothing but imports; both and the result must be picklable."""
+    ours, theirs = context.Pipe()
+    process = start(_send, theirs, function, args)
+    theirs.close()
+    try:
+        assert ours.poll(_TIMEOUT_S), "no answer in time"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    pipe.send(function(*args))
+
+
+def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
+    """Start a process that runs `function(*args)`; both must be picklable."""
+    using = [name for name, module in sys.modules.items() if name.startswith("tests.") and hasattr(module, "run_ranks")]
+    context.set_forkserver_preload(["torch", "torch._dynamo", "shardcore", *using])  # read at the first start only
+    process = context.Process(target=function, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 def _serve(pipe: Connection) -> None:
@@ -77,6 +114,7 @@ def _serve(pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage; a collection need not look at it again
     while True:
         try:
             function, rank, world_size, store, args = pipe.recv()

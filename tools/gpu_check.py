@@ -66,24 +66,43 @@ def name_of(case: ElementTree.Element) -> str:
     return f"{case.get('classname')}::{case.get('name')}"
 
 
-def read_benchmark(folder: Path) -> tuple[dict[str, object], str | None]:
-    """Read the JSON of bench_fused_adam."""
-    figures = read_json(folder / "fused_adam.json")
-    return (figures, None) if isinstance(figures, dict) else ({}, "it wrote no figures")
+def read_figures(name: str) -> Reader:
+    """Return what reads the JSON that a benchmark wrote under this name."""
+
+    def read(folder: Path) -> tuple[dict[str, object], str | None]:
+        figures = read_json(folder / f"{name}.json")
+        return (figures, None) if isinstance(figures, dict) else ({}, "it wrote no figures")
+
+    return read
 
 
 def kernels() -> list[Step]:
     """The kernels alone: bits, memory errors, races, speed."""
-    python = [sys.executable, "-m"]
+    python, out = [sys.executable, "-m"], ["--out", "{folder}"]
     pytest = ["pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
     return [
         Step("tests", [*python, *pytest], 180, read_tests),
         *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
-        Step("benchmarks", [*python, "benchmarks.bench_fused_adam", "--out", "{folder}"], 240, read_benchmark, echo=True),
+        Step("benchmarks", [*python, "benchmarks.bench_fused_adam", *out], 240, read_figures("fused_adam"), echo=True),
     ]
 
 
-PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels}
+def sharding() -> list[Step]:
+    """The engine on one GPU over nccl: bits of stages and tiers, a step's time beside torch and FSDP2, a trace of it."""
+    python, gpu = [sys.executable, "-m"], ["--device", "cuda", "--nproc", "1", "--preset", "gpu", "--out", "{folder}"]
+    tests = ["pytest", "tests/engine", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
+    ours = [f"shardcore {stage}" for stage in range(4)]
+    engines = ["--engines", "FSDP2 2", "FSDP2 3", *ours, "shardcore 2 + offload"]
+    trace = [*python, "benchmarks.trace_step", *gpu]
+    return [
+        Step("tests", [*python, *tests], 120, read_tests),
+        Step("benchmark", [*python, "benchmarks.bench_train_step", *gpu, *engines], 200, read_figures("train_step"), echo=True),
+        Step("trace", trace, 60, read_figures("trace_step")),
+        Step("trace_offload", [*trace, "--stage", "2", "--offload"], 60, read_figures("trace_step")),
+    ]
+
+
+PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels, "sharding": sharding}
 
 
 def build() -> Step:

@@ -80,7 +80,7 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
       value_error(where, "shape ", tensor.sizes(), "; expected ", param.sizes(), " (as params)");
     return where;
   };
-  const auto given = [&](const std::vector<at::Tensor>& list) { return !list.empty() && list[i].defined(); };
+  const auto given = [&](const TensorList& list) { return !list.empty() && list[i].defined(); };
   t.grad_dtype = float_dtype(data("grads", lists.grads[i]), lists.grads[i]);
   t.param = param.data_ptr();
   t.grad = lists.grads[i].const_data_ptr();
@@ -92,7 +92,7 @@ AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
   t.state_dtype = dtypes.kind;
   t.exp_avg = exp_avg.data_ptr();
   t.exp_avg_sq = exp_avg_sq.data_ptr();
-  const auto scale = [&](const char* name, const std::vector<at::Tensor>& list) -> float* {
+  const auto scale = [&](const char* name, const TensorList& list) -> float* {
     const Where where{kStepOp, name, index};
     if (given(list) != (t.state_dtype == StateDType::q8)) {
       value_error(where, given(list) ? "a tensor" : "None", "; expected ", given(list) ? "None" : "a tensor",

@@ -11,9 +11,12 @@ namespace shardcore::bind {
 
 inline constexpr const char* kStepOp = "AdamStepper.step";
 
-// Holds references, so tensors stay while the GIL is released.
 struct AdamLists {
-  std::vector<at::Tensor> params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
+  TensorList params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
+
+  void prefetch(size_t i) const {
+    for (const TensorList* list : {&params, &grads, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);
+  }
 };
 
 // The random key of a tensor: its parameter, and which of that one's elements is its first.

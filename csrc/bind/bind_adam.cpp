@@ -101,9 +101,8 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     lists.params = tensors_of(kStepOp, "params", params);
     const size_t count = lists.params.size();
     const auto read = [&](const char* name, const py::handle& sequence, bool optional) {
-      std::vector<at::Tensor> tensors;
-      if (optional && sequence.is_none()) return tensors;
-      tensors = tensors_of(kStepOp, name, sequence, optional);
+      if (optional && sequence.is_none()) return TensorList();
+      TensorList tensors = tensors_of(kStepOp, name, sequence, optional);
       check_count(kStepOp, name, tensors.size(), "params", count);
       return tensors;
     };
@@ -125,6 +124,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     check_device_supported({kStepOp, "params", 0}, device);
     std::vector<AdamSegment> segments(count);
     for (size_t i = 0; i < count; ++i) {
+      lists.prefetch(i);
       AdamSegment& t = segments[i] = segment_of(lists, i, device);
       // The host makes scalars for each of hypers, the device for each tensor.
       t.hyper_index = on_device == nullptr ? indices[i] : static_cast<int32_t>(i);
@@ -146,7 +146,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       for (const DeviceCount& c : plan->counts) counts.push_back(c.count);
     }
     check_overlap(segments, counts, plan ? plan->decision.skipped : nullptr, overlap_);
-    for (const at::Tensor& param : lists.params) mark_written(param);  // states are not part of any graph
+    for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (device.is_cpu()) step_cpu(segments, scalars, plan ? &*plan : nullptr);
 #ifdef SHARDCORE_WITH_CUDA

@@ -32,7 +32,7 @@ at::Tensor to_tensor(DoubleDouble sum) {
 
 at::Tensor sq_norm(const py::handle& tensors) {
   constexpr const char* op = "sq_norm";
-  const std::vector<at::Tensor> list = tensors_of(op, "tensors", tensors);
+  const TensorList list = tensors_of(op, "tensors", tensors);
   if (list.empty()) return to_tensor(DoubleDouble{});
   const at::Device device = list[0].device();
   check_device_supported({op, "tensors", 0}, device);
@@ -153,7 +153,7 @@ at::Tensor ordered_sum(const py::handle& pieces_object, const py::handle& world_
 
 // What the optimizers read gradients through: one call for the list, since two questions a tensor in Python take longer.
 py::list dense(const py::object& tensors) {
-  const std::vector<at::Tensor> list = tensors_of("dense", "tensors", tensors);
+  const TensorList list = tensors_of("dense", "tensors", tensors);
   py::list out(tensors);
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -173,12 +173,14 @@ bool plain_float(const at::Tensor& tensor) {
 
 // Anything unusual gives None: the caller then goes the long way, which copies, or says what is wrong.
 py::object plain_grads(const py::handle& params_object, const py::handle& idle_object) {
-  const std::vector<at::Tensor> params = tensors_of("plain_grads", "params", params_object);
-  for (const at::Tensor& param : tensors_of("plain_grads", "idle", idle_object)) {
-    if (param.grad().defined()) return py::none();
+  const TensorList params = tensors_of("plain_grads", "params", params_object);
+  const TensorList idle = tensors_of("plain_grads", "idle", idle_object);
+  for (size_t i = 0; i < idle.size(); ++i) {
+    if (idle[i].grad().defined()) return py::none();
   }
   py::list grads(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
+    params.prefetch(i);
     const at::Tensor& param = params[i];
     const at::Tensor& grad = param.grad();
     if (!grad.defined() || !plain_float(param) || !plain_float(grad) || grad.sizes() != param.sizes() ||
@@ -192,8 +194,8 @@ py::object plain_grads(const py::handle& params_object, const py::handle& idle_o
 
 void cast(const py::handle& dsts, const py::handle& srcs) {
   constexpr const char* op = "cast";
-  const std::vector<at::Tensor> dst_list = tensors_of(op, "dsts", dsts);
-  const std::vector<at::Tensor> src_list = tensors_of(op, "srcs", srcs);
+  const TensorList dst_list = tensors_of(op, "dsts", dsts);
+  const TensorList src_list = tensors_of(op, "srcs", srcs);
   check_count(op, "srcs", src_list.size(), "dsts", dst_list.size());
   if (dst_list.empty()) return;
   const at::Device device = dst_list[0].device();
@@ -218,7 +220,7 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
     const auto at = [&](int64_t tag) { return Where{op, tag < count ? "dsts" : "srcs", tag % count}; };
     refuse_shared(at(found->second_tag), at(found->first_tag));
   }
-  for (const at::Tensor& dst : dst_list) mark_written(dst);
+  for (size_t i = 0; i < dst_list.size(); ++i) mark_written(dst_list[i]);
   const py::gil_scoped_release no_gil;
   if (device.is_cpu()) cast_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor());
 #ifdef SHARDCORE_WITH_CUDA

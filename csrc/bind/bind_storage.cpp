@@ -64,7 +64,7 @@ at::Tensor closed(const std::vector<int64_t>& shape, const py::handle& like, con
 }
 
 void lend(const py::handle& tensor_list, const py::handle& memory_object, const std::vector<int64_t>& offsets) {
-  const std::vector<at::Tensor> tensors = tensors_of("lend", "tensors", tensor_list);
+  const TensorList tensors = tensors_of("lend", "tensors", tensor_list);
   const at::Tensor memory = tensor_of("lend", "memory", memory_object);
   check_count("lend", "offsets", offsets.size(), "tensors", tensors.size());
   check_layout({"lend", "memory"}, memory, memory.device());
@@ -89,7 +89,7 @@ void lend(const py::handle& tensor_list, const py::handle& memory_object, const 
 }
 
 void withdraw(const py::handle& tensor_list, const py::handle& message_list) {
-  const std::vector<at::Tensor> tensors = tensors_of("withdraw", "tensors", tensor_list);
+  const TensorList tensors = tensors_of("withdraw", "tensors", tensor_list);
   const std::vector<std::string> messages = texts_of("withdraw", "messages", message_list, tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Where where{"withdraw", "tensors", static_cast<int64_t>(i)};

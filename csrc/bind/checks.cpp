@@ -38,22 +38,35 @@ py::object items_of(const Where& where, const py::handle& sequence, const char* 
   return items;
 }
 
-std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
-  const py::object items = items_of({op, name}, sequence, "a list of tensors");
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
-  std::vector<at::Tensor> tensors;
-  tensors.reserve(static_cast<size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* const item = PySequence_Fast_GET_ITEM(items.ptr(), i);
-    if (none_allowed && item == Py_None) {
-      tensors.emplace_back();
-    } else if (THPVariable_Check(item)) {
-      tensors.push_back(THPVariable_Unpack(item));
-    } else {
-      type_error({op, name, i}, "type ", Py_TYPE(item)->tp_name, "; expected a tensor", none_allowed ? " or None" : "");
-    }
+const at::Tensor& TensorList::operator[](size_t i) const {
+  static const at::Tensor undefined;
+  PyObject* const item = PyTuple_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
+  return item == Py_None ? undefined : THPVariable_Unpack(item);
+}
+
+void TensorList::prefetch(size_t i) const {
+  constexpr size_t kNear = 6, kFar = 16;  // the tensor's own bytes lead to its storage's
+  constexpr size_t kLineBytes = 64;
+  const auto bring = [](const void* data, size_t size_bytes) {
+    for (size_t byte = 0; byte < size_bytes; byte += kLineBytes) __builtin_prefetch(static_cast<const char*>(data) + byte);
+  };
+  if (i + kFar < size_) bring((*this)[i + kFar].unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+  if (i + kNear < size_) {
+    const c10::TensorImpl* const impl = (*this)[i + kNear].unsafeGetTensorImpl();
+    if (impl->has_storage()) bring(impl->unsafe_storage().unsafeGetStorageImpl(), kLineBytes);
   }
-  return tensors;
+}
+
+TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
+  const py::object items = items_of({op, name}, sequence, "a list of tensors");
+  py::tuple kept = py::reinterpret_steal<py::tuple>(PySequence_Tuple(items.ptr()));
+  if (!kept) throw py::error_already_set();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kept.ptr()); ++i) {
+    PyObject* const item = PyTuple_GET_ITEM(kept.ptr(), i);
+    if (!(THPVariable_Check(item) || (none_allowed && item == Py_None)))
+      type_error({op, name, i}, "type ", Py_TYPE(item)->tp_name, "; expected a tensor", none_allowed ? " or None" : "");
+  }
+  return TensorList(std::move(kept));
 }
 
 const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object) {

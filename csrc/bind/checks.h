@@ -42,8 +42,26 @@ template <typename... Parts>
   throw py::type_error(message.str());
 }
 
+// Tensors that a tuple of their own keeps, with the GIL held or not; destroyed with the GIL held. An owner more for each
+// tensor, as a vector of them has, would cost a long list as much time as its checks.
+class TensorList {
+ public:
+  TensorList() = default;
+  explicit TensorList(py::tuple items) : items_(std::move(items)), size_(items_.size()) {}
+
+  size_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  const at::Tensor& operator[](size_t i) const;  // undefined where the item is None
+  // Brings what checks of a tensor a few places after i read into the caches: tensors lie scattered over memory.
+  void prefetch(size_t i) const;
+
+ private:
+  py::tuple items_;
+  size_t size_ = 0;
+};
+
 // The tensors of a Python sequence; undefined tensors where the item is None and none_allowed.
-std::vector<at::Tensor> tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed = false);
+TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed = false);
 const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& object);
 
 // A list or tuple with the items of a sequence, for PySequence_Fast_GET_ITEM.

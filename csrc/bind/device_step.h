@@ -21,7 +21,7 @@ NumberArg number_arg(const Where& where, const py::handle& object);
 DeviceNumber device_number(const Where& where, const NumberArg& number, at::Device device);
 
 struct __attribute__((visibility("hidden"))) PyDeviceStep {
-  std::vector<at::Tensor> counts;
+  TensorList counts;
   at::Tensor skipped;
   NumberArg grad_scale, loss_scale, found_inf;
   std::optional<double> max_norm;

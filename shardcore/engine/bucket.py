@@ -45,12 +45,14 @@ class ReducePolicy:
 
     grad_dtype: dtype of the reduced gradient (float32 or bfloat16) where ranks or micro-steps are summed.
     reduce_dtype: dtype of what travels, None for what there is: the parameter's dtype, or float32 sums of micro-steps.
+    backend_sums: the backend adds over ranks (engine/exchange.py).
     """
 
     accumulate: int
     sync_each: bool
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype | None = None
+    backend_sums: bool = False
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a local gradient of `dtype` is sent."""

@@ -11,7 +11,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
 from shardcore.engine.store import StateStore
-from shardcore.engine.weights import Unit, closed_message
+from shardcore.engine.unit import Unit, closed_message
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, import_state
 from shardcore.units import UnitSpec

@@ -6,6 +6,7 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,11 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.membership import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
+from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
 from shardcore.optim import MASTERED_DTYPES, check_max_norm
@@ -62,6 +65,7 @@ class Engine:
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
+        self._membership = Membership(model)
         self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -92,6 +96,11 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with scope("step"):
+            self._step(grad_scale, max_norm, problem)
+        return loss
+
+    def _step(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
         self.reducer.settle()
         if self.weights is not None:
             self.weights.meet("a step")
@@ -116,7 +125,6 @@ class Engine:
                 self.optimizer.skipped_steps,
                 self.scaler.after_overflow(),
             )
-        return loss
 
     @property
     def loss_scale(self) -> float:
@@ -152,6 +160,10 @@ class Engine:
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
             )
+        self._membership.check("step")
+        for bucket in self.buckets:
+            if bucket.group is None:  # the updater checks the others
+                bucket.check_in_place("step")
         self.reducer.accept_user_grads()
         self.updater.check()
 
@@ -235,34 +247,46 @@ class Engine:
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
         return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
-    def together(self, op: str, check: Callable[[], None]) -> None:
-        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank."""
+    def together(self, op: str, check: Callable[[], str | None]) -> None:
+        """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
+
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank.
+        """
         if self.weights is not None:
             self.weights.meet("a read of whole values")
         problem: Exception | None = None
+        what = None
         try:
-            check()
-        except (ValueError, TypeError) as error:
+            what = check()
+        except (ValueError, TypeError, KeyError) as error:
             problem = error
-        row = torch.tensor([_READS.index(op), problem is not None], device=self.device)
+        here = zlib.crc32((what or "").encode())
+        row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
         others = self.comm.gather_rows(row, Traffic.READ).tolist()
         if problem is not None:
             raise problem
-        for rank, (read, refuses) in enumerate(others):
+        for rank, (read, refuses, there) in enumerate(others):
             if read != _READS.index(op):
                 raise ValueError(
                     f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
                 )
             if refuses:
                 raise ValueError(f"{op}: rank {rank} refused; its own error says why")
+            if there != here:
+                raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
 
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
+
+        def check() -> str:
+            self.reducer.accept_user_grads()
+            return self._of("full_grad", param)[1].name
+
+        self.together("full_grad", check)
         bucket, managed = self._of("full_grad", param)
-        self.together("full_grad", self.reducer.accept_user_grads)
         self.reducer.reduce_pending()
         if not managed.has_grad or bucket.grad is None:
             return None
@@ -271,13 +295,20 @@ class Engine:
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
+
+        def check() -> str:
+            bucket, managed = self._of("full_state", param)
+            known = ["step", *(self.store.states(bucket) if bucket.group is not None else {})]
+            if key not in known:
+                raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
+            self.updater.accept_weight_edits()
+            return f"{key} of {managed.name}"
+
+        self.together("full_state", check)
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return torch.tensor(float(managed.step))
-        states = self.store.states(bucket) if bucket.group is not None else {}
-        if key not in states:
-            raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(['step', *states])}")
-        self.together("full_state", self.updater.accept_weight_edits)
+        states = self.store.states(bucket)
         return managed.slice_of(self.whole(bucket, states[key])).clone()
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
@@ -292,8 +323,9 @@ class Engine:
         if self.lifetimes.owns_everything:
             return owned
         gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
-        bucket.owned_slice(gathered).copy_(owned)
-        wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
+        with scope("read", bucket.unit):
+            bucket.owned_slice(gathered).copy_(owned)
+            wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
         return gathered.to(owned.device)
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Gradient pieces on their way to the ranks that add them up: level by level, a few buckets at a time.
 
 At each level (Topology.levels) a rank cuts what it holds into equal parts, one for each rank of the level, and sums the parts
-that it gets for its own, in rank order, in float32. The sum of one level is what the next one cuts.
+that it gets for its own, in rank order, in float32. The sum of one level is what the next one cuts. With `backend_sums`
+(shard's reduction="nccl") the backend adds instead, over all ranks at once, in the dtype that travels, in its own order.
 """
 
 from collections import deque
@@ -20,16 +21,20 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Parts:
-    """What one level's ranks sent to this one: a row for each in `received`, but for `own`, this rank's, which is `number`."""
+    """What one level's ranks sent to this one: a row for each in `received`, but for `own`, this rank's, which is `number`.
+
+    divided: what all rows were divided by before they were sent.
+    """
 
     received: torch.Tensor
     count: int
     own: torch.Tensor
     number: int
+    divided: int = 1
 
     def add_up(self, scale: float, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
-        """out = [out +] scale * the sum of the rows, in rank order; returns the squared norm of out (high, low)."""
-        return _C.ordered_sum(self.received, self.count, scale, out, accumulate, self.own, self.number)
+        """out = [out +] scale * the undivided sum of the rows, in rank order; returns the squared norm of out (high, low)."""
+        return _C.ordered_sum(self.received, self.count, scale * self.divided, out, accumulate, self.own, self.number)
 
 
 @dataclass
@@ -47,10 +52,16 @@ class _Flight:
 class Exchange:
     """Sends whole local gradients; calls `finish(bucket, whole, parts of the last level)` in the order of sending."""
 
-    def __init__(self, comm: Comm, pool: BufferPool, finish: Callable[[Bucket, torch.Tensor, Parts], None]) -> None:
-        """Exchange over the levels of `comm`, in buffers of `pool`."""
-        self.comm, self.pool, self._finish = comm, pool, finish
-        self._levels = comm.topology.levels(comm.rank)
+    def __init__(
+        self,
+        comm: Comm,
+        pool: BufferPool,
+        finish: Callable[[Bucket, torch.Tensor, Parts], None],
+        backend_sums: bool = False,
+    ) -> None:
+        """Exchange over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
+        self.comm, self.pool, self._finish, self._backend_sums = comm, pool, finish, backend_sums
+        self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._flights: deque[_Flight] = deque()
 
     def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
@@ -66,14 +77,11 @@ class Exchange:
         while len(self._flights) > keep:
             flight = self._flights.popleft()
             wait_all(flight.works)
-            ranks = self._levels[flight.level]
-            number = ranks.index(self.comm.rank)
-            own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
-            parts = Parts(flight.received, len(ranks), own, number)
+            parts = self._parts(flight)
             if flight.level + 1 == len(self._levels):
                 self._finish(flight.bucket, flight.whole, parts)
             else:
-                partial = self.pool.take(own.numel(), torch.float32)
+                partial = self.pool.take(parts.own.numel(), torch.float32)
                 parts.add_up(1.0, partial)
                 self._start(flight.bucket, flight.whole, flight.level + 1, partial)
             self._give_back(flight)
@@ -86,13 +94,30 @@ class Exchange:
             self.pool.give(flight.whole)
         self._flights.clear()
 
+    def _parts(self, flight: _Flight) -> Parts:
+        ranks = self._levels[flight.level]
+        if self._backend_sums:
+            return Parts(flight.received, 1, flight.received, 0, divided=len(ranks) if _overflows(flight.sent) else 1)
+        number = ranks.index(self.comm.rank)
+        own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
+        return Parts(flight.received, len(ranks), own, number)
+
     def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
-        received = self.pool.take(sent.numel(), sent.dtype)
-        ranks = self._levels[level] if len(self._levels) > 1 else None
-        works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, ranks)
+        ranks = self._levels[level]
+        if self._backend_sums:
+            received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
+            works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent)
+        else:
+            received = self.pool.take(sent.numel(), sent.dtype)
+            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, ranks if len(self._levels) > 1 else None)
         self._flights.append(_Flight(bucket, whole, level, sent, received, works))
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)
         if flight.sent is not flight.whole:
             self.pool.give(flight.sent)
+
+
+def _overflows(sent: torch.Tensor) -> bool:
+    """Whether the backend's sum of such pieces can leave the range of their dtype, so that they are divided before."""
+    return sent.dtype == torch.float16

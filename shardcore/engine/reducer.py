@@ -27,6 +27,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, Redu
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.trace import scope
 from shardcore.engine.weights import Weights
 
 logger = logging.getLogger("shardcore")
@@ -66,7 +67,7 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
         self.scaler = scaler
         self.pool = BufferPool(device, self._forget)
-        self._exchange = Exchange(comm, self.pool, self._finish)
+        self._exchange = Exchange(comm, self.pool, self._finish, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -261,7 +262,7 @@ class Reducer:
         self._launch(bucket, whole)
 
     def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        with torch.profiler.record_function(f"shardcore::reduce({bucket.unit or 'root'})"):
+        with scope("reduce", bucket.unit):
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
@@ -281,9 +282,12 @@ class Reducer:
             grad = self._sum_buffer(bucket)
             topology, rank = self.comm.topology, self.comm.rank
             factor = 1.0 / (world * self.scaler.scale)
-            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
+            with scope("sum", bucket.unit):
+                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
             owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
-            self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners)
+            if len(owners) > 1:
+                with scope("gather_grad", bucket.unit):
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)

@@ -10,6 +10,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.store import Span, StateStore, part_of, set_weights
+from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
 NORM_ROW_BYTES = 8 * 6  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, three terms
@@ -56,12 +57,14 @@ class Updater:
         scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
         if self.lifetimes.owns_everything:
-            self.store.step([span for bucket in active for span in spans[bucket]], hypers)
+            with scope("adam"):
+                self.store.step([span for bucket in active for span in spans[bucket]], hypers)
         elif self.lifetimes.full_weight_resident:
             self._step_and_gather(active, spans, hypers)
         else:
             for bucket in active:
-                self.store.step(spans[bucket], hypers)
+                with scope("adam", bucket.unit):
+                    self.store.step(spans[bucket], hypers)
         updated = list(self._with_grad(active))
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in updated])
@@ -76,8 +79,10 @@ class Updater:
         """Bucket by bucket, so that the new weights of one travel while the next is computed."""
         works = []
         for bucket in active:
-            self.store.step(spans[bucket], hypers)
-            works += self.comm.all_gather(bucket.weight, Traffic.STEP, self.comm.sharers)
+            with scope("adam", bucket.unit):
+                self.store.step(spans[bucket], hypers)
+            with scope("gather", bucket.unit):
+                works += self.comm.all_gather(bucket.weight, Traffic.STEP, self.comm.sharers)
         wait_all(works)
 
     def check(self) -> None:

@@ -16,8 +16,8 @@ There `before_forward` gathers as always and `after_forward` does nothing.
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -25,41 +25,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Notice, Traffic, different_ways, first_difference, wait_all
+from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.order import Order, in_backward
+from shardcore.engine.trace import scope
+from shardcore.engine.unit import Unit, closed_message
 
-MEETINGS = ("the end of forward", "the end of backward", "a step", "a read of whole values")
-
-
-@dataclass(eq=False)
-class Unit:
-    """A unit at run time.
-
-    stays: it holds other units, or is the root: see Note [Letting go in backward]. held: how many `full_params` hold it.
-    gathers: the collectives under way, None if there are none; notice: what announced them. open: its parameters have memory.
-    calls: backwards of it that have begun and not ended. incomplete: its buckets whose gradients are not all there.
-    kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None if nothing is kept.
-    guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
-    """
-
-    name: str
-    module: nn.Module
-    buckets: list[Bucket]
-    stays: bool
-    held: int = 0
-    gathers: list[Any] | None = None
-    notice: Notice | None = None
-    open: bool = False
-    calls: int = 0
-    incomplete: set[Bucket] = field(default_factory=set)
-    kept: list[torch.Tensor] | None = None
-    guest: nn.Module | None = None
-
-    @property
-    def has_frozen(self) -> bool:
-        """Whether some of its parameters are frozen."""
-        return any(not bucket.trainable for bucket in self.buckets)
+REFUSAL = "an error of its own"
+MEETINGS = ("the end of forward", "the end of backward", "a step", "a read of whole values", REFUSAL)
 
 
 class Weights:
@@ -72,8 +45,7 @@ class Weights:
         them together, a part each.
         """
         self.units, self.comm = list(units), comm
-        # how many ranks keep a unit's weights from forward to backward; 0: only the shards are kept
-        keepers = int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
+        keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
@@ -108,7 +80,7 @@ class Weights:
         if unit.open or unit.gathers is not None:
             return
         unit.gathers, unit.notice = [], self.comm.announce(self.units.index(unit))
-        with torch.profiler.record_function(f"shardcore::gather({unit.name or 'root'})"), torch.no_grad():
+        with scope("gather", unit.name), torch.no_grad():
             for bucket in unit.buckets:
                 if len(self.comm.sharers) == 1:
                     bucket.weight = bucket.owned_weight
@@ -142,13 +114,24 @@ class Weights:
         difference = first_difference(self.comm.gather_json([f"use {i}: {name}" for i, name in enumerate(names)]))
         raise different_ways(str(difference))
 
+    @contextmanager
+    def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
+        """Let an exchange of memory that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
+        try:
+            yield
+        except (TypeError, ValueError):
+            with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
+                self.meet(REFUSAL)
+            bucket.check_in_place(op)
+            raise
+
     def _open(self, unit: Unit) -> None:
         self._start(unit)
         if unit.open:
             return
         self._wait(unit)
         for bucket in unit.buckets:
-            with _named(bucket, "use"):
+            with self._lying_here(bucket, "use"):
                 _C.lend([m.param for m in bucket.params], bucket.weight, [m.offset for m in bucket.params])
         unit.open = True
 
@@ -173,7 +156,7 @@ class Weights:
             if unit.open:
                 if any(managed.edited for managed in bucket.params):
                     bucket.take_edits()
-                with _named(bucket, "letting go"):
+                with self._lying_here(bucket, "letting go"):
                     _C.withdraw([m.param for m in bucket.params], [closed_message(m.name, unit.name) for m in bucket.params])
             memory = bucket.let_go()
             if len(self.comm.sharers) > 1:
@@ -205,8 +188,9 @@ class Weights:
         works = []
         for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
             if len(self.comm.sharers) > 1:
-                bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+                with scope("gather", bucket.unit):
+                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
+                    works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
         wait_all(works)
 
     @contextmanager
@@ -235,7 +219,7 @@ class Weights:
         place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
         chosen = [place[param] for param in params if param in place]
         for unit, bucket, managed in chosen:
-            with _named(bucket, "load_state_dict"):
+            with self._lying_here(bucket, "load_state_dict"):
                 _C.lend([managed.param], torch.empty_like(managed.param).detach().view(-1), [0])
             self._scratch.append((unit, managed))
 
@@ -249,6 +233,11 @@ class Weights:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _use(self, unit: Unit) -> None:
+        if len(self.comm.sharers) > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
+                "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
+            )
         order = self._backward if in_backward() else self._forward
         self._open(unit)
         order.use(unit)
@@ -362,14 +351,9 @@ class Weights:
         self.close_all()
 
 
-@contextmanager
-def _named(bucket: Bucket, op: str) -> Iterator[None]:
-    """Let an exchange of memory that fails because a parameter lies elsewhere name that parameter."""
-    try:
-        yield
-    except (TypeError, ValueError):
-        bucket.check_in_place(op)
-        raise
+def keepers_of(reshard_after_forward: bool | int) -> int:
+    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
+    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -387,12 +371,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, entry.name, None))
     else:
         yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def closed_message(name: str, unit: str) -> str:
-    """What a read of weights that are only in shards says."""
-    inside = f"the forward and backward of {unit or 'the model'}"
-    return (
-        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
-        "`with shardcore.full_params(model):`"
-    )

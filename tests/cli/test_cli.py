@@ -83,6 +83,11 @@ def test_estimate(capsys):
     sizes = {"weights": 4 * numel, "gradients": 4 * numel, "master": 0, "states": 8 * numel, "communication": 0}
     assert entry["bytes"] == {"device": sizes}
     assert entry["transfers"] == []
+    nodes = ["--world-size", "16", "--ranks-per-node", "4", "--hybrid", "--keep", "2", "--stage", "3", "--json"]
+    assert cli.main(["estimate", "examples.llama:llama_7b", *nodes]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["bytes"]["device"]["master"] == pytest.approx(4 * numel / 4, rel=0.01)
+    assert "gather weights in backward, of parts kept" in {transfer["purpose"] for transfer in entry["transfers"]}
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,9 @@ def test_estimate(capsys):
         (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),
         (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
         (["examples.llama:llama_7b", "--world-size", "0"], "world_size is 0; expected at least 1"),
+        (["examples.llama:llama_7b", "--hybrid"], "hybrid is True without ranks_per_node; expected the number of ranks"),
+        (["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"], "expected a divisor of the 8 ranks"),
+        (["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"], "expected a divisor of 8, the ranks that share"),
         (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
         (["examples.llama:llama_7b", "--", "x"], "estimate: x after --; expected nothing"),
     ],

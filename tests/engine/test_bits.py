@@ -7,6 +7,7 @@ import torch
 
 from shardcore import _native
 from shardcore.offload import CpuStore
+from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -27,11 +28,12 @@ def _variants(**common: Any) -> list[Run]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (3, True), (3, False)])
-def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, precision: str, accumulate: int, sync_each: Any) -> None:
-    runs = _variants(precision=precision, accumulate=accumulate, shard={"sync_each": sync_each})
+@pytest.mark.parametrize(
+    ("world_size", "precision", "order"), combinations([1, 2, 3, 4], ["fp32", "bf16"], [(1, None), (3, True), (3, False)])
+)
+def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, precision: str, order: tuple[int, Any]) -> None:
+    accumulate, sync_each = order
+    runs = _variants(precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
     hashes = run_ranks(world_size, _hashes, runs)
     assert len({value for of_rank in hashes for value in of_rank}) == 1
 

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import shardcore
 from shardcore.engine.loss_scale import LossScaler
+from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -31,9 +32,9 @@ def _train(rank: int, world_size: int, runs: list[Run]) -> list[tuple[str, float
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), (2, False)])
-def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, accumulate: int, sync_each: Any) -> None:
+@pytest.mark.parametrize(("world_size", "order"), combinations([1, 2, 3], [(1, None), (2, True), (2, False)], meet=1))
+def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, order: tuple[int, Any]) -> None:
+    accumulate, sync_each = order
     runs = [
         fp16(stage=stage, accumulate=accumulate, shard={"offload": offload, "units": units, "sync_each": sync_each})
         for stage in (0, 1, 2, 3)
@@ -69,9 +70,10 @@ def _grads(rank: int, world_size: int, stage: int, scale: Any, twin: bool) -> tu
     return full, shardcore.clip_grad_norm_(model, 1e9).item(), shown
 
 
-@pytest.mark.parametrize("twin", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("scale", [64.0, 1000.0, shardcore.LossScale(initial_power=12)])
+@pytest.mark.parametrize(
+    ("scale", "stage", "twin"),
+    combinations([64.0, 1000.0, shardcore.LossScale(initial_power=12)], [0, 1, 2, 3], [False, True]),
+)
 def test_gradients_are_those_of_float32_unscaled(stage: int, scale: Any, twin: bool) -> None:
     """The twin does not divide the scale out."""
     model = make_net()
@@ -113,9 +115,9 @@ def _ramp(rank: int, world_size: int, stage: int, slope: float, scale: Any, accu
     return grad.dtype == torch.float32, grad.unique().tolist(), optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (3, True), (3, False)])
-def test_the_largest_gradients_add_up_without_overflow(stage: int, accumulate: int, sync_each: Any) -> None:
+@pytest.mark.parametrize(("stage", "order"), combinations([0, 1, 2, 3], [(3, True), (3, False), (1, None)], meet=1))
+def test_the_largest_gradients_add_up_without_overflow(stage: int, order: tuple[int, Any]) -> None:
+    accumulate, sync_each = order
     largest = 65504.0
     assert (torch.tensor(largest).half() + torch.tensor(largest).half()).isinf(), "a sum in float16 would be infinite"
     for scale, slope in ((1.0, largest), (32.0, largest / 32)):

@@ -1,6 +1,5 @@
 """A rank that is killed in the middle of a step: the others raise, and say what that means, within seconds."""
 
-import multiprocessing
 import os
 import signal
 from datetime import timedelta
@@ -12,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine.models import Run, batch_of, loss_of, train
-
-_context = multiprocessing.get_context("spawn")
+from tests.ranks import context, start
 
 
 def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
@@ -46,9 +44,8 @@ def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
 def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
     pipes, processes = [], []
     for rank in range(3):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_rank, args=(rank, str(tmp_path / "store"), stage, where, theirs))
-        process.start()
+        ours, theirs = context.Pipe()
+        process = start(_rank, rank, str(tmp_path / "store"), stage, where, theirs)
         theirs.close()
         pipes.append(ours)
         processes.append(process)

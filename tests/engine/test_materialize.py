@@ -9,6 +9,7 @@ from torch import nn
 
 import shardcore
 from examples.gpt import GPT, PRESETS
+from tests.choice import combinations
 from tests.engine.made import frozen_net, init, meta
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
@@ -34,9 +35,7 @@ def _trained(rank: int, world_size: int, run: Run, on_meta: bool, frozen: bool =
     return [hash_of_training(model, optimizer), losses, drawn]
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
 def test_a_function_makes_the_bits_of_building(stage: int, precision: str, frozen: bool) -> None:
     run = Run(stage=stage, precision=precision, steps=2)
     if not frozen:

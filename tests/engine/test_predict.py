@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.comm import Comm, Traffic
@@ -32,6 +34,21 @@ CASES = [
     Run(precision="bf16", accumulate=2, shard={"sync_each": True}),
     Run(precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}),
     Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
+]
+
+# The same over 4 ranks that lie in nodes; "hybrid" is a mesh of nodes and the ranks of one.
+LAYOUTS = [
+    Run(precision="bf16", shard={"ranks_per_node": 2}),
+    Run(precision="fp32", shard={"ranks_per_node": 1, "offload": {"optimizer": "cpu"}}),
+    Run(precision="bf16", accumulate=2, shard={"ranks_per_node": 2, "hybrid": True, "keep_fp32": nn.LayerNorm}),
+    Run(precision="fp32", shard={"ranks_per_node": 2, "hybrid": True, "offload": {"optimizer": "cpu"}}),
+    Run(precision="bf16", shard={"ranks_per_node": 1, "hybrid": True}),
+    Run(precision="bf16", shard={"ranks_per_node": 4, "hybrid": True, "reshard_after_forward": 2}),
+    Run(precision="fp32", accumulate=2, shard={"reshard_after_forward": 2, "keep_fp32": nn.LayerNorm}),
+    Run(precision="bf16", shard={"reshard_after_forward": 4}),
+    Run(precision="bf16", shard={"reshard_after_forward": 1, "ranks_per_node": 2}),
+    Run(precision="bf16", shard={"reduction": "nccl", "grad_dtype": "bf16"}),
+    Run(precision="fp32", shard={"reduction": "nccl", "ranks_per_node": 2, "hybrid": True}),
 ]
 
 
@@ -79,6 +96,7 @@ class Watched:
         for owner, name in ((Reducer, "_collect_buffer"), (Reducer, "_finish"), (Reducer, "show_grads")):
             patch.setattr(owner, name, self._sampling(getattr(owner, name)))
         patch.setattr(Comm, "all_to_all", self._counting(self._sampling(Comm.all_to_all)))
+        patch.setattr(Comm, "reduce_scatter", self._counting(self._sampling(Comm.reduce_scatter)))
         patch.setattr(Comm, "all_gather", self._counting(Comm.all_gather))
 
     def _sampling(self, method: Any) -> Any:
@@ -97,11 +115,12 @@ class Watched:
 
     def _counting(self, method: Any) -> Any:
         def counted(comm: Comm, tensor: torch.Tensor, *rest: Any) -> Any:
-            kind = next(item for item in rest if isinstance(item, Traffic))
-            alone = isinstance(rest[-1], Sequence) and len(rest[-1]) == 1
-            if kind != Traffic.NOTICE and comm.world_size > 1 and tensor.numel() and not alone:
+            kind = next((item for item in rest if isinstance(item, Traffic)), Traffic.BACKWARD)  # reduce_scatter has no other
+            ranks = len(rest[-1]) if isinstance(rest[-1], Sequence) else comm.world_size
+            whole = max([tensor, *(item for item in rest if isinstance(item, torch.Tensor))], key=torch.Tensor.numel)
+            if kind != Traffic.NOTICE and ranks > 1 and whole.numel():
                 self.sent["collectives"] += 1
-                self.sent["bytes"] += tensor.nbytes // comm.world_size * (comm.world_size - 1)
+                self.sent["bytes"] += whole.nbytes // ranks * (ranks - 1)
             return method(comm, tensor, *rest)
 
         return counted
@@ -116,7 +135,12 @@ def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
         watched = Watched(patch)
         before = live_tensors()
         torch.manual_seed(0)
-        model, optimizer, _ = train(rank, replace(run, steps=2), Model())
+        shard = {key: value for key, value in run.shard.items() if key != "hybrid"}
+        if "hybrid" in run.shard:
+            nodes = dist.get_world_size() // shard["ranks_per_node"]
+            shard["process_group"] = init_device_mesh("cpu", (nodes, shard["ranks_per_node"]), mesh_dim_names=("node", "rank"))
+        patch.setattr(Comm, "backend_sums", True)  # gloo stands in for NCCL
+        model, optimizer, _ = train(rank, replace(run, shard=shard), Model())
         watched.model = model
         watched.sent.clear()
         for micro in range(run.accumulate):
@@ -153,11 +177,20 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int) -> None:
-    runs = [replace(run, stage=stage) for run in (CASES if world_size == 2 else CASES[1::2])]
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, every: int) -> None:
+    runs = [replace(run, stage=stage) for run in (CASES if world_size == 2 else CASES[stage % every :: every])]
     for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
             assert differences(predicted(rank, world_size, run), measured) == [], run
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
+    runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
+    for rank, answers in enumerate(run_ranks(4, _measured, runs)):
+        for run, measured in zip(runs, answers, strict=True):
+            assert differences(predicted(rank, 4, run), measured) == [], run
 
 
 def _order_of_use(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
@@ -195,6 +228,35 @@ def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
 def _no_received(patch: pytest.MonkeyPatch) -> None:
     take = BufferPool.take
     patch.setattr(BufferPool, "take", lambda pool, numel, dtype: take(pool, numel if pool._lent else 0, dtype))
+
+
+def _one_level(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("shardcore.topology.Topology.levels", lambda topology, rank: [range(topology.world_size)])
+
+
+def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("shardcore.predict.keepers_of", lambda reshard: 0)
+
+
+def _all_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("shardcore.topology.Topology.owned", lambda topology, rank: (topology.place(rank), topology.place(rank) + 1))
+
+
+NODE_TWINS = {
+    "sums of a node": (_one_level, LAYOUTS[0], 2),
+    "kept parts": (_nothing_kept, LAYOUTS[6], 3),
+    "replicas": (_all_share, LAYOUTS[2], 1),
+}
+
+
+@pytest.mark.parametrize("twin", NODE_TWINS)
+def test_a_prediction_that_forgets_nodes_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget, run, stage = NODE_TWINS[twin]
+    run = replace(run, stage=stage)
+    measured = run_ranks(4, _order_of_use, run)[0]
+    assert differences(predicted(0, 4, run), measured) == []
+    forget(monkeypatch)
+    assert differences(predicted(0, 4, run), measured) != []
 
 
 def _no_prefetch(patch: pytest.MonkeyPatch) -> None:
@@ -252,6 +314,9 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
         ({"world_size": 2, "rank": 2}, ValueError, "rank is 2 of 2; expected 0 <= rank < world_size"),
         ({"prefetch": 3}, TypeError, "got the option 'prefetch'; expected one of shard's: units, offload"),
+        ({"process_group": object()}, ValueError, "process_group was given; expected world_size, and ranks_per_node with"),
+        ({"hybrid": True}, ValueError, "hybrid is True without ranks_per_node"),
+        ({"ranks_per_node": 3}, ValueError, "ranks_per_node is 3; expected a divisor of the 2 ranks"),
         ({"units": "none"}, ValueError, 'units is "none"'),
         ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
     ):

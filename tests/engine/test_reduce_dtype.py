@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardcore
+from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -17,9 +18,12 @@ def _hash(rank: int, world_size: int, runs: list[Run]) -> list[str]:
     return [hash_of_training(*train(rank, run)[:2]) for run in runs]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), (2, False)])
-def test_one_hash_for_every_stage_and_dtypes_that_differ(precision: str, accumulate: int, sync_each: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "order"), combinations(["fp32", "bf16", "fp16"], [(1, None), (2, True), (2, False)], meet=1)
+)
+def test_one_hash_for_every_stage_and_dtypes_that_differ(precision: str, order: tuple[int, Any]) -> None:
+    accumulate, sync_each = order
+
     def runs(reduce_dtype: str | None) -> list[Run]:
         options = {"reduce_dtype": reduce_dtype, "sync_each": sync_each, "keep_fp32": [nn.LayerNorm]}
         if precision == "fp16":

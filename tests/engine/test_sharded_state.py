@@ -11,6 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.sharded_state import Shards, boxes_of
+from tests.choice import combinations
 from tests.engine.made import frozen_net
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
@@ -60,9 +61,7 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> 
     return _after_a_step(rank, model, optimizer), before
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
 def test_a_checkpoint_of_shards_resumes_in_other_worlds(tmp_path: Path, stage: int, precision: str, frozen: bool) -> None:
     run = Run(stage=stage, precision=precision, steps=2)
     if stage == 1:

@@ -14,6 +14,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardcore
+from shardcore.comm import Comm
+from tests.choice import combinations
 from tests.engine.made import frozen_net, init, meta, save
 from tests.engine.models import Block, Net, Run, hash_of, hash_of_training, make_net, train
 from tests.ranks import run_ranks
@@ -61,9 +63,7 @@ def _from_memory(rank: int, world_size: int, run: Run, frozen: bool) -> str:
     return hash_of_training(model, optimizer)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
 def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precision: str, frozen: bool, safetensors: Any) -> None:
     torch.manual_seed(5)
     model = frozen_net() if frozen else Net()
@@ -266,12 +266,25 @@ class Tower(nn.Module):
         self.blocks = nn.ModuleList([Block(96, 400) for _ in range(12)])
 
 
+def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
+    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to let go of what they were given, and
+    the profiler sees only this thread's frees."""
+    aside = torch.frombuffer(bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype).view_as(tensor)
+    _broadcast(comm, aside.copy_(tensor))
+    tensor.copy_(aside)
+
+
+_broadcast = Comm.broadcast
+
+
 def _peak(rank: int, world_size: int, stage: int, precision: str, path: str | None, whole_first: bool) -> list[int]:
     """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32 weights, the model's."""
     model = meta(Tower)
     optimizer = shardcore.FusedAdam(model.parameters())
     gc.collect()  # else memory of earlier models comes back in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    activities = [ProfilerActivity.CPU]
+    with pytest.MonkeyPatch.context() as patch, profile(activities=activities, profile_memory=True) as recorded:
+        patch.setattr(Comm, "broadcast", _broadcast_aside)
         if whole_first:  # what shard would do if it made the model before it cut it
             model.to_empty(device="cpu")
             optimizer = shardcore.FusedAdam(model.parameters())
@@ -303,5 +316,4 @@ def test_the_peak_is_one_unit_above_the_shards(tmp_path: Path, world_size: int, 
             assert kept > model / world_size, "states are counted"
     if source == "function":
         for above, unit, model, _ in run_ranks(world_size, _peak, 3, precision, None, True):
-            assert above > unit, "a model that is made whole is seen"
-            assert above > model / 2
+            assert above >= model > 10 * unit, "a model that is made whole is seen"

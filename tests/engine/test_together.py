@@ -12,6 +12,7 @@ from torch import nn
 
 import shardcore
 from shardcore import comm
+from tests.choice import combinations
 from tests.engine.models import Run, batch_of, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -25,13 +26,62 @@ def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.M
 def error_of(function: Any) -> str:
     try:
         function()
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
+def _reads_of_different_things(rank: int, world_size: int) -> list[str]:
+    model, _, _ = train(rank, Run(steps=1, stage=1))
+    head, gain = model.head.weight, model.gain
+    return [
+        error_of(lambda: shardcore.full_grad(model if rank else head)),
+        error_of(lambda: shardcore.full_state(head, "momentum" if rank else "exp_avg")),
+        error_of(lambda: shardcore.full_state(head, "step" if rank else "exp_avg")),
+        error_of(lambda: shardcore.full_grad(gain if rank else head)),
+        error_of(lambda: shardcore.full_state(head, "exp_avg")),
+    ]
+
+
+def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> None:
+    other, own = run_ranks(2, _reads_of_different_things)
+    assert "full_grad: got a Net; expected a parameter" in own[0]
+    assert "full_state: head.weight has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq" in own[1]
+    assert "full_grad: rank 1 refused; its own error says why" in other[0]
+    assert "full_state: rank 1 refused; its own error says why" in other[1]
+    assert "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on every rank" in other[2]
+    assert "full_state: rank 0 reads something else than step of head.weight" in own[2]
+    assert "full_grad: rank 1 reads something else than head.weight" in other[3]
+    assert "full_grad: rank 0 reads something else than gain" in own[3]
+    assert other[4] == own[4] == "no error"
+
+
+def _transformed(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
+    x, _ = batch_of(1, 0, rank)
+
+    def gradients() -> torch.Tensor:
+        values = {name: torch.ones(param.shape) for name, param in model.named_parameters()}
+        return torch.func.grad(lambda v: torch.func.functional_call(model, v, (x,)).sum())(values)["head.weight"]
+
+    texts = [error_of(gradients)]
+    with shardcore.full_params(model):
+        texts.append(error_of(gradients))
+    loss_of(model, batch_of(2, 0, rank)).backward()
+    optimizer.step()
+    return texts
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transforms_of_torch_func_over_shards_are_refused(stage: int) -> None:
+    for texts in run_ranks(2, _transformed, stage):
+        for text in texts:
+            assert ("which transforms of torch.func (grad, vmap, ...) cannot run over" in text) == (stage == 3)
+            assert text == "no error" or stage == 3
+
+
 def _one_reads_while_others_train(rank: int, world_size: int) -> str:
-    model, _ = sharded(stage=1, timeout_s=10, precision="bf16", accumulate=2)
+    model, _ = sharded(stage=1, timeout_s=5, precision="bf16", accumulate=2)
 
     def go_on() -> None:
         for micro in range(2):
@@ -41,7 +91,7 @@ def _one_reads_while_others_train(rank: int, world_size: int) -> str:
 
 
 def _one_fails_in_backward(rank: int, world_size: int) -> str:
-    model, optimizer = sharded(timeout_s=10)
+    model, optimizer = sharded(timeout_s=5)
 
     def fail(grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("rank 0's own")
@@ -113,9 +163,7 @@ def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str,
     return error, same, int(shardcore.full_state(model.gain, "step"))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("how", REFUSALS)
-@pytest.mark.parametrize("with_grads", [True, False])
+@pytest.mark.parametrize(("with_grads", "how", "stage"), combinations([True, False], REFUSALS, [0, 2, 3], meet=1))
 def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int, how: str, with_grads: bool) -> None:
     other, own = run_ranks(2, _one_refuses_its_arguments, stage, how, with_grads)
     assert own[0].startswith(("ValueError: ", "TypeError: "))

@@ -1,6 +1,7 @@
 """Sharded training against plain torch: losses, gradients, unused and frozen parameters, schedulers, clipping, skips."""
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import shardcore
+from tests.choice import some
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -38,8 +40,9 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
     return train(rank, run)[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "world_size"), some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1), (1, 4)])
+)
 def test_fp32_losses_follow_single_process_training(world_size: int, stage: int) -> None:
     _, expected = _plain(world_size, 20, clip=0.7)
     run = Run(stage=stage, steps=20, shard={"clip_grad_norm": 0.7})

@@ -20,6 +20,7 @@ from shardcore import comm as comm_module
 from shardcore.comm import Comm, Traffic
 from shardcore.engine.updater import NORM_ROW_BYTES
 from shardcore.predict import Prediction, predict
+from tests.choice import combinations
 
 WORLD = 1024
 
@@ -88,7 +89,7 @@ def small() -> Llama:
     return Llama(layers=3, width=64, heads=4, kv_heads=2, hidden=96, vocabulary=101)
 
 
-@pytest.fixture(params=[0, WORLD - 1])
+@pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=WORLD)
     yield request.param
@@ -108,11 +109,14 @@ def train(stage: int, counted: Counter[Any]) -> tuple[Any, Prediction]:
     return model, predict(small(), None, stage, world_size=WORLD, rank=dist.get_rank())
 
 
+PLACES = combinations([0, WORLD - 1], [0, 1, 2, 3], meet=1)
+
+
 def expected(prediction: Prediction) -> tuple[int, int]:
     return sum(t.collectives for t in prediction.transfers), prediction.sent_bytes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
 def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One collective of torch.distributed for each purpose and bucket; what it moves between GPUs is NCCL's affair."""
     counted: Counter[str] = Counter()
@@ -139,7 +143,7 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
     assert shardcore.memory_report(model).lines == prediction.resting.lines
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
 def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message to each other rank for each purpose and bucket; announcements of gathers come on top."""
     counted: Counter[Any] = Counter()

@@ -44,6 +44,7 @@ def test_train_step(tmp_path, run_main, nproc, base, engines):
     assert set(result["engines"]) == {base, *engines}
     assert result["engines"][base]["time_over_base"]["median"] == 1.0
     assert all(len(engine["seconds"]) == 2 for engine in result["engines"].values())
+    assert result["options"]["device"] == "cpu"
 
 
 def test_reduced_states(tmp_path, run_main):

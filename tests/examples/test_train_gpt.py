@@ -13,6 +13,7 @@ import torch
 from examples import train_gpt
 from examples.launch import launch
 from examples.training import Placement, train
+from tests.ranks import free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -74,12 +75,38 @@ def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
         assert "matplotlib is not installed" in printed.out
 
 
+SHORT = ("--device", "cpu", "--preset", "tiny", "--steps", "2", "--precision", "fp32")
+
+
+def check_short(output: str) -> None:
+    assert output.count("EQUAL, bit for bit, over all ranks") == 1
+    assert "ranks      2 on cpu" in output
+
+
+@pytest.mark.slow  # torchrun itself starts ranks in tests/initialize/test_parts.py, too
 def test_torchrun_starts_the_ranks():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run_program("--device", "cpu", "--preset", "tiny", "--steps", "2", "--precision", "fp32", launcher=launcher)
+    done = run_program(*SHORT, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("EQUAL, bit for bit, over all ranks") == 1
-    assert "ranks      2 on cpu" in done.stdout
+    check_short(done.stdout)
+
+
+def _started(rank: int, environment: dict[str, str], output: Path) -> None:
+    """A rank as torchrun starts it: the environment is all that it gives."""
+    os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    sys.argv = ["train_gpt", *SHORT]
+    sys.exit(train_gpt.main())
+
+
+def test_ranks_that_are_started_find_each_other(tmp_path):
+    environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [start(_started, rank, environment | {"OMP_NUM_THREADS": "1"}, tmp_path / str(rank)) for rank in range(2)]
+    for rank, process in enumerate(ranks):
+        process.join(120)
+        assert process.exitcode == 0, (tmp_path / str(rank)).read_text()
+    check_short("".join((tmp_path / str(rank)).read_text() for rank in range(2)))
 
 
 def test_one_rank_with_accumulation(tmp_path, capsys, alone):

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +15,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardcore
+from tests.engine.made import init, meta
 from tests.engine.models import hash_of_training, make_net
 from tests.initialize.test_engine import ADAM, ds_config, start, train
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,6 +48,19 @@ def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str
     assert (used is optimizer) == (not as_function and kind in ("FusedAdam", "CPUAdam"))
     train(engine, 0, 2)
     assert hash_of_training(engine.module, used) == hash_of_training(expected.module, expected.optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_the_meta_device_is_made(stage: int) -> None:
+    hashes = set()
+    for model, options in ((make_net(5), {}), (meta(), {"materialize": init})):
+        torch.manual_seed(5)
+        engine = start(ds_config(stage=stage), model=model, **options)
+        train(engine, 0, 2)
+        hashes.add(hash_of_training(engine.module, engine.optimizer))
+    assert len(hashes) == 1
+    with pytest.raises(TypeError, match="materialize is 3; expected a callable"):
+        start(ds_config(stage=stage), model=meta(), materialize=3)
 
 
 def test_a_class_is_a_function() -> None:
@@ -215,12 +228,6 @@ def test_ranks_fail_together() -> None:
 # --- the environment --------------------------------------------------------------------------------------------------
 
 
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An environment without a launcher; a process group that the test starts is ended."""
@@ -238,7 +245,7 @@ def test_without_a_launcher_the_world_is_this_process(environment: pytest.Monkey
 
 
 def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         environment.setenv(name, value)
     _refused(ValueError, "config amp is not supported", ds_config(amp={}))
     assert not dist.is_initialized(), "what a failing call started, it ended"
@@ -279,7 +286,7 @@ def main() -> None:
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", _free_port()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, "-m", "tests.initialize.test_parts"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120

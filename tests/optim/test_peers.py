@@ -117,7 +117,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=[name.replace("torch.", "") for name in CASES])
+# Of a million elements each dtype is tried once: two alone, one in a list.
+LONG = ("deepspeed-1048576-torch.float16-wd0.01", "deepspeed-list-torch.float32", "deepspeed-list-torch.bfloat16")
+MARKED = [pytest.param(case, id=k.replace("torch.", ""), marks=[pytest.mark.slow] * (k in LONG)) for k, case in CASES.items()]
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_every_element_is_inside_the_oracle(case):
     assert wrong(case, CPUAdam) == 0
     if sum(case.sizes) < 10_000:  # the same kernel: no need to wait for large ones twice

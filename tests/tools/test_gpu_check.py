@@ -155,14 +155,14 @@ try:
 finally:
     pathlib.Path({str(tmp_path / "partial")!r}).write_text("3")
 """
-    hangs = python("hangs", code, 5.0, read=lambda folder: ({"partial": (tmp_path / "partial").read_text()}, None))
+    hangs = python("hangs", code, 3.0, read=lambda folder: ({"partial": (tmp_path / "partial").read_text()}, None))
     start = time.monotonic()
     _, reports, _ = run({"kernels": [hangs, OK]})
     assert time.monotonic() - start < 60
     (report,) = reports.values()
     entry = report["steps"][1]
     assert (entry["status"], entry["figures"]) == ("failed", {"partial": "3"})
-    assert entry["detail"].startswith("stopped after 5 s")
+    assert entry["detail"].startswith("stopped after 3 s")
     assert report["steps"][2]["status"] == "passed"
     state = subprocess.run(["ps", "-o", "stat=", "-p", (tmp_path / "child").read_text()], capture_output=True, text=True)
     assert state.stdout.strip() == "" or state.stdout.startswith("Z")  # gone, or dead and waiting for its parent
@@ -213,6 +213,33 @@ def test_the_kernels_part_runs_what_is_there():
         assert step.command[:2] == [sys.executable, "-m"]
         assert importlib.util.find_spec(step.command[2]) is not None
     assert steps["tests"].command[4:6] == ["-m", "gpu"]
+
+
+def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
+    """Every command line is understood by the program that it starts, up to what only a GPU can do."""
+    steps = {step.name: step for step in gpu_check.sharding()}
+    assert list(steps) == ["tests", "benchmark", "trace", "trace_offload"]
+    assert steps["tests"].command[4:6] == ["-m", "gpu"]
+    for step in list(steps.values())[1:]:
+        module = importlib.import_module(step.command[2])
+        launched = []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(module, "launch", lambda *arguments, seen=launched: seen.append(arguments) or 0)
+        monkeypatch.setattr(sys, "argv", [part.replace("{folder}", str(tmp_path)) for part in step.command[2:]])
+        assert module.main() == 0
+        ((function, nproc, device, _, options),) = launched
+        assert (function, nproc, device, options.preset) == (module.run_rank, 1, "cuda", "gpu")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        with pytest.raises(SystemExit):
+            module.main()
+        assert "--device cuda; this machine has 0 GPUs" in capsys.readouterr().err
+
+
+def test_figures_are_read(tmp_path):
+    read = gpu_check.read_figures("train_step")
+    assert read(tmp_path) == ({}, "it wrote no figures")
+    (tmp_path / "train_step.json").write_text('{"a": 1}')
+    assert read(tmp_path) == ({"a": 1}, None)
 
 
 def test_the_build_is_for_the_gpus_here(monkeypatch):

@@ -1,0 +1,60 @@
+"""Whether the model still has the Parameters that it had when it was sharded: others would silently not be trained.
+
+A step asks (`Membership.check`). While nothing was registered, replaced or removed that is a comparison of what each module
+holds, by identity, a microsecond a module; names are looked at only if something was.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class Membership:
+    """The names and Parameters of a model, as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember what `model` has now."""
+        self._model = model
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._held = self._look()
+
+    def _look(self) -> list[tuple[nn.Module, tuple[int, ...]]]:
+        return [(module, _identities(module)) for module in self._model.modules()]
+
+    def check(self, op: str) -> None:
+        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
+
+        Modules that were put around others (activation checkpointing, torch.compile) only change names.
+        """
+        if all(_identities(module) == held for module, held in self._held):
+            return
+        changes = list(self._changes())
+        if changes:
+            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise ValueError(
+                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
+                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
+                "place or with load_state_dict)"
+            )
+        self._held = self._look()
+
+    def _changes(self) -> Iterator[str]:
+        first_names: dict[nn.Parameter, str] = {}
+        for name, param in self._params.items():
+            first_names.setdefault(param, name)
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, param in now.items():
+            before = self._params.get(name)
+            if param not in first_names:
+                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
+            elif before is not None and before is not param:
+                yield f"{name} is {first_names[param]} now"
+        present = set(now.values())
+        replaced = {self._params[name] for name in now if name in self._params}
+        for param, name in first_names.items():
+            if param not in present and param not in replaced:
+                yield f"{name} was removed"
+
+
+def _identities(module: nn.Module) -> tuple[int, ...]:
+    return (*map(id, module._parameters.values()), *map(id, module._modules.values()))

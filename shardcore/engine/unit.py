@@ -1,0 +1,50 @@
+"""A unit at run time: its buckets, and where its whole weights are in their coming and going (engine/weights.py)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.comm import Notice
+from shardcore.engine.bucket import Bucket
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit at run time.
+
+    stays: it holds other units, or is the root (engine/weights.py, Note [Letting go in backward]). held: how many
+    `full_params` hold it.
+    gathers: the collectives under way, None if there are none; notice: what announced them. open: its parameters have memory.
+    calls: backwards of it that have begun and not ended. incomplete: its buckets whose gradients are not all there.
+    kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None if nothing is kept.
+    guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
+    """
+
+    name: str
+    module: nn.Module
+    buckets: list[Bucket]
+    stays: bool
+    held: int = 0
+    gathers: list[Any] | None = None
+    notice: Notice | None = None
+    open: bool = False
+    calls: int = 0
+    incomplete: set[Bucket] = field(default_factory=set)
+    kept: list[torch.Tensor] | None = None
+    guest: nn.Module | None = None
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return any(not bucket.trainable for bucket in self.buckets)
+
+
+def closed_message(name: str, unit: str) -> str:
+    """What a read of weights that are only in shards says."""
+    inside = f"the forward and backward of {unit or 'the model'}"
+    return (
+        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
+        "`with shardcore.full_params(model):`"
+    )

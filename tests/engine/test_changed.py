@@ -1,0 +1,178 @@
+"""Parameters that were changed behind the engine's back: the next step says which, on every rank and at every stage."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import shardcore
+from shardcore.engine.membership import Membership
+from tests.engine.models import Net, Run, batch_of, hash_of, loss_of, train
+from tests.ranks import run_ranks
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.zeros(2, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Listed(Net):
+    """Net with two tied weights, a list of parameters, a frozen one and one that no group of the optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(5))])
+        self.inp.bias.requires_grad_(False)
+        self.left_out = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.left_out + sum(self.shifts)
+
+
+def _set_in(module: nn.Module, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+def _meta_head(model: Any) -> None:
+    model.head.to("meta")
+
+
+def _data(param: nn.Parameter) -> None:
+    param.data = torch.ones(param.shape)
+
+
+# what is done between two steps -> what the error says
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "setattr": (
+        lambda m: _set_in(m.head, "scale", nn.Parameter(torch.ones(5))),
+        "head.scale was added and would",
+    ),
+    "register_parameter": (
+        lambda m: m.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        "blocks.1.scale was added",
+    ),
+    "add_module": (lambda m: m.add_module("tail", nn.Linear(2, 2)), "tail.weight was added .*; tail.bias was added"),
+    "ParameterList": (lambda m: m.shifts.append(nn.Parameter(torch.zeros(5))), "shifts.1 was added"),
+    "replaced": (lambda m: _set_in(m.head, "weight", nn.Parameter(torch.ones(5, 24))), "head.weight was replaced"),
+    "adapters": (
+        lambda m: _set_in(m.blocks[0], "up", Adapted(m.blocks[0].up)),
+        r"blocks\.0\.up\.down was added .*; blocks\.0\.up\.up was added",
+    ),
+    "tied": (
+        lambda m: _set_in(m.blocks[0].up, "weight", m.blocks[1].up.weight),
+        r"blocks\.0\.up\.weight is blocks\.1\.up\.weight now",
+    ),
+    "untied": (
+        lambda m: _set_in(m.blocks[2].up, "weight", nn.Parameter(torch.ones(37, 24))),
+        r"blocks\.2\.up\.weight was replaced",
+    ),
+    "removed": (lambda m: m.blocks.__delitem__(2), r"blocks\.2\.norm\.weight was removed"),
+    "moved": (_meta_head, "head.weight was replaced"),
+    "data": (lambda m: _data(m.head.weight), "head.weight no longer lies in shardcore's memory"),
+    "data of no group": (lambda m: _data(m.left_out), "left_out no longer lies in shardcore's memory"),
+}
+
+
+def sharded(stage: int, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Listed()
+    optimizer = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad and p is not model.left_out], lr=1e-2)
+    return shardcore.shard(model, optimizer, stage, precision="fp32", **options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_step_names_what_changed(change: str, stage: int) -> None:
+    model, optimizer = sharded(stage)
+    apply, text = CHANGES[change]
+    for step in range(2):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        if step == 1:
+            apply(model)
+            with pytest.raises(ValueError, match="step: .*" + text):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", ["setattr", "add_module", "ParameterList", "replaced", "adapters"])
+def test_without_the_check_it_would_train_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "check", lambda self, op: None)
+    model, optimizer = sharded(2)
+    known = set(model.parameters())
+    CHANGES[change][0](model)
+    new = [param for param in model.parameters() if param not in known]
+    assert new
+    before = hash_of(new)
+    if change != "add_module":
+        loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    assert hash_of(new) == before
+
+
+def _on_rank_1(rank: int, world_size: int, changes: list[str], stage: int) -> list[str]:
+    texts = []
+    for change in changes:
+        model, optimizer = sharded(stage)
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        if rank == 1:
+            CHANGES[change][0](model)
+        try:
+            optimizer.step()
+            texts.append("no error")
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_change_on_one_rank_is_refused_on_all(stage: int) -> None:
+    other, own = run_ranks(2, _on_rank_1, ["replaced", "data"], stage)
+    assert "head.weight was replaced" in own[0]
+    assert "head.weight no longer lies" in own[1]
+    assert all("rank 1 refused the step, so no rank was updated" in text for text in other)
+
+
+def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
+    model, optimizer = sharded(stage)
+    if rank == 1:
+        _data(model.head.weight)
+    try:
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_assigned_before_a_forward(stage: int) -> None:
+    other, own = run_ranks(2, _data_before_forward, stage)
+    assert "head.weight no longer lies in shardcore's memory" in own
+    assert ("rank 1 refused" if stage < 3 else "ranks went different ways") in other
+
+
+def test_modules_around_others_only_change_names() -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=0))
+    plain, plain_optimizer, _ = train(0, Run(stage=2, steps=0))
+    for step in range(2):
+        for each, its in ((model, optimizer), (plain, plain_optimizer)):
+            loss_of(each, batch_of(step, 0, 0)).backward()
+            if step == 0 and each is model:
+                model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+            its.step()
+            its.zero_grad()
+    assert hash_of(model.parameters()) == hash_of(plain.parameters())

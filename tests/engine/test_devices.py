@@ -1,0 +1,61 @@
+"""The engine on a GPU over nccl, and on the CPU in its place: one hash over stages, and over where the states are stepped.
+
+The gradients come from the same kernels on the same device; what differs is which code steps (CUDA or CPU) and what is moved.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardcore
+from shardcore.offload import CpuStore
+from tests.engine.models import batch_of, hash_of_training, loss_of, make_net
+
+OFFLOAD = {"optimizer": "cpu"}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """A world of one rank on the device, over the backend that a larger one would have."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    if os.name == "posix":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if request.param == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.device(request.param)
+    dist.destroy_process_group()
+
+
+def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> str:
+    model = make_net().to(device)
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    accumulate = options.get("accumulate", 1)
+    model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, **options)
+    for step in range(3):
+        for micro in range(accumulate):
+            x, y = batch_of(step, micro, 0)
+            optimizer.scale_loss(loss_of(model, (x.to(device), y.to(device))) / accumulate).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(param.device.type == device.type for param in model.parameters())
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp16", "loss_scale": 256.0}])
+def test_one_hash_over_stages_and_over_where_states_are_stepped(device: torch.device, options: dict[str, Any]) -> None:
+    hashes = {trained(device, stage, offload, **options) for stage in range(4) for offload in (None, OFFLOAD)}
+    assert len(hashes) == 1
+
+
+def test_a_step_on_the_cpu_that_forgets_a_copy_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(device, 2, None)
+    step = CpuStore.step
+    monkeypatch.setattr(CpuStore, "step", lambda store, spans, hypers: step(store, spans[:-1], hypers))
+    assert trained(device, 2, OFFLOAD) != expected
+    assert trained(device, 2, None) == expected

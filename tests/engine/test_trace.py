@@ -1,0 +1,83 @@
+"""What a trace shows of a step: the engine's scopes, by kind and unit, and the same names as NVTX ranges."""
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardcore.engine import trace
+from tests.engine.models import Run, batch_of, loss_of, train
+from tests.ranks import run_ranks
+
+UNITS = ["root", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def _of_every_unit(*kinds: str) -> Counter[str]:
+    return Counter({f"shardcore::{kind}({unit})": 1 for kind in kinds for unit in UNITS})
+
+
+STEP = Counter({"shardcore::step": 1})
+READ = _of_every_unit("read")  # of state_dict(): float32 weights are whole on every rank before stage 3
+# each block is gathered for its forward and its backward, but the last one, whose backward is next, and the root once
+AGAIN = Counter({"shardcore::gather(blocks.0)": 1, "shardcore::gather(blocks.1)": 1})
+EXPECTED = {
+    0: STEP + _of_every_unit("reduce", "sum", "gather_grad") + Counter({"shardcore::adam": 1}),
+    1: STEP + _of_every_unit("reduce", "sum", "adam", "gather"),
+    2: STEP + _of_every_unit("reduce", "sum", "adam", "gather"),
+    3: STEP + READ + _of_every_unit("reduce", "sum", "adam", "gather") + AGAIN,
+}
+
+
+def _step(rank: int, stage: int) -> Counter[str]:
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=2))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loss_of(model, batch_of(2, 0, rank)).backward()
+        optimizer.step()
+        model.state_dict()
+    return Counter(event.name for event in recorded.events() if event.name.startswith("shardcore::"))
+
+
+def _scopes(rank: int, world_size: int, stage: int, twin: bool) -> Counter[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        if twin:
+            patch.setattr("shardcore.engine.reducer.scope", lambda *_: nullcontext())
+        return _step(rank, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_trace_names_every_gather_reduce_and_step(stage: int) -> None:
+    for found in run_ranks(2, _scopes, stage, False):
+        assert found == EXPECTED[stage]
+    assert run_ranks(2, _scopes, stage, True)[0] != EXPECTED[stage]
+
+
+def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    marked: Counter[str] = Counter()
+
+    def push(name: str) -> None:
+        opened.append(name)
+        marked[name] += 1
+
+    monkeypatch.setattr(trace, "_has_nvtx", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", opened.pop)
+    model, optimizer, _ = train(0, Run(stage=3, steps=2))
+    marked.clear()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loss_of(model, batch_of(2, 0, 0)).backward()
+        optimizer.step()
+    assert opened == []
+    assert marked == Counter(event.name for event in recorded.events() if event.name.startswith("shardcore::"))
+    assert "shardcore::gather(blocks.1)" in marked
+
+    def fails() -> Any:
+        with trace.scope("reduce", "blocks.0"):
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fails()
+    assert opened == []

@@ -1,0 +1,70 @@
+"""benchmarks/trace_step.py: what it makes of a trace, and a run on the CPU."""
+
+import json
+
+import pytest
+
+from benchmarks import trace_step
+from benchmarks.trace_step import Span
+
+
+def event(name, category, start, end, tid=7):
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, "tid": tid}
+
+
+TRACE = [
+    event("gemm", "kernel", 0, 10),
+    event("gemm", "kernel", 5, 20),
+    event("ncclDevKernel_AllGather", "kernel", 15, 35, tid=9),
+    event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 40, 44, tid=10),
+    event("shardcore::gather(blocks.0)", "user_annotation", 1, 3),
+    event("shardcore::step", "user_annotation", 36, 50),
+    event("aten::mm", "cpu_op", 0, 100),
+    {"ph": "i", "name": "mark", "ts": 0},
+]
+
+
+def test_spans_of_a_gpu():
+    spans = trace_step.spans_of(TRACE)
+    assert [(span.lane, span.kind) for span in spans] == [
+        ("GPU stream 7", "compute"),
+        ("GPU stream 7", "compute"),
+        ("GPU stream 9", "communication"),
+        ("GPU stream 10", "copy"),
+        ("engine", "gather"),
+    ]
+    figures = trace_step.figures_of(spans)
+    assert figures["step_us"] == 44
+    assert figures["busy_us"] == {"communication": 20, "compute": 20, "copy": 4, "shardcore::gather": 2}
+    assert figures["hidden_share"] == {"communication": 0.25, "copy": 0.0}
+
+
+def test_spans_of_a_cpu_say_nothing_of_what_is_hidden():
+    spans = trace_step.spans_of([event("aten::mm", "cpu_op", 0, 10), event("gloo:send", "cpu_op", 2, 5)])
+    assert [span.kind for span in spans] == ["compute", "communication"]
+    assert trace_step.figures_of(spans)["hidden_share"] == {"communication": None, "copy": None}
+
+
+def test_times_are_united():
+    spans = [Span("a", "compute", *times) for times in ((5, 7), (0, 2), (1, 3), (7, 8), (6, 6.5))]
+    assert trace_step.union(spans) == [(0, 3), (5, 8)]
+    assert trace_step.overlap([(0, 3), (5, 8)], [(2, 6), (7, 20)]) == 1 + 1 + 1
+
+
+@pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload"]), (2, [])])
+def test_a_run_on_the_cpu(tmp_path, run_main, nproc, options):
+    common = ["--preset", "tiny", "--batch", "1", "--nproc", str(nproc), "--out", str(tmp_path)]
+    run_main(trace_step, *common, *options)
+    result = json.loads((tmp_path / "trace_step.json").read_text())
+    assert result["benchmark"] == "trace_step"
+    assert result["step_us"] > 0
+    assert {"shardcore::adam", "shardcore::reduce"} <= result["busy_us"].keys()
+    assert ("shardcore::sum" in result["busy_us"]) == (nproc == 2)
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "trace_step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace_step, "Figure", None)
+    trace_step.draw(tmp_path / "x.png", trace_step.spans_of(TRACE), "title")
+    assert "no x.png: matplotlib is not installed" in capsys.readouterr().out
