@@ -9,8 +9,9 @@ Note [Backward boundaries]: a backward begins at the root output's gradient hook
 loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
 backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object
 (`_Backward`), so when it is gone without having been called, the backward failed: what it left is dropped, with a warning.
-Note [Late gradients]: a parameter's hook can fire twice in one backward (a shared weight under reentrant checkpointing),
-even after its bucket was sent. Late parts wait in `_late` and go in a second round at the end, on every rank.
+Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
+checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
+every rank; also where the bucket is still here, or the order of sums would depend on units.
 """
 
 import logging
@@ -154,9 +155,8 @@ class Reducer:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
         self._any_grad = True
         self._local_sums |= not self._reducing
-        late = self._reducing and order < self._next
         with torch.no_grad():
-            if late:
+            if self._reducing and managed not in self._missing[bucket]:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
