@@ -341,6 +341,11 @@ def _explained() -> Iterator[None]:
         ) from error
 
 
+def plain(value: Any) -> Any:
+    """Return a value that ranks compare without torch: of a tensor its numbers."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
     """Describe the first place where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""
     reference = signatures[0]

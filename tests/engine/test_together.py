@@ -13,7 +13,7 @@ from torch import nn
 import shardcore
 from shardcore import comm
 from tests.choice import combinations
-from tests.engine.models import Run, batch_of, loss_of, make_net, train
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 
@@ -78,6 +78,34 @@ def test_transforms_of_torch_func_over_shards_are_refused(stage: int) -> None:
         for text in texts:
             assert ("which transforms of torch.func (grad, vmap, ...) cannot run over" in text) == (stage == 3)
             assert text == "no error" or stage == 3
+
+
+def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
+    before = hash_of_training(model, optimizer)
+    errors = []
+
+    def step_of_other(change: Any) -> None:
+        loss_of(model, batch_of(1, 0, rank)).backward()
+        if rank == 1:
+            change()
+        errors.append(error_of(optimizer.step))
+        optimizer.zero_grad()
+
+    step_of_other(lambda: optimizer.param_groups[0].update(lr=0.5))  # a scheduler that looked at this rank's own loss
+    optimizer.param_groups[0]["lr"] = 1e-2
+    step_of_other(optimizer.zero_grad)
+    assert hash_of_training(model, optimizer) == before
+    step_of_other(lambda: None)
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_steps_that_differ_are_refused_on_all(stage: int) -> None:
+    for lr, forgotten, same in run_ranks(2, _steps_differ, stage):
+        assert "step: ranks disagree: entry 3 is param_groups[0].lr=0.5 on rank 1 but param_groups[0].lr=0.01 on rank 0" in lr
+        assert "is gain with no gradient after 1 steps on rank 1 but gain with a gradient after 1 steps on rank 0" in forgotten
+        assert same == "no error"
 
 
 def _one_reads_while_others_train(rank: int, world_size: int) -> str:
