@@ -236,7 +236,7 @@ class Comm:
         """
         if self.world_size == 1 or self.uses_nccl:
             return None
-        rows = torch.zeros(self.world_size, 2, dtype=torch.int64)
+        rows = torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device)
         rows[self.rank, 0], rows[self.rank, 1] = what, history
         return Notice(rows, self.all_gather(rows, Traffic.NOTICE))
 

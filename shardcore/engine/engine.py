@@ -25,7 +25,7 @@ from shardcore.engine.store import StateStore
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
-from shardcore.optim import MASTERED_DTYPES, check_max_norm
+from shardcore.optim import MASTERED_DTYPES, check_max_norm, step_tensor
 
 logger = logging.getLogger("shardcore")
 
@@ -307,7 +307,7 @@ class Engine:
         self.together("full_state", check)
         bucket, managed = self._of("full_state", param)
         if key == "step":
-            return torch.tensor(float(managed.step))
+            return step_tensor(managed.step)
         states = self.store.states(bucket)
         return managed.slice_of(self.whole(bucket, states[key])).clone()
 

@@ -107,10 +107,14 @@ class Updater:
 
     def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None]) -> float:
         """Return the float32 norm of the averaged gradients over all ranks; raise on all if one refuses or differs."""
-        parts = torch.stack([bucket.sq_norm for bucket in active]).cpu() if active else torch.zeros(0, 2, dtype=torch.float64)
+        parts = (
+            torch.stack([bucket.sq_norm for bucket in active]).cpu()
+            if active
+            else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+        )
         told = self._told(terms) if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
-        said = torch.tensor([problem is not None, digest], dtype=torch.float64)
+        said = torch.tensor([problem is not None, digest], dtype=torch.float64, device="cpu")
         rows = self.comm.gather_rows(torch.cat([_C.sq_norm_add(parts), said]).to(self.comm.device), Traffic.STEP).cpu()
         if problem is not None:
             raise problem
