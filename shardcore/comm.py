@@ -275,7 +275,15 @@ class Comm:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+        if self.group is None:
+            return rank
+        try:
+            return dist.get_global_rank(self.group, rank)
+        except ValueError as error:
+            raise RuntimeError(
+                "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
+                "model trains (save its state dicts before, and shard a model anew after init_process_group)"
+            ) from error
 
 
 def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:

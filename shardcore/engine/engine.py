@@ -156,6 +156,8 @@ class Engine:
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
         if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
+            for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
+                self.optimizer.__dict__.pop(left, None)
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'

@@ -3,6 +3,7 @@
 import gc
 import itertools
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,22 @@ def test_groups_of_engines_that_are_gone_are_used_again() -> None:
     first, second = run_ranks(2, _many_models)
     assert first == second
     assert first[0] == first[1] > 1
+
+
+def _after_the_group(rank: int, world_size: int, stage: int, store: str) -> list[str]:
+    model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
+    dist.destroy_process_group()
+    backward = error_of(lambda: loss_of(model, batch_of(1, 0, rank)).backward())
+    errors = [backward, error_of(optimizer.step), error_of(model.state_dict)]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    train(rank, Run(steps=1, stage=stage))
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_group_that_was_destroyed_is_named(stage: int, tmp_path: Path) -> None:
+    for errors in run_ranks(2, _after_the_group, stage, str(tmp_path / "store")):
+        assert all("the process group of this sharded model is gone (destroy_process_group)" in error for error in errors)
 
 
 def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:
