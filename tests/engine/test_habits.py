@@ -92,7 +92,22 @@ class Hooked(Net):
         return self.head(x) * self.gain
 
 
+class Lists(Net):
+    """Layers in lists in a list, as many write transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([Block(24, 37), nn.Linear(24, 24)]) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block, mix in self.blocks:
+            x = mix(block(x))
+        return self.head(x) * self.gain
+
+
 MODELS: dict[str, Any] = {
+    "lists": Lists,
     "structured": Structured,
     "partly checkpointed": lambda: PartlyCheckpointed(False),
     "partly checkpointed, reentrant": lambda: PartlyCheckpointed(True),
