@@ -112,7 +112,7 @@ class Engine:
             problem = problem or error
         limit = self.max_norm if max_norm is None else max_norm
         norm = self.updater.step(grad_scale, limit, problem, self.scaler.scale)
-        self.reducer.backwards = 0
+        self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
             if self.weights is not None:

@@ -72,6 +72,7 @@ class Reducer:
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
+        self._stepped = self._told = False  # a step used the gradients that are here; the user was told so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
@@ -120,6 +121,8 @@ class Reducer:
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
+        elif self._stepped:
+            self._tell_of_old_grads()
         callback = _Backward(self._end_backward)
         self._backward = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -130,6 +133,19 @@ class Reducer:
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.weights is not None:
             self.weights.begin_backward()
+
+    def end_step(self) -> None:
+        """Learn that a step used the gradients."""
+        self.backwards = 0
+        self._stepped = any(bucket.reduced for bucket in self.buckets)
+
+    def _tell_of_old_grads(self) -> None:
+        if not self._told and self.comm.rank == 0:
+            logger.warning(
+                "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
+                "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
+            )
+        self._told = True
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, so that the next one starts clean."""
@@ -326,7 +342,7 @@ class Reducer:
         """Forget all gradients, or fill them with zeros."""
         self.settle()
         self.backwards = 0
-        self.dropped = self.scaler.unscaled = False
+        self._stepped = self.dropped = self.scaler.unscaled = False
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

@@ -184,6 +184,23 @@ def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
         stale.backward()
 
 
+def test_gradients_that_nothing_forgot_after_a_step_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """From stage 1 on `p.grad = None` forgets nothing, which would otherwise show in the loss alone."""
+    for stage, forgets, told in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
+        model, optimizer, _ = train(0, Run(steps=0, stage=stage))
+        optimizer.step()  # there is nothing to forget
+        caplog.clear()
+        for step in range(3):
+            for micro in range(2):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+            if forgets:
+                model.zero_grad()
+        assert caplog.text.count("backward: adds to the gradients that the last step used") == told
+
+
 def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, _ = train(0, Run(steps=1))
     _fail_in_backward(model)
