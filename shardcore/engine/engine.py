@@ -213,15 +213,18 @@ class Engine:
         params: which parameters count and are scaled; all that the optimizer updates if None. problem: why this rank refuses.
         """
 
-        def check() -> None:
+        chosen = None if params is None else set(params)
+
+        def check() -> str:
             if problem is not None:
                 raise problem
-            check_max_norm("clip_grad_norm_", max_norm)
+            limit = check_max_norm("clip_grad_norm_", max_norm)
             self.reducer.accept_user_grads()
+            names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
+            return f"max_norm={limit} over {', '.join(names)}"
 
         self.together("clip_grad_norm_", check)
         self.reducer.reduce_pending()
-        chosen = None if params is None else set(params)
         views = []
         for bucket in self.updater.buckets:
             if bucket.reduced and bucket.grad is not None:
@@ -241,11 +244,10 @@ class Engine:
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
-        if self.lifetimes.owns_everything:
-            own = [view for _, _, view in views]
-            return _C.norm_from_sq(_C.sq_norm(own).cpu()) if own else 0.0
         own = [view for _, _, view in views]
         part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.lifetimes.owns_everything:
+            return _C.norm_from_sq(part.cpu())
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
         return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 

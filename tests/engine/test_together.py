@@ -57,6 +57,26 @@ def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> Non
     assert other[4] == own[4] == "no error"
 
 
+def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
+    model, _, _ = train(rank, Run(steps=1, stage=stage))
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    head, gain = model.head.weight, model.gain
+    return [
+        error_of(lambda: shardcore.clip_grad_norm_(model, 1.0 + rank)),
+        error_of(lambda: shardcore.clip_grad_norm_([head, gain][: 1 + rank], 1.0)),
+        error_of(lambda: shardcore.clip_grad_norm_(model if rank else list(model.parameters()), 1.0)),
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_clipping_that_differs_is_refused_on_all(stage: int) -> None:
+    for limit, params, same in run_ranks(2, _clips_differ, stage):
+        assert "clip_grad_norm_: rank " in limit
+        assert "reads something else than max_norm=" in limit
+        assert "reads something else than max_norm=1.0 over " in params
+        assert same == "no error"
+
+
 def _transformed(rank: int, world_size: int, stage: int) -> list[str]:
     model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
     x, _ = batch_of(1, 0, rank)
