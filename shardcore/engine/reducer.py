@@ -291,6 +291,9 @@ class Reducer:
         if as_it_is and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype):
             self._replace_grad(bucket, whole)  # nothing to sum: the gradient as it is
             bucket.sq_norm = _C.sq_norm([whole])
+        elif world == 1 and whole is self._late.get(bucket) and not self.scaler.active:
+            assert bucket.grad is not None
+            bucket.sq_norm = _C.sq_norm([bucket.grad.add_(whole)])  # what has no late part stays as it is
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
