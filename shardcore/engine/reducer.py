@@ -171,8 +171,10 @@ class Reducer:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
         self._any_grad = True
         self._local_sums |= not self._reducing
+        missing = self._missing[bucket]
+        first = managed in missing
         with torch.no_grad():
-            if self._reducing and managed not in self._missing[bucket]:
+            if self._reducing and not first:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
@@ -182,8 +184,8 @@ class Reducer:
             else:
                 target.copy_(grad)
             managed.used = True
-            self._missing[bucket].discard(managed)
-            if self.weights is not None and not self._missing[bucket]:
+            missing.discard(managed)
+            if self.weights is not None and first and not missing:
                 self.weights.gradients_complete(bucket)
             while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
                 self._launch_next()

@@ -99,9 +99,12 @@ class Reused(Net):
         return self.head(self.blocks[0](x)) * self.gain
 
 
-def _reused(rank: int, world_size: int, stage: int, units: Any, precision: str = "bf16", **options: Any) -> str:
+def _reused(
+    rank: int, world_size: int, stage: int, units: Any, accumulate: int = 1, precision: str = "bf16", **options: Any
+) -> str:
     torch.manual_seed(0)
-    model, optimizer, _ = train(rank, Run(stage=stage, precision=precision, shard={"units": units, **options}), Reused())
+    run = Run(stage=stage, precision=precision, shard={"units": units, "sync_each": False, **options}, accumulate=accumulate)
+    model, optimizer, _ = train(rank, run, Reused())
     return hash_of_training(model, optimizer)
 
 
@@ -110,6 +113,7 @@ def test_units_do_not_show_where_gradients_come_in_parts() -> None:
     kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
     assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
     assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in kinds}) == 1
+    assert len({_reused(0, 1, *kind, accumulate=2) for kind in kinds}) == 1
 
 
 def _fail_in_backward(model: Any) -> None:
