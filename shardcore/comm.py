@@ -236,7 +236,7 @@ class Comm:
         """
         if self.world_size == 1 or self.uses_nccl:
             return None
-        rows = torch.zeros(self.world_size, 2, dtype=torch.int64)
+        rows = torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device)
         rows[self.rank, 0], rows[self.rank, 1] = what, history
         return Notice(rows, self.all_gather(rows, Traffic.NOTICE))
 
@@ -275,7 +275,15 @@ class Comm:
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def _global(self, rank: int) -> int:
-        return dist.get_global_rank(self.group, rank) if self.group is not None else rank
+        if self.group is None:
+            return rank
+        try:
+            return dist.get_global_rank(self.group, rank)
+        except ValueError as error:
+            raise RuntimeError(
+                "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
+                "model trains (save its state dicts before, and shard a model anew after init_process_group)"
+            ) from error
 
 
 def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
@@ -339,6 +347,11 @@ def _explained() -> Iterator[None]:
             "the process group's timeout (init_process_group(timeout=...)). "
             f"torch.distributed says: {error}"
         ) from error
+
+
+def plain(value: Any) -> Any:
+    """Return a value that ranks compare without torch: of a tensor its numbers."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:

@@ -1,7 +1,8 @@
 """Which modules form units: what is reduced, and later gathered, together.
 
-A unit is a module of the model; the root (the model itself) holds whatever no other unit holds. Each parameter belongs to
-one unit: the innermost one that contains every module which uses it, so a weight tied across units belongs to their parent.
+A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict.
+The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
+contains every module which uses it, so a weight tied across units belongs to their parent.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,9 @@ class UnitSpec:
 def plan_units(model: nn.Module, policy: UnitPolicy = "auto") -> list[UnitSpec]:
     """Split `model` into units by `policy`; returns them in module order, the root first, empty ones left out.
 
-    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer); a module
-    class or several; a list of modules of the model; or an integer n (the innermost modules with at least n parameters
-    of their own or of smaller modules below them). Raises ValueError or TypeError for anything else.
+    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer; of lists in a
+    list, their children); a module class or several; a list of modules of the model; or an integer n (the innermost modules
+    with at least n parameters of their own or of smaller modules below them). Raises ValueError or TypeError for anything else.
     """
     chosen = set(_choose(model, policy))
     chosen.discard(model)
@@ -90,12 +91,34 @@ def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
     if classes and not found:
         names = ", ".join(c.__name__ for c in classes)
         raise ValueError(f"shard: units names {names}; the model has no such module")
+    for module in [*found, *modules]:
+        if module is not model and not _is_called(module):
+            raise ValueError(
+                f"shard: units has a {type(module).__name__}, which has no forward; expected modules that are called "
+                "(perhaps its children)"
+            )
     return found + modules
 
 
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward; containers have none, their children are called one by one."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and in place of those that are never called, such as lists in a list, theirs."""
+    for child in module.children():
+        if _is_called(child):
+            yield child
+        else:
+            yield from _called_children(child)
+
+
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    if isinstance(module, _CONTAINERS):
+    container = isinstance(module, _CONTAINERS)
+    found = dict.fromkeys(_called_children(module) if container else module.children())
+    children = [child for child in found if next(child.parameters(), None) is not None]
+    if container:
         kinds = [type(child) for child in children]
         blocks = [child for child in children if kinds.count(type(child)) > 1]
         yield from blocks
@@ -112,7 +135,7 @@ def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
         own = {p for p in module._parameters.values() if p is not None} - seen
         seen.update(own)
         rest = sum(p.numel() for p in own) + sum(visit(child) for child in module.children())
-        if rest >= min_numel:
+        if rest >= min_numel and _is_called(module):
             chosen.append(module)
             return 0
         return rest

@@ -59,7 +59,7 @@ class ReducePolicy:
         return self.reduce_dtype or dtype
 
 
-_NOWHERE = torch.empty(0)
+_NOWHERE = torch.empty(0, device="cpu")
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class Bucket:
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False
-        self.sq_norm = torch.zeros(2, dtype=torch.float64)
+        self.sq_norm = torch.zeros(2, dtype=torch.float64, device="cpu")
 
     @property
     def owned_numel(self) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
-from shardcore.comm import Comm
+from shardcore.comm import Comm, plain
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
 from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit, closed_message
@@ -121,17 +121,13 @@ def signature(
     entries += [f"buffer {name} {tuple(buffer.shape)} {_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
     for index, group in enumerate(optimizer.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
-        entries += [f"param_groups[{index}].{key}={_plain(value)}" for key, value in group.items() if key != "params"]
+        entries += [f"param_groups[{index}].{key}={plain(value)}" for key, value in group.items() if key != "params"]
     return [*entries, f"optimizer {type(optimizer).__name__}"]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
     state = optimizer.state.get(param) or {}
-    return " ".join(f"{key}={_plain(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return " ".join(f"{key}={plain(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
 
 
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:

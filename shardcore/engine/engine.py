@@ -25,7 +25,7 @@ from shardcore.engine.store import StateStore
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
-from shardcore.optim import MASTERED_DTYPES, check_max_norm
+from shardcore.optim import MASTERED_DTYPES, check_max_norm, step_tensor
 
 logger = logging.getLogger("shardcore")
 
@@ -112,7 +112,7 @@ class Engine:
             problem = problem or error
         limit = self.max_norm if max_norm is None else max_norm
         norm = self.updater.step(grad_scale, limit, problem, self.scaler.scale)
-        self.reducer.backwards = 0
+        self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
             if self.weights is not None:
@@ -156,6 +156,8 @@ class Engine:
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
         if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
+            for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
+                self.optimizer.__dict__.pop(left, None)
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
@@ -211,15 +213,18 @@ class Engine:
         params: which parameters count and are scaled; all that the optimizer updates if None. problem: why this rank refuses.
         """
 
-        def check() -> None:
+        chosen = None if params is None else set(params)
+
+        def check() -> str:
             if problem is not None:
                 raise problem
-            check_max_norm("clip_grad_norm_", max_norm)
+            limit = check_max_norm("clip_grad_norm_", max_norm)
             self.reducer.accept_user_grads()
+            names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
+            return f"max_norm={limit} over {', '.join(names)}"
 
         self.together("clip_grad_norm_", check)
         self.reducer.reduce_pending()
-        chosen = None if params is None else set(params)
         views = []
         for bucket in self.updater.buckets:
             if bucket.reduced and bucket.grad is not None:
@@ -239,11 +244,10 @@ class Engine:
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
-        if self.lifetimes.owns_everything:
-            own = [view for _, _, view in views]
-            return _C.norm_from_sq(_C.sq_norm(own).cpu()) if own else 0.0
         own = [view for _, _, view in views]
         part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.lifetimes.owns_everything:
+            return _C.norm_from_sq(part.cpu())
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
         return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
@@ -307,7 +311,7 @@ class Engine:
         self.together("full_state", check)
         bucket, managed = self._of("full_state", param)
         if key == "step":
-            return torch.tensor(float(managed.step))
+            return step_tensor(managed.step)
         states = self.store.states(bucket)
         return managed.slice_of(self.whole(bucket, states[key])).clone()
 

@@ -87,7 +87,7 @@ class HandedOut:
 
     def _whole_grad(self, bucket: Bucket) -> torch.Tensor:
         if bucket.grad is None:
-            bucket.grad = torch.zeros(bucket.layout.numel, device=bucket.owned_weight.device)
+            bucket.grad = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device)
         elif not bucket.reduced:
             bucket.grad.zero_()
         bucket.reduced = True

@@ -9,8 +9,9 @@ Note [Backward boundaries]: a backward begins at the root output's gradient hook
 loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
 backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object
 (`_Backward`), so when it is gone without having been called, the backward failed: what it left is dropped, with a warning.
-Note [Late gradients]: a parameter's hook can fire twice in one backward (a shared weight under reentrant checkpointing),
-even after its bucket was sent. Late parts wait in `_late` and go in a second round at the end, on every rank.
+Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
+checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
+every rank; also where the bucket is still here, or the order of sums would depend on units.
 """
 
 import logging
@@ -71,6 +72,7 @@ class Reducer:
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
+        self._stepped = self._told = False  # a step used the gradients that are here; the user was told so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
@@ -119,6 +121,8 @@ class Reducer:
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
+        elif self._stepped:
+            self._tell_of_old_grads()
         callback = _Backward(self._end_backward)
         self._backward = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -129,6 +133,19 @@ class Reducer:
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.weights is not None:
             self.weights.begin_backward()
+
+    def end_step(self) -> None:
+        """Learn that a step used the gradients."""
+        self.backwards = 0
+        self._stepped = any(bucket.reduced for bucket in self.buckets)
+
+    def _tell_of_old_grads(self) -> None:
+        if not self._told and self.comm.rank == 0:
+            logger.warning(
+                "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
+                "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
+            )
+        self._told = True
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, so that the next one starts clean."""
@@ -154,9 +171,10 @@ class Reducer:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
         self._any_grad = True
         self._local_sums |= not self._reducing
-        late = self._reducing and order < self._next
+        missing = self._missing[bucket]
+        first = managed in missing
         with torch.no_grad():
-            if late:
+            if self._reducing and not first:
                 self._late_params.add(managed)
                 managed.slice_of(self._late_buffer(bucket)).add_(grad)
                 return
@@ -166,8 +184,8 @@ class Reducer:
             else:
                 target.copy_(grad)
             managed.used = True
-            self._missing[bucket].discard(managed)
-            if self.weights is not None and not self._missing[bucket]:
+            missing.discard(managed)
+            if self.weights is not None and first and not missing:
                 self.weights.gradients_complete(bucket)
             while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
                 self._launch_next()
@@ -275,6 +293,9 @@ class Reducer:
         if as_it_is and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype):
             self._replace_grad(bucket, whole)  # nothing to sum: the gradient as it is
             bucket.sq_norm = _C.sq_norm([whole])
+        elif world == 1 and whole is self._late.get(bucket) and not self.scaler.active:
+            assert bucket.grad is not None
+            bucket.sq_norm = _C.sq_norm([bucket.grad.add_(whole)])  # what has no late part stays as it is
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
@@ -326,7 +347,7 @@ class Reducer:
         """Forget all gradients, or fill them with zeros."""
         self.settle()
         self.backwards = 0
-        self.dropped = self.scaler.unscaled = False
+        self._stepped = self.dropped = self.scaler.unscaled = False
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

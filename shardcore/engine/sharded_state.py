@@ -19,6 +19,7 @@ from shardcore.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.store import set_owned
+from shardcore.optim import step_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -117,7 +118,7 @@ def shards_of(bucket: Bucket, managed: Managed, flat: torch.Tensor) -> torch.Ten
         if bucket.params[piece.slot] is managed
     ]
     shape = managed.param.shape
-    return Shards(shape, flat.dtype, ranges) if managed.param.numel() else torch.empty(shape, dtype=flat.dtype)
+    return Shards(shape, flat.dtype, ranges) if managed.param.numel() else flat.new_empty(shape)
 
 
 def _values(engine: Engine, bucket: Bucket) -> torch.Tensor:
@@ -178,7 +179,7 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     engine.together("optimizer.state_dict", engine.updater.accept_weight_edits)
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
-        found[f"{name}.step"] = torch.tensor(float(managed.step))
+        found[f"{name}.step"] = step_tensor(managed.step)
         for key, flat in engine.store.states(bucket).items():
             if key != "master":  # it is in the model's state
                 found[f"{name}.{key}"] = shards_of(bucket, managed, flat)

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.updater import Updater
-from shardcore.optim import export_groups, import_groups, import_state
+from shardcore.optim import export_groups, import_groups, import_state, step_tensor
 
 _OP = "load_state_dict"
 
@@ -22,7 +22,7 @@ class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
         self._managed = {managed.param: managed for bucket in buckets for managed in bucket.params}
 
     def __getitem__(self, param: nn.Parameter) -> Mapping[str, Any]:
-        return _ParamStates({"step": torch.tensor(float(self._managed[param].step))})
+        return _ParamStates({"step": step_tensor(self._managed[param].step)})
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(self._managed)
@@ -62,7 +62,7 @@ class OptimizerStateIO:
             for key in sorted(self.updater.store.states(bucket)):  # the order of collectives must not depend on anything else
                 whole = self.whole(bucket, self.updater.store.states(bucket)[key])
                 for managed in stepped:
-                    entry = found.setdefault(number_of[managed.param], {"step": torch.tensor(float(managed.step))})
+                    entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
                     entry[key] = managed.slice_of(whole).clone()
         state = {number: found[number] for number in sorted(found)}
         return {"state": state, "param_groups": export_groups(self.groups)}
@@ -125,7 +125,7 @@ class OptimizerStateIO:
             values = state.get(key)
             if values is None and key == "master":
                 continue
-            flat = torch.zeros(managed.param.numel()) if values is None else values.reshape(-1)
+            flat = torch.zeros(managed.param.numel(), device="cpu") if values is None else values.reshape(-1)
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue

@@ -82,7 +82,7 @@ class TensorFiles:
         """Return elements [start, start + numel) of the flattened tensor, in the file's dtype, to be read at once."""
         tensor = self.stored[name]
         if numel == 0:
-            return torch.empty(0, dtype=tensor.torch_dtype)
+            return torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
         try:
             if not tensor.shape:
                 return tensor.handle.get_tensor(name).view(1)  # type: ignore[no-any-return]

@@ -1,21 +1,23 @@
 """The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.store import Span, StateStore, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
-NORM_ROW_BYTES = 8 * 6  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, three terms
+NORM_ROW_BYTES = 8 * 4  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, a digest
 
-# Options of a group that say which states there are.
+# Options of a group that say what a step computes, and those that say which states there are.
+_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction")
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
@@ -44,7 +46,8 @@ class Updater:
 
         Where the norm is not finite nothing is updated. The gradients are multiplied by `grad_scale` and, if `max_norm` is
         given, by the clip coefficient of their global norm; `loss_scale` is what they were divided by. Collective. `problem`
-        is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers differ.
+        is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers, the options
+        of a group, or the parameters that have gradients differ between ranks.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
@@ -104,21 +107,36 @@ class Updater:
 
     def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None]) -> float:
         """Return the float32 norm of the averaged gradients over all ranks; raise on all if one refuses or differs."""
-        parts = torch.stack([bucket.sq_norm for bucket in active]).cpu() if active else torch.zeros(0, 2, dtype=torch.float64)
-        said = [float(problem is not None), *(-1.0 if term is None else term for term in terms.values())]
-        row = torch.cat([_C.sq_norm_add(parts), torch.tensor(said, dtype=torch.float64)]).to(self.comm.device)
-        rows = self.comm.gather_rows(row, Traffic.STEP).cpu()
+        parts = (
+            torch.stack([bucket.sq_norm for bucket in active]).cpu()
+            if active
+            else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+        )
+        told = self._told(terms) if self.comm.world_size > 1 else []
+        digest = zlib.crc32("\n".join(told).encode())
+        said = torch.tensor([problem is not None, digest], dtype=torch.float64, device="cpu")
+        rows = self.comm.gather_rows(torch.cat([_C.sq_norm_add(parts), said]).to(self.comm.device), Traffic.STEP).cpu()
         if problem is not None:
             raise problem
         if rows[:, 2].any():
             refusing = rows[:, 2].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
-        for name, of_ranks in zip(terms, rows[:, 3:].T.tolist(), strict=True):
-            if len(set(of_ranks)) > 1:
-                raise ValueError(
-                    f"step: {name} of ranks 0, 1, ... is {of_ranks} (-1: None); expected the same number on every rank"
-                )
+        if (rows[:, 3] != digest).any():
+            difference = first_difference(self.comm.gather_json(told))
+            raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous()))
+
+    def _told(self, terms: Mapping[str, float | None]) -> list[str]:
+        """Return what has to be the same on every rank for a step to give the same weights."""
+        options = (
+            f"param_groups[{index}].{key}={plain(group[key])}" for index, group in enumerate(self.groups) for key in _TERMS
+        )
+        params = (
+            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after {managed.step} steps"
+            for bucket in self.buckets
+            for managed in bucket.params
+        )
+        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params]
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""

@@ -10,7 +10,7 @@ from shardcore.optim.exchange import export_groups, export_state, import_groups,
 from shardcore.optim.norm import clip_grad_norm_, global_norm
 from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_options, check_param, hyper_of
 from shardcore.optim.scale import check_max_norm
-from shardcore.optim.state import ParamState, StepCount, new_state
+from shardcore.optim.state import ParamState, StepCount, new_state, step_tensor
 
 __all__ = [
     "MASTERED_DTYPES",
@@ -34,4 +34,5 @@ __all__ = [
     "import_state",
     "import_states",
     "new_state",
+    "step_tensor",
 ]

@@ -43,7 +43,7 @@ class Refusal:
 
     def row(self) -> torch.Tensor:
         """Return this rank's number if it refuses, else infinity: float64 (1,)."""
-        return torch.tensor([math.inf if self.problem is None else dist.get_rank()], dtype=torch.float64)
+        return torch.tensor([math.inf if self.problem is None else dist.get_rank()], dtype=torch.float64, device="cpu")
 
     def settle(self, smallest: float) -> None:
         """Raise this rank's problem, or name the rank that refused: the smallest of all rows."""
@@ -65,7 +65,7 @@ def global_norm(
     if not sharded:
         return _C.norm_from_sq(_squares(tensors))
     refusal = refusal or Refusal("global_norm", others_wait=True)
-    sums = [torch.zeros(2, dtype=torch.float64)] * (1 + len(sharded))
+    sums = [torch.zeros(2, dtype=torch.float64, device="cpu")] * (1 + len(sharded))
     with refusal:
         sums = [_squares(some) for some in (tensors, *sharded.values())]
     total, refusing = sums[0], refusal.row()
@@ -92,7 +92,9 @@ def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for t in tensors:
         by_device.setdefault(t.device, []).append(t.detach())
     totals = [_C.sq_norm(_C.dense(group)).cpu() for group in by_device.values()]
-    return totals[0] if len(totals) == 1 else _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2).double())
+    if len(totals) == 1:
+        return totals[0]
+    return _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2, dtype=torch.float64, device="cpu"))
 
 
 def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]) -> torch.Tensor | None:
@@ -146,4 +148,4 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     with torch.no_grad():
         if grads and coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)
-    return torch.tensor(norm, dtype=torch.float32, device=grads[0].device if grads else None)
+    return torch.tensor(norm, dtype=torch.float32, device=grads[0].device if grads else "cpu")

@@ -72,6 +72,11 @@ class States(defaultdict[torch.Tensor, Any]):
         return self
 
 
+def step_tensor(count: int) -> torch.Tensor:
+    """Return a step count as torch.optim keeps it: a new float32 tensor of shape () on the CPU."""
+    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+
+
 class StepCount:
     """How many steps the parameters that share this object have made."""
 
@@ -81,8 +86,8 @@ class StepCount:
         self.value = value
 
     def tensor(self) -> torch.Tensor:
-        """Return the count as torch.optim keeps it: a new float32 tensor of shape () on the CPU."""
-        return torch.tensor(float(self.value), dtype=torch.float32)
+        """Return the count as torch.optim keeps it. See step_tensor."""
+        return step_tensor(self.value)
 
 
 class DeviceStepCount:

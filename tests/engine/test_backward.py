@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.engine.models import Block, Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -82,6 +82,38 @@ def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
     assert results[0] == results[1] == results[2] == results[3]
     for key, value in model.state_dict().items():
         assert torch.allclose(torch.tensor(results[0][key]), value, rtol=1e-5, atol=1e-6), key
+
+
+class Reused(Net):
+    """Blocks recomputed by nested backwards, the first one used outside of that, too; modules that can be units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 37))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.blocks[0](x)) * self.gain
+
+
+def _reused(
+    rank: int, world_size: int, stage: int, units: Any, accumulate: int = 1, precision: str = "bf16", **options: Any
+) -> str:
+    torch.manual_seed(0)
+    run = Run(stage=stage, precision=precision, shard={"units": units, "sync_each": False, **options}, accumulate=accumulate)
+    model, optimizer, _ = train(rank, run, Reused())
+    return hash_of_training(model, optimizer)
+
+
+def test_units_do_not_show_where_gradients_come_in_parts() -> None:
+    """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
+    kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
+    assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
+    assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in kinds}) == 1
+    assert len({_reused(0, 1, *kind, accumulate=2) for kind in kinds}) == 1
 
 
 def _fail_in_backward(model: Any) -> None:
@@ -155,6 +187,23 @@ def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
+
+
+def test_gradients_that_nothing_forgot_after_a_step_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """From stage 1 on `p.grad = None` forgets nothing, which would otherwise show in the loss alone."""
+    for stage, forgets, told in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
+        model, optimizer, _ = train(0, Run(steps=0, stage=stage))
+        optimizer.step()  # there is nothing to forget
+        caplog.clear()
+        for step in range(3):
+            for micro in range(2):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+            if forgets:
+                model.zero_grad()
+        assert caplog.text.count("backward: adds to the gradients that the last step used") == told
 
 
 def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -180,7 +180,7 @@ def test_an_overflow_on_one_rank_skips_and_halves_on_all(stage: int) -> None:
 
 def test_a_rank_that_decides_alone_is_found_by_all() -> None:
     for result in run_ranks(2, _overflow, 2, True):
-        assert "step: loss_scale of ranks 0, 1, ... is [128.0, 256.0]" in result["error"]
+        assert "is loss_scale=256.0 on rank 1 but loss_scale=128.0 on rank 0; expected the same step" in result["error"]
         assert not result["changed"]
 
 
@@ -197,9 +197,9 @@ def _other_terms(rank: int, world_size: int) -> list[str]:
 
 def test_ranks_that_scale_or_clip_differently_are_refused() -> None:
     for clip, only_one, scale in run_ranks(2, _other_terms):
-        assert "step: max_norm of ranks 0, 1, ... is [1.0, 2.0] (-1: None); expected the same number" in clip
-        assert "max_norm of ranks 0, 1, ... is [1.0, -1.0]" in only_one
-        assert "grad_scale of ranks 0, 1, ... is [1.0, 2.0]" in scale
+        assert "max_norm=2.0 on rank 1 but max_norm=1.0 on rank 0; expected the same step" in clip
+        assert "max_norm=None on rank 1 but max_norm=1.0 on rank 0" in only_one
+        assert "grad_scale=2.0 on rank 1 but grad_scale=1.0 on rank 0" in scale
 
 
 def _at_the_minimum(rank: int, world_size: int) -> tuple[list[str], bool, int]:

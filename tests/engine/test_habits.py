@@ -92,7 +92,22 @@ class Hooked(Net):
         return self.head(x) * self.gain
 
 
+class Lists(Net):
+    """Layers in lists in a list, as many write transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([Block(24, 37), nn.Linear(24, 24)]) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block, mix in self.blocks:
+            x = mix(block(x))
+        return self.head(x) * self.gain
+
+
 MODELS: dict[str, Any] = {
+    "lists": Lists,
     "structured": Structured,
     "partly checkpointed": lambda: PartlyCheckpointed(False),
     "partly checkpointed, reentrant": lambda: PartlyCheckpointed(True),
@@ -230,6 +245,35 @@ def copies(model: Any, optimizer: Any, rank: int) -> Any:
     return [each(torch.ones(2, 10)).sum().item() for each in (average, twin)]
 
 
+def other_defaults(model: Any, optimizer: Any, rank: int) -> Any:
+    """A default device and dtype of torch's that are not the model's; 257 is no bfloat16."""
+    batch, state = batch_of(3, 0, rank), optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["step"].fill_(256.0)
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer.load_state_dict(state)
+        loss_of(model, batch).backward()
+        shardcore.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        state, shown = optimizer.state_dict(), optimizer.state[model.gain]["step"]
+        optimizer.load_state_dict(state)
+        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        optimizer.load_state_dict(state)
+        model.load_state_dict(model.state_dict())
+        steps = [shardcore.full_state(model.gain, "step"), shardcore.sharded_state_dict(optimizer)["gain.step"], shown]
+        norm = shardcore.clip_grad_norm_([], 1.0), shardcore.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    steps += [entry["step"] for entry in state["state"].values()]
+    assert all(step.dtype == torch.float32 and step.item() == 257 for step in steps)
+    return [each.item() for each in norm]
+
+
 def autocast(model: Any, optimizer: Any, rank: int) -> Any:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model, batch_of(3, 0, rank))
@@ -239,7 +283,7 @@ def autocast(model: Any, optimizer: Any, rank: int) -> Any:
 
 DOINGS = [
     children, data_edits, steps_in_full_params, loads_after_a_failed_forward, wrappers, graphs, double_backward, failures,
-    toggled, copies, autocast,
+    toggled, copies, other_defaults, autocast,
 ]  # fmt: skip
 
 

@@ -311,6 +311,9 @@ def test_grad_scaler_from_stage_1_on() -> None:
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
     with pytest.raises(ValueError, match=r"called by a GradScaler.*from stage 1 on they live in shards"):
         scaler.step(optimizer)
+    optimizer.zero_grad()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()  # GradScaler leaves its attributes behind when a step raises
 
 
 def test_whole_values_of_the_wrong_thing() -> None:

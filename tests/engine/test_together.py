@@ -3,6 +3,7 @@
 import gc
 import itertools
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 import shardcore
 from shardcore import comm
 from tests.choice import combinations
-from tests.engine.models import Run, batch_of, loss_of, make_net, train
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 
@@ -56,6 +57,26 @@ def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> Non
     assert other[4] == own[4] == "no error"
 
 
+def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
+    model, _, _ = train(rank, Run(steps=1, stage=stage))
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    head, gain = model.head.weight, model.gain
+    return [
+        error_of(lambda: shardcore.clip_grad_norm_(model, 1.0 + rank)),
+        error_of(lambda: shardcore.clip_grad_norm_([head, gain][: 1 + rank], 1.0)),
+        error_of(lambda: shardcore.clip_grad_norm_(model if rank else list(model.parameters()), 1.0)),
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_clipping_that_differs_is_refused_on_all(stage: int) -> None:
+    for limit, params, same in run_ranks(2, _clips_differ, stage):
+        assert "clip_grad_norm_: rank " in limit
+        assert "reads something else than max_norm=" in limit
+        assert "reads something else than max_norm=1.0 over " in params
+        assert same == "no error"
+
+
 def _transformed(rank: int, world_size: int, stage: int) -> list[str]:
     model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
     x, _ = batch_of(1, 0, rank)
@@ -78,6 +99,34 @@ def test_transforms_of_torch_func_over_shards_are_refused(stage: int) -> None:
         for text in texts:
             assert ("which transforms of torch.func (grad, vmap, ...) cannot run over" in text) == (stage == 3)
             assert text == "no error" or stage == 3
+
+
+def _steps_differ(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
+    before = hash_of_training(model, optimizer)
+    errors = []
+
+    def step_of_other(change: Any) -> None:
+        loss_of(model, batch_of(1, 0, rank)).backward()
+        if rank == 1:
+            change()
+        errors.append(error_of(optimizer.step))
+        optimizer.zero_grad()
+
+    step_of_other(lambda: optimizer.param_groups[0].update(lr=0.5))  # a scheduler that looked at this rank's own loss
+    optimizer.param_groups[0]["lr"] = 1e-2
+    step_of_other(optimizer.zero_grad)
+    assert hash_of_training(model, optimizer) == before
+    step_of_other(lambda: None)
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_steps_that_differ_are_refused_on_all(stage: int) -> None:
+    for lr, forgotten, same in run_ranks(2, _steps_differ, stage):
+        assert "step: ranks disagree: entry 3 is param_groups[0].lr=0.5 on rank 1 but param_groups[0].lr=0.01 on rank 0" in lr
+        assert "is gain with no gradient after 1 steps on rank 1 but gain with a gradient after 1 steps on rank 0" in forgotten
+        assert same == "no error"
 
 
 def _one_reads_while_others_train(rank: int, world_size: int) -> str:
@@ -196,6 +245,22 @@ def test_groups_of_engines_that_are_gone_are_used_again() -> None:
     first, second = run_ranks(2, _many_models)
     assert first == second
     assert first[0] == first[1] > 1
+
+
+def _after_the_group(rank: int, world_size: int, stage: int, store: str) -> list[str]:
+    model, optimizer, _ = train(rank, Run(steps=1, stage=stage))
+    dist.destroy_process_group()
+    backward = error_of(lambda: loss_of(model, batch_of(1, 0, rank)).backward())
+    errors = [backward, error_of(optimizer.step), error_of(model.state_dict)]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    train(rank, Run(steps=1, stage=stage))
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_group_that_was_destroyed_is_named(stage: int, tmp_path: Path) -> None:
+    for errors in run_ranks(2, _after_the_group, stage, str(tmp_path / "store")):
+        assert all("the process group of this sharded model is gone (destroy_process_group)" in error for error in errors)
 
 
 def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:

@@ -47,6 +47,18 @@ def test_units_by_size_leave_small_rests_to_the_parent() -> None:
     assert "blocks.0.up" in names(model, 900)
 
 
+def test_lists_are_no_units_as_nobody_calls_them() -> None:
+    """Their weights would never be gathered: lists in a list give their children, lists by size leave theirs to the parent."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)]) for _ in range(2)])
+    assert list(names(model)) == ["layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    assert list(names(model, 25)) == [""]
+    assert list(names(model, 20)) == ["", "layers.0.0", "layers.1.0"]
+    for policy in (nn.ModuleList, [model.layers]):
+        with pytest.raises(ValueError, match="units has a ModuleList, which has no forward; expected modules that are called"):
+            plan_units(model, policy)
+
+
 def test_nested_units_own_only_what_their_children_leave() -> None:
     model = Net(depth=2)
     units = names(model, [model.blocks[0], model.blocks[0].up])
