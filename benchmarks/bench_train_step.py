@@ -3,8 +3,9 @@ with --device cuda on GPUs over nccl (a rank each; without DeepSpeed, whose CPU 
 
 All engines live in the same processes and take turns, step by step, in a random order that the ranks share; every step
 starts at a barrier and counts as long as its slowest rank. All train the same model from the same weights on the same
-batches in float32, and their losses must agree, so nobody is fast by doing less. What counts is the ratio to DDP within a
-round (with --nproc 1: to torch without any engine). Engines:
+batches in float32, and their losses must agree, so nobody is fast by doing less: a peer whose
+losses do not is left out by name. What counts is the ratio to DDP within a round (with --nproc 1: to torch without any
+engine). Engines:
 
     DDP                  DistributedDataParallel (gradient_as_bucket_view, no buffer broadcast) + fused AdamW
     ZeroRedundancy       DistributedDataParallel + torch's ZeroRedundancyOptimizer (ZeRO stage 1) over AdamW
@@ -56,14 +57,14 @@ LOSS_TOLERANCE = 1e-3  # relative; float32 sums in other orders differ by less o
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # tokens, targets -> loss
 
 
-def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def torch_step(model: nn.Module, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> Step:
     """One step as every torch program writes it."""
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = next_byte_loss(model(tokens), targets)
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         return loss.detach()
 
     return step
@@ -91,7 +92,8 @@ def zero_redundancy_step(model: nn.Module) -> Step:
 
 def fairscale_step(model: nn.Module) -> Step:
     adam = OSS(model.parameters(), torch.optim.AdamW, **OPTIONS, fused=True)
-    return torch_step(ShardedDataParallel(model, adam, broadcast_buffers=False), adam)
+    # Its buckets are views of p.grad: without them it trains something else from the third step on.
+    return torch_step(ShardedDataParallel(model, adam, broadcast_buffers=False), adam, set_to_none=False)
 
 
 def fsdp2_step(model: nn.Module, stage: int) -> Step:
@@ -179,28 +181,31 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     return {name: samples[options.warmup :] for name, samples in seconds.items()}, losses
 
 
-def check_losses(losses: dict[str, list[float]], base: str) -> dict[str, float]:
-    """Return each engine's largest relative difference from the base's losses; ValueError if one trains something else."""
-    worst = {}
-    for name, values in losses.items():
-        worst[name] = max(abs(a - b) / abs(b) for a, b in zip(values, losses[base], strict=True))
-        if not worst[name] <= LOSS_TOLERANCE:
-            found = f"losses that differ from {base}'s by {worst[name]:.1e}"
+def check_losses(losses: dict[str, list[float]], base: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return each engine's largest relative difference from the base's losses, and that of peers which train something else.
+
+    ValueError if one of ours does.
+    """
+    worst = {
+        name: max(abs(a - b) / abs(b) for a, b in zip(values, losses[base], strict=True)) for name, values in losses.items()
+    }
+    others = {name: difference for name, difference in worst.items() if not difference <= LOSS_TOLERANCE}
+    for name, difference in others.items():
+        if name.startswith("shardcore"):
+            found = f"losses that differ from {base}'s by {difference:.1e}"
             raise ValueError(f"bench_train_step: {name} has {found}; expected at most {LOSS_TOLERANCE}")
-    return worst
+    return {name: difference for name, difference in worst.items() if name not in others}, others
 
 
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Measure on every rank and report on rank 0."""
     base = base_of(rank.world_size)
     own_seconds, losses = measure(rank, options)
-    worst = check_losses(losses, base)
+    worst, others = check_losses(losses, base)
     of_ranks = gather(own_seconds, rank.world_size)
     if rank.rank > 0:
         return 0
-    seconds = {
-        name: [max(samples) for samples in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in own_seconds
-    }
+    seconds = {name: [max(samples) for samples in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in worst}
     rows = [["engine", "ms (median)", f"time / {base} [quartiles]", f"losses within ... of {base}'s"]]
     ratios = {name: harness.paired(samples, seconds[base]) for name, samples in seconds.items()}
     for name, samples in seconds.items():
@@ -209,6 +214,10 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
         f"\n{options.preset}, batch {options.batch} a rank, {rank.world_size} {options.device} ranks, {options.rounds} rounds"
     )
     print(harness.table(rows))
+    for name, difference in others.items():
+        print(
+            f"{name} is left out: its losses differ from {base}'s by {difference:.1e} (more than {LOSS_TOLERANCE}: other work)"
+        )
     result = {
         **suite.about_run("train_step", options),
         "world_size": rank.world_size,
@@ -218,6 +227,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
             name: {"seconds": seconds[name], "time_over_base": asdict(ratios[name]), "losses_within": worst[name]}
             for name in seconds
         },
+        "left_out": others,
     }
     harness.write_json(options.out / "train_step.json", result)
     panel = harness.Panel(

@@ -143,11 +143,14 @@ def test_bad_arguments(monkeypatch, capsys, module, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_an_engine_that_trains_something_else_is_noticed():
-    losses = {"DDP": [5.5, 5.0], "same": [5.5, 5.0001], "idle": [5.5, 5.5]}
-    assert bench_train_step.check_losses({"DDP": losses["DDP"], "same": losses["same"]}, "DDP")["same"] < 1e-3
-    with pytest.raises(ValueError, match=r"bench_train_step: idle has losses that differ from DDP's by 1\.0e-01"):
-        bench_train_step.check_losses(losses, "DDP")
+def test_an_engine_that_trains_something_else_is_left_out_or_refused():
+    losses = {"DDP": [5.5, 5.0], "same": [5.5, 5.0001], "peer": [5.5, 5.5]}
+    alike, others = bench_train_step.check_losses(losses, "DDP")
+    assert list(alike) == ["DDP", "same"]
+    assert alike["same"] < 1e-3
+    assert others == {"peer": pytest.approx(0.1)}
+    with pytest.raises(ValueError, match=r"bench_train_step: shardcore 1 has losses that differ from DDP's by 1\.0e-01"):
+        bench_train_step.check_losses(losses | {"shardcore 1": losses["peer"]}, "DDP")
 
 
 def test_an_engine_that_does_less_is_noticed():
