@@ -144,6 +144,11 @@ class Comm:
         """Whether `reduce_scatter` may be chosen: only NCCL's own sum is, and one rank has none."""
         return self.uses_nccl or self.world_size == 1
 
+    @property
+    def spoiled(self) -> bool:
+        """Whether ranks went different ways, or a wait failed: what is in flight may never come."""
+        return self._place.spoiled
+
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
         self._place.spoiled |= self._place.in_backward

@@ -23,6 +23,7 @@ from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
 from shardcore.engine.store import DeviceStore
 from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
+from shardcore.engine.use import use_row_bytes
 from shardcore.engine.weights import keepers_of
 from shardcore.offload import staging_bytes
 from shardcore.optim import AdamOptimizer
@@ -305,7 +306,7 @@ class _Rehearsal:
                 self._launch(waiting.pop(0))
         self._drain(0)
         if reducing:
-            self._send("agree on used parameters", len(self._arrivals) * self.comm.world_size, self._everyone)
+            self._send("agree on used parameters", use_row_bytes(len(self._arrivals)) * self.comm.world_size, self._everyone)
         if self.lifetimes.owns_everything:
             for bucket in self._order:
                 if bucket.reduced and bucket.grad is not None:

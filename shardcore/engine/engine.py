@@ -18,6 +18,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
@@ -59,7 +60,8 @@ class Engine:
         self.weights, self.scaler = weights, scaler
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler)
+        self.meetings = Meetings(comm, []) if weights is None else weights.meetings
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings)
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -102,8 +104,8 @@ class Engine:
 
     def _step(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
         self.reducer.settle()
+        self.meetings.meet(STEP)
         if self.weights is not None:
-            self.weights.meet("a step")
             self.weights.close_all()
         self.reducer.reduce_pending()
         try:
@@ -256,8 +258,8 @@ class Engine:
 
         What `check` returns says which value is read, where there are several: it has to be the same on every rank.
         """
-        if self.weights is not None:
-            self.weights.meet("a read of whole values")
+        self.reducer.settle()
+        self.meetings.meet(READ)
         problem: Exception | None = None
         what = None
         try:

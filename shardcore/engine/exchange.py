@@ -57,12 +57,15 @@ class Exchange:
         comm: Comm,
         pool: BufferPool,
         finish: Callable[[Bucket, torch.Tensor, Parts], None],
+        before_wait: Callable[[], None],
         backend_sums: bool = False,
     ) -> None:
         """Exchange over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
-        self.comm, self.pool, self._finish, self._backend_sums = comm, pool, finish, backend_sums
+        self.comm, self.pool, self._finish, self._before_wait = comm, pool, finish, before_wait
+        self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._flights: deque[_Flight] = deque()
+        self._lost: list[_Flight] = []
 
     def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
         """Start with one bucket; those that are too many in flight are finished."""
@@ -75,6 +78,7 @@ class Exchange:
     def drain(self, keep: int = 0) -> None:
         """Wait and go on until at most `keep` buckets are in flight."""
         while len(self._flights) > keep:
+            self._before_wait()
             flight = self._flights.popleft()
             wait_all(flight.works)
             parts = self._parts(flight)
@@ -87,7 +91,10 @@ class Exchange:
             self._give_back(flight)
 
     def abandon(self) -> None:
-        """Wait for what is in flight and drop it."""
+        """Wait for what is in flight and drop it. If ranks went different ways it may come late or never: memory is kept."""
+        if self.comm.spoiled:
+            self._lost += self._flights
+            self._flights.clear()
         for flight in self._flights:
             wait_all(flight.works)
             self._give_back(flight)

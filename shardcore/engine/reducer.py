@@ -5,10 +5,9 @@ complete, and all before it in the fixed order have been sent, its pieces go to 
 computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
 ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
-Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
-loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
-backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object
-(`_Backward`), so when it is gone without having been called, the backward failed: what it left is dropped, with a warning.
+Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Others wait for what this rank
+was to send, so it sends it all the same, whatever it holds, and tells them that it failed (below stage 3, where the gathers of
+weights tell): then every rank drops its gradients.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
 checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
 every rank; also where the bucket is still here, or the order of sums would depend on units.
@@ -16,34 +15,26 @@ every rank; also where the bucket is still here, or the order of sums would depe
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Notice, Traffic, wait_all
+from shardcore.engine.boundary import Boundary
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.meeting import BACKWARD, Meetings
 from shardcore.engine.trace import scope
+from shardcore.engine.use import agree_on_use
 from shardcore.engine.weights import Weights
 
 logger = logging.getLogger("shardcore")
-
-_USED, _LATE = 1, 2
-
-
-class _Backward:
-    """Autograd's final callback of one backward. See Note [Backward boundaries]."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-
-    def __call__(self) -> None:
-        self._end()
 
 
 class Reducer:
@@ -58,6 +49,7 @@ class Reducer:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
+        meetings: Meetings,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
@@ -66,9 +58,9 @@ class Reducer:
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler = scaler
+        self.scaler, self._meetings = scaler, meetings
         self.pool = BufferPool(device, self._forget)
-        self._exchange = Exchange(comm, self.pool, self._finish, policy.backend_sums)
+        self._exchange = Exchange(comm, self.pool, self._finish, self._check_way, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -76,7 +68,9 @@ class Reducer:
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
-        self._backward: weakref.ref[_Backward] | None = None  # the one under way, or the one that failed
+        self._failed = False  # a backward failed, and other ranks do not know yet
+        self._boundary = Boundary()
+        self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next = 0  # how many of self.buckets were sent in this backward
         self._sent_any = False  # something was, late gradients included
@@ -114,18 +108,16 @@ class Reducer:
     # --- one backward -------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Prepare for the gradients of one backward, unless one is under way. See Note [Backward boundaries]."""
+        """Prepare for the gradients of one backward, unless one is under way."""
         self.settle()
-        if self._backward is not None:
+        if self._boundary.under_way:
             return
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
         elif self._stepped:
             self._tell_of_old_grads()
-        callback = _Backward(self._end_backward)
-        self._backward = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._boundary.begin(self._end_backward)
         self._any_grad = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._next = 0
@@ -148,16 +140,24 @@ class Reducer:
         self._told = True
 
     def settle(self) -> None:
-        """If the last backward ended in an error, drop all gradients, so that the next one starts clean."""
-        if self._backward is None or self._backward() is not None:
+        """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
+        if not self._boundary.failed:
             return
-        self._backward = None
+        self._boundary.clear()
+        self._failed = True
+        telling = self.comm.world_size > 1 and self.weights is None
+        with suppress(RuntimeError):  # that a rank failed, or one has left
+            if telling and self._reducing and not self.comm.spoiled:
+                self._reduce_rest()
         self._exchange.abandon()
         self._wait_gathers()
         if self.weights is not None:
             self.weights.close_all()
+        backwards = self.backwards + 1
         self.zero()
         self.dropped = True
+        if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
+            self._failed, self._local_sums, self.backwards = True, True, backwards
         logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
     def _on_grad(self, order: int, slot: int) -> None:
@@ -191,7 +191,7 @@ class Reducer:
                 self._launch_next()
 
     def _end_backward(self) -> None:
-        self._backward = None
+        self._boundary.clear()
         if self.weights is not None:
             self.weights.end_backward()
         self.scaler.end_backward(self._any_grad)
@@ -215,11 +215,14 @@ class Reducer:
         while self._next < len(self.buckets):
             self._launch_next()
         self._exchange.drain()
-        late = self._agree_on_use()
+        late, failed = agree_on_use(self.comm, self.device, self.params, self._late_params, self._failed)
+        if 0 < len(failed) < self.comm.world_size:
+            self._drop_for(failed[0])
         if late:
             self._wait_gathers()
-            for bucket in late:
-                self._launch(bucket, self._late_buffer(bucket))
+            for bucket in self.buckets:
+                if late.intersection(bucket.params):
+                    self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
             self._exchange.drain()
@@ -232,16 +235,21 @@ class Reducer:
         wait_all(self._gathers)  # once each: gloo's receive cannot be waited for twice
         self._gathers.clear()
 
-    def _agree_on_use(self) -> list[Bucket]:
-        """Learn which parameters got a gradient on any rank; return the buckets with late gradients on any rank."""
-        flags = [_USED * m.used + _LATE * (m in self._late_params) for m in self.params]
-        rows = self.comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=self.device), Traffic.BACKWARD).cpu()
-        used, late = (rows & _USED).any(0).tolist(), (rows & _LATE).any(0).tolist()
-        late_params = {m for m, is_late in zip(self.params, late, strict=True) if is_late}
-        for managed, is_used in zip(self.params, used, strict=True):
-            managed.has_grad |= is_used
-            managed.used = False
-        return [bucket for bucket in self.buckets if late_params.intersection(bucket.params)]
+    def _drop_for(self, rank: int) -> None:
+        """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
+        self._wait_gathers()
+        self.comm.end_backward()
+        self.zero()
+        self.dropped = True
+        raise RuntimeError(
+            f"backward: a backward of rank {rank} ended in an error (its own says why), so all gradients since zero_grad() are "
+            "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"
+        )
+
+    def _check_way(self) -> None:
+        """Raise RuntimeError if a rank is elsewhere: before the first wait."""
+        notice, self._notice = self._notice, None
+        self._meetings.check(notice)
 
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -284,6 +292,8 @@ class Reducer:
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
+                if self.weights is None:  # else the gathers of weights tell, and buckets are complete when they are
+                    self._notice = self._meetings.start(BACKWARD)
             self._exchange.send(bucket, whole)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
@@ -347,7 +357,7 @@ class Reducer:
         """Forget all gradients, or fill them with zeros."""
         self.settle()
         self.backwards = 0
-        self._stepped = self.dropped = self.scaler.unscaled = False
+        self._stepped = self.dropped = self._failed = self.scaler.unscaled = False
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

@@ -14,7 +14,6 @@ Note [Recomputation]: with activation checkpointing forward hooks run inside bac
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
@@ -25,14 +24,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, closed_message
-
-REFUSAL = "an error of its own"
-MEETINGS = ("the end of forward", "the end of backward", "a step", "a read of whole values", REFUSAL)
 
 
 class Weights:
@@ -45,6 +42,7 @@ class Weights:
         them together, a part each.
         """
         self.units, self.comm = list(units), comm
+        self.meetings = Meetings(comm, [unit.name for unit in units])
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
@@ -79,7 +77,7 @@ class Weights:
     def _start(self, unit: Unit) -> None:
         if unit.open or unit.gathers is not None:
             return
-        unit.gathers, unit.notice = [], self.comm.announce(self.units.index(unit))
+        unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
         with scope("gather", unit.name), torch.no_grad():
             for bucket in unit.buckets:
                 if len(self.comm.sharers) == 1:
@@ -98,21 +96,8 @@ class Weights:
 
     def _wait(self, unit: Unit) -> None:
         gathers, unit.gathers = unit.gathers or [], None
-        self.comm.check(unit.notice, self._announced)
+        self.meetings.check(unit.notice)
         wait_all(gathers)
-
-    def _announced(self, what: int) -> str:
-        known = len(self.units)
-        return MEETINGS[what - known] if what >= known else f"the weights of {self.units[what].name or 'the root'}"
-
-    def meet(self, where: str, order: Order[Unit] | None = None) -> None:
-        """Raise RuntimeError unless every rank comes to this point (one of MEETINGS) now, by the same `order`. Collective."""
-        names = [unit.name or "root" for unit in order.now] if order is not None else []
-        notice = self.comm.announce(len(self.units) + MEETINGS.index(where), zlib.crc32("\n".join(names).encode()))
-        if self.comm.check(notice, self._announced):
-            return
-        difference = first_difference(self.comm.gather_json([f"use {i}: {name}" for i, name in enumerate(names)]))
-        raise different_ways(str(difference))
 
     @contextmanager
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
@@ -121,7 +106,7 @@ class Weights:
             yield
         except (TypeError, ValueError):
             with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
-                self.meet(REFUSAL)
+                self.meetings.meet(REFUSAL)
             bucket.check_in_place(op)
             raise
 
@@ -253,7 +238,7 @@ class Weights:
         """End a forward of the whole model: what was gathered and not used is let go; without gradients everything is."""
         if in_backward():
             return
-        self.meet("the end of forward", self._forward)
+        self.meetings.meet(END_OF_FORWARD, [unit.name or "root" for unit in self._forward.now])
         self._forward.end()
         for unit in self.units:
             if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
@@ -346,7 +331,7 @@ class Weights:
 
     def end_backward(self) -> None:
         """End a backward."""
-        self.meet("the end of backward", self._backward)
+        self.meetings.meet(END_OF_BACKWARD, [unit.name or "root" for unit in self._backward.now])
         self._backward.end()
         self.close_all()
 

@@ -1,4 +1,4 @@
-"""Ranks that go different ways at stage 3 get the same error, at once; none waits, none takes another unit's weights."""
+"""Ranks that go different ways get the same error, at once; none waits, none takes another unit's weights or gradients."""
 
 import pytest
 import torch
@@ -15,9 +15,9 @@ class Skipping(Net):
         return self.head(x) * self.gain
 
 
-def _different(rank: int, world_size: int, what: str, trained: int) -> str:
+def _different(rank: int, world_size: int, what: str, trained: int, stage: int = 3) -> str:
     torch.manual_seed(0)
-    model, optimizer, _ = train(rank, Run(stage=3, steps=trained), Skipping())
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=trained), Skipping())
     x, odd = torch.ones(2, 10), rank == 1
     try:
         if what == "skips a unit":
@@ -32,7 +32,7 @@ def _different(rank: int, world_size: int, what: str, trained: int) -> str:
         elif what == "reads":
             if odd:
                 model.state_dict()
-            model(x)
+            model(x).sum().backward()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -64,3 +64,10 @@ def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: 
     """Before the order is known, and after: every rank gets the same error, at once."""
     for error in run_ranks(3, _different, what, trained):
         assert f"ranks went different ways: {later if trained else first}; expected every rank" in error
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "a read of whole values")])
+def test_below_stage_3_ranks_that_leave_out_a_call_are_told_so(what: str, odd: str, stage: int) -> None:
+    for error in run_ranks(3, _different, what, 1, stage):
+        assert f"ranks went different ways: ranks 0, 2 at a backward; rank 1 at {odd}; expected every rank" in error

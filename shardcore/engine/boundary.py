@@ -1,0 +1,47 @@
+"""Where a backward begins and ends.
+
+Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
+loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
+backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
+when it is gone without having been called, the backward failed.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+class _Callback:
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
+class Boundary:
+    """Watches one backward at a time."""
+
+    def __init__(self) -> None:
+        self._callback: weakref.ref[_Callback] | None = None
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """Let autograd call `end` when the backward that is under way ends."""
+        callback = _Callback(end)
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def clear(self) -> None:
+        """Forget the backward: it ended, or what it left has been dropped."""
+        self._callback = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun and neither ended nor failed."""
+        return self._callback is not None and self._callback() is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last backward ended in an error."""
+        return self._callback is not None and self._callback() is None

@@ -1,0 +1,32 @@
+"""What ranks tell each other at the end of a backward, in a byte a parameter: who used it, and who failed."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from shardcore.comm import Comm, Traffic
+from shardcore.engine.bucket import Managed
+
+_USED, _LATE = 1, 2
+
+
+def use_row_bytes(params: int) -> int:
+    """Return the bytes that a rank tells of so many parameters."""
+    return params + 1
+
+
+def agree_on_use(
+    comm: Comm, device: torch.device, params: Sequence[Managed], late: Collection[Managed], failed: bool
+) -> tuple[set[Managed], list[int]]:
+    """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
+
+    late: those with gradients that came after their bucket was sent; failed: this rank had a backward that did. Returns the
+    parameters that are late on any rank, and the ranks that failed.
+    """
+    flags = [_USED * m.used + _LATE * (m in late) for m in params] + [int(failed)]
+    rows = comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=device), Traffic.BACKWARD).cpu()
+    is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
+    for managed, used in zip(params, is_used, strict=True):
+        managed.has_grad |= used
+        managed.used = False
+    return {m for m, late_now in zip(params, is_late, strict=True) if late_now}, rows[:, -1].nonzero().flatten().tolist()
