@@ -11,7 +11,6 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,30 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardcore
 from benchmarks import harness, suite
+from benchmarks.timeline import Chart, Span, draw
 from examples.arguments import positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank, default_nproc, launch
 
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
-
 COLOURS = {"compute": "tab:blue", "communication": "tab:red", "copy": "tab:orange"}
 SCOPES = {"gather": "tab:purple", "gather_grad": "tab:pink", "reduce": "tab:brown", "sum": "tab:olive", "adam": "tab:green"}
 WARMUP = 3  # steps: the order of units is learned, pools have their size
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that ran in a lane, in microseconds of the trace; kind: one of COLOURS or SCOPES."""
-
-    lane: str
-    kind: str
-    start: float
-    end: float
 
 
 def spans_of(events: Iterable[Mapping[str, object]]) -> list[Span]:
@@ -65,8 +49,8 @@ def spans_of(events: Iterable[Mapping[str, object]]) -> list[Span]:
             kind = "communication" if name.startswith(("gloo:", "c10d::")) else "compute"
         else:
             continue
-        start = float(event["ts"])
-        found.append(Span(lane, kind, start, start + float(event["dur"])))
+        start = float(event["ts"]) / 1e6
+        found.append(Span(lane, kind, start, start + float(event["dur"]) / 1e6))
     on_gpu = any(span.lane.startswith("GPU") for span in found)
     return [span for span in found if not (on_gpu and span.lane.startswith("CPU"))]
 
@@ -101,35 +85,10 @@ def figures_of(spans: Sequence[Span]) -> dict[str, object]:
     on_gpu = any(span.lane.startswith("GPU") for span in spans)
     hidden = {kind: overlap(times, compute) / total(times) if times and on_gpu else None for kind, times in moved.items()}
     return {
-        "step_us": max(span.end for span in spans) - min(span.start for span in spans),
-        "busy_us": {kind: total(union(of_kind)) for kind, of_kind in sorted(busy.items()) if of_kind},
+        "step_us": 1e6 * (max(span.end for span in spans) - min(span.start for span in spans)),
+        "busy_us": {kind: 1e6 * total(union(of_kind)) for kind, of_kind in sorted(busy.items()) if of_kind},
         "hidden_share": hidden,
     }
-
-
-def draw(path: Path, spans: Sequence[Span], title: str) -> None:
-    """Draw the lanes below each other, the engine's scopes on top; says so, and draws nothing, where matplotlib is missing."""
-    if Figure is None:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
-        return
-    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "engine", lane))
-    begin = min(span.start for span in spans)
-    figure = Figure(figsize=(12, 0.6 * len(lanes) + 1.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    colours = COLOURS | SCOPES
-    for height, lane in enumerate(reversed(lanes)):
-        for kind in sorted({span.kind for span in spans if span.lane == lane}):
-            bars = [((s.start - begin) / 1e3, (s.end - s.start) / 1e3) for s in spans if s.lane == lane and s.kind == kind]
-            axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=colours[kind])
-    for kind in [kind for kind in colours if any(span.kind == kind for span in spans)]:
-        axes.broken_barh([], (0, 0), facecolors=colours[kind], label=kind)
-    axes.set_yticks(range(len(lanes)), lanes[::-1])
-    axes.set_xlabel("ms")
-    axes.set_title(title, fontsize=10, loc="left")
-    figure.legend(loc="outside lower center", ncols=8)
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
 
 
 def run_rank(rank: Rank, options: argparse.Namespace) -> int:
@@ -165,9 +124,9 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     harness.write_json(options.out / "trace_step.json", {**suite.about_run("trace_step", options), **figures})
     print(json.dumps(figures, indent=1))
     offload = ", states on the CPU" * options.offload
-    draw(
-        options.out / "trace_step.png", spans, f"{options.preset}, stage {options.stage}, {options.precision}{offload}, {where}"
-    )
+    title = f"{options.preset}, stage {options.stage}, {options.precision}{offload}, {where}"
+    lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "engine", lane))
+    draw(options.out / "trace_step.png", [Chart(title, spans, lanes)], COLOURS | SCOPES)
     return 0
 
 

@@ -40,6 +40,14 @@ def not_negative(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0."""
+    value = not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text}; expected a number above 0")
+    return value
+
+
 def elements(text: str) -> int:
     """Parse a number of elements: 4096, 64K or 64M (powers of two), 3e7."""
     found = re.fullmatch(r"(\d{1,15})(?:([km])|e(\d{1,2}))?", text.lower())

@@ -1,0 +1,69 @@
+"""How long a training step with offloaded states takes, by schedule, from the times of its parts: pure arithmetic.
+
+A step has `micro_steps` forwards and backwards. Gradients go to host memory as backward makes them, Adam runs there, the new
+weights come back. All is cut into `chunks` equal parts (units), so that parts can overlap; within one resource (the device,
+each direction of the link, the CPU) they run one after the other.
+
+Weights may change only when backward has ended, as clipping needs the norm of all gradients. So no exact schedule is shorter
+than `lazy_bound` without its last term; the first chunk's way out, through Adam and back cannot be hidden.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.timeline import Span
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step's parts: forward and backward of one micro-step; gradients out, Adam and weights back of all chunks."""
+
+    forward: float
+    backward: float
+    out: float
+    adam: float
+    back: float
+    chunks: int
+    micro_steps: int = 1
+
+    @property
+    def earlier(self) -> float:
+        """The micro-steps before the last backward, but for the first forward."""
+        return (self.micro_steps - 1) * (max(self.backward, self.out) + self.forward)
+
+
+def lazy_bound(parts: Parts) -> float:
+    """The least that a step takes whose Adam and weights back hide behind the next step's first forward."""
+    hidden = max(parts.backward, parts.out) + max(parts.forward, parts.adam, parts.back)
+    return parts.earlier + hidden + (parts.out + parts.back) / parts.chunks
+
+
+def blocking_time(parts: Parts) -> float:
+    """What a step takes that is complete when it returns: Adam after backward, weights back beside Adam, one chunk behind."""
+    tail = max(parts.adam, parts.back) + min(parts.adam, parts.back) / parts.chunks
+    return parts.earlier + parts.forward + max(parts.backward, parts.out) + parts.out / parts.chunks + tail
+
+
+def deepspeed_time(parts: Parts) -> float:
+    """What ZeRO-Offload's schedule takes: gradients out beside backward, then all of Adam, then all weights back."""
+    return parts.earlier + parts.forward + max(parts.backward, parts.out) + parts.out / parts.chunks + parts.adam + parts.back
+
+
+def deepspeed_spans(parts: Parts) -> Iterator[Span]:
+    """Draw that schedule, beginning with a step's first forward, with one micro-step."""
+    chunks = parts.chunks
+    for i in range(chunks):
+        yield Span("device", "forward", i * parts.forward / chunks, (i + 1) * parts.forward / chunks)
+    out_end = 0.0
+    for i in range(chunks):
+        start = parts.forward + i * parts.backward / chunks
+        end = start + parts.backward / chunks
+        yield Span("device", "backward", start, end)
+        start = max(out_end, end)
+        out_end = start + parts.out / chunks
+        yield Span("link: gradients out", "out", start, out_end)
+    for i in range(chunks):
+        yield Span("CPU", "adam", out_end + i * parts.adam / chunks, out_end + (i + 1) * parts.adam / chunks)
+    begin = out_end + parts.adam
+    for i in range(chunks):
+        yield Span("link: weights back", "back", begin + i * parts.back / chunks, begin + (i + 1) * parts.back / chunks)
