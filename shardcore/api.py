@@ -26,7 +26,7 @@ from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.host_memory import free_bytes
 from shardcore.offload import CpuStore, host_bytes
-from shardcore.optim import AdamOptimizer, CPUAdam
+from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
@@ -155,9 +155,9 @@ def shard(
         build.check_states(optimizer, builder)
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
-        amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
+        updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = offload_options(offload)
-        needed = host_bytes(list(amsgrad), amsgrad) if tiers.optimizer is not None else 0
+        needed = host_bytes(updated) if tiers.optimizer is not None else 0
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
@@ -165,16 +165,16 @@ def shard(
     agree(comm, problem or short, entries)
 
     comm.separate()
-    carried = {param: dict(state) for param, state in optimizer.state.items() if state}
+    carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
         builder.allocate(bucket)
     store: StateStore
     if tiers.optimizer is None:
-        store = DeviceStore(list(amsgrad), amsgrad)
+        store = DeviceStore(updated)
     else:
-        store = CpuStore(list(amsgrad), amsgrad, device, tiers.pin_memory, tiers.pin_memory_limit)
+        store = CpuStore(updated, device, tiers.pin_memory, tiers.pin_memory_limit)
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]

@@ -185,10 +185,9 @@ class Updater:
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
-        master = self.store.states(bucket).get("master")
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
-            if managed in edited and master is not None:
-                old = master[piece.start : piece.start + piece.numel].to(values.device)
+            if managed in edited and bucket.kind.master is not None:
+                old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))

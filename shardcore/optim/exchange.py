@@ -93,18 +93,21 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     return imported
 
 
-def export_state(state: ParamState, param: torch.Tensor) -> dict[str, Any]:
+def export_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     """Return a state for a state dict: a plain dict with a step tensor of its own.
 
     8-bit moments become the float32 values they stand for, a remainder the float32 master; other tensors are the live ones.
     """
-    exported: dict[str, Any] = {}
-    for key in state:
-        if key == "remainder":
-            exported["master"] = joined_master(param, state[key])
-        elif key not in SCALES.values():
-            exported[key] = moment_values(state, key)
-    return exported
+    joined = joined_state(state, param)
+    return {key: moment_values(joined, key) for key in joined if key not in SCALES.values()}
+
+
+def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return a state as a plain dict that no longer needs its weights: with a float32 master in place of a remainder."""
+    joined = dict(state)
+    if "remainder" in joined:
+        joined["master"] = joined_master(param, joined.pop("remainder"))
+    return joined
 
 
 def import_state(

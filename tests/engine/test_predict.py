@@ -214,8 +214,8 @@ def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
     init = DeviceStore.__init__
 
-    def forgetful(store: DeviceStore, buckets: Any, amsgrad: Any) -> None:
-        init(store, buckets, amsgrad)
+    def forgetful(store: DeviceStore, buckets: Any) -> None:
+        init(store, buckets)
         del store._states[buckets[1]]["exp_avg_sq"]
 
     patch.setattr(DeviceStore, "__init__", forgetful)
