@@ -62,7 +62,9 @@ def shard(
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
     optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
-        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards.
+        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
+        state_dtype and master say: None is "fp32" here; with "split" the bfloat16 weights are the upper half of the masters;
+        with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
@@ -70,7 +72,7 @@ def shard(
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning.
-    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
+    precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
     loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`, which multiplies; the reduction divides, so that
@@ -108,10 +110,11 @@ def shard(
     between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
     stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
     and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
-    `p.data` do not reach masters. Steps with a non-finite gradient are skipped on every rank. Every rank runs the same number
-    of backwards; at stage 3 also of forwards, with the same units in the same order, and weights, frozen ones too, are whole
-    only during their unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`
-    (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
+    `p.data` do not reach masters. (Of a split master, only what the weight lacks stays, so an edited element is as given to the
+    precision of bfloat16; after `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
+    rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
+    frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
+    root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
     whole, and collective; frozen parameters have no master, so with "bf16" they are bfloat16 in it, too. Layers that keep
     buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
 

@@ -28,7 +28,7 @@ from shardcore.optim.storage import MOMENTS, SCALES, joined_master, moment_value
 # Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
 _TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
-_OWN = ("master", "state_dtype", "capturable")
+_OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
 _KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
 _TORCH_NAMES = (
@@ -60,8 +60,8 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     """Return, for each group, the options that loading ``saved`` (torch's or ours) gives it; nothing is changed.
 
     decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
-    how to store and run (master, state_dtype, capturable) stay this optimizer's. Raises ValueError or TypeError for another
-    number of groups or parameters, for a key that neither knows, and for a value that no step can use.
+    how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
+    TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
     """
     if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
         raise TypeError(
