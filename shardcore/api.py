@@ -324,6 +324,8 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
 def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
 
+    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
+
     Raises ValueError on every rank, with nothing changed, for other keys or shards.
     """
     engine = _engine_of("load_sharded_state_dict", of)

@@ -7,6 +7,7 @@ tensors under their own names, which DTensors, plain tensors and other world siz
 protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -210,6 +211,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, managed, state[name])
 
     engine.together(_OP, check)
+    rounded: list[str] = []
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
         if key == "step":
@@ -218,7 +220,14 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         read = _reader(state[name])
         for piece in bucket.pieces:
             if bucket.params[piece.slot] is managed:
-                engine.store.write(bucket, key, piece.start, read(piece.param_start, piece.numel))
+                values = read(piece.param_start, piece.numel)
+                engine.store.write(bucket, key, piece.start, values)
+                kept = engine.store.read(bucket, key, piece.start, piece.numel)
+                if name not in rounded and not torch.equal(kept.to(values), values):
+                    rounded.append(name)
+    if rounded:
+        more = f" (and {len(rounded) - 1} more like it)" if len(rounded) > 1 else ""
+        warnings.warn(f"{_OP}: {rounded[0]} is rounded to what this optimizer keeps{more}", UserWarning, stacklevel=3)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

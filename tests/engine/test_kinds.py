@@ -248,6 +248,14 @@ def test_what_a_kind_cannot_keep_is_warned_of() -> None:
             other.load_state_dict(state)
 
 
+def test_shards_that_a_kind_cannot_keep_are_warned_of() -> None:
+    (model, optimizer), (_, other) = sharded("fp32", SAVED), sharded("8bit", SAVED)
+    go(model, optimizer, 0, 2)
+    state = shardcore.sharded_state_dict(optimizer)
+    with pytest.warns(UserWarning, match=r"load_sharded_state_dict: .*exp_avg is rounded to what .* \(and 4\d more like it\)"):
+        shardcore.load_sharded_state_dict(other, state)
+
+
 # --- weights that others write ----------------------------------------------------------------------------------------
 
 
@@ -280,6 +288,40 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
 def test_float16_weights_are_refused_where_the_kind_needs_bfloat16(kind: str, precision: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"shard: the sharded weight .* has dtype {reason}"):
         sharded(kind, SAVED, precision=precision)
+
+
+def test_a_step_moves_only_what_its_kind_needs() -> None:
+    """bfloat16 gradients to the tier, bfloat16 weights too unless a float32 master replaces them, bfloat16 weights back."""
+    for kind, bytes_in in (("8bit", 2), ("split 8bit", 4), ("stochastic 8bit", 4)):
+        model, optimizer = sharded(kind, (2, CPU_TIER, "auto"))
+        copies = optimizer._engine.store.copies
+        before = copies.bytes_to_tier, copies.bytes_from_tier
+        go(model, optimizer, 0, 1)
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert copies.bytes_to_tier - before[0] == bytes_in * numel
+        assert copies.bytes_from_tier - before[1] == 2 * numel
+
+
+def _another_seed(rank: int, world_size: int) -> str:
+    model, optimizer = sharded("8bit", SAVED)
+    optimizer.param_groups[1]["seed"] = rank
+    before = fingerprint(model, optimizer)
+    with pytest.raises(ValueError, match=r"step: ranks disagree: .*seed") as raised:
+        go(model, optimizer, 0, 1)
+    optimizer.param_groups[1]["seed"] = 0
+    assert fingerprint(model, optimizer) == before
+    return str(raised.value)
+
+
+def test_ranks_that_draw_other_random_bits_are_refused() -> None:
+    assert all("param_groups[1].seed" in text for text in run_ranks(2, _another_seed))
+
+
+def test_capturable_steps_are_refused() -> None:
+    model, optimizer = make("fp32")
+    optimizer.param_groups[1]["capturable"] = True
+    with pytest.raises(ValueError, match=r"param_groups\[1\].capturable is True; expected False .* decides on the host"):
+        shardcore.shard(model, optimizer)
 
 
 def test_float32_models_become_any_kind() -> None:
