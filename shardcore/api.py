@@ -26,7 +26,7 @@ from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.host_memory import free_bytes
 from shardcore.offload import CpuStore, host_bytes
-from shardcore.optim import AdamOptimizer, CPUAdam
+from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
@@ -62,7 +62,9 @@ def shard(
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
     optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
-        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards.
+        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
+        state_dtype and master say: None is "fp32" here; with "split" the bfloat16 weights are the upper half of the masters;
+        with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
@@ -70,7 +72,7 @@ def shard(
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning.
-    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
+    precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
     loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`, which multiplies; the reduction divides, so that
@@ -108,10 +110,11 @@ def shard(
     between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
     stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
     and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
-    `p.data` do not reach masters. Steps with a non-finite gradient are skipped on every rank. Every rank runs the same number
-    of backwards; at stage 3 also of forwards, with the same units in the same order, and weights, frozen ones too, are whole
-    only during their unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`
-    (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
+    `p.data` do not reach masters. (Of a split master, only what the weight lacks stays, so an edited element is as given to the
+    precision of bfloat16; after `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
+    rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
+    frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
+    root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
     whole, and collective; frozen parameters have no master, so with "bf16" they are bfloat16 in it, too. Layers that keep
     buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
 
@@ -155,9 +158,9 @@ def shard(
         build.check_states(optimizer, builder)
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
-        amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
+        updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = offload_options(offload)
-        needed = host_bytes(list(amsgrad), amsgrad) if tiers.optimizer is not None else 0
+        needed = host_bytes(updated) if tiers.optimizer is not None else 0
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
@@ -165,16 +168,16 @@ def shard(
     agree(comm, problem or short, entries)
 
     comm.separate()
-    carried = {param: dict(state) for param, state in optimizer.state.items() if state}
+    carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
         builder.allocate(bucket)
     store: StateStore
     if tiers.optimizer is None:
-        store = DeviceStore(list(amsgrad), amsgrad)
+        store = DeviceStore(updated)
     else:
-        store = CpuStore(list(amsgrad), amsgrad, device, tiers.pin_memory, tiers.pin_memory_limit)
+        store = CpuStore(updated, device, tiers.pin_memory, tiers.pin_memory_limit)
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
@@ -320,6 +323,8 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
 
 def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
+
+    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
 
     Raises ValueError on every rank, with nothing changed, for other keys or shards.
     """

@@ -1,7 +1,7 @@
 """The cpu tier of optimizer states: exact, chunk by chunk, through counted copies only.
 
-States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights
-that have no master: float32 ones), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
+States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights,
+unless float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
 is still memory of its own, so that what the copies do can be tested anywhere.
 
 Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
@@ -11,14 +11,16 @@ of any dtype fit and all memory is taken before the first step.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.store import Span, state_keys, step_spans
+from shardcore.engine.kinds import Kept, kept_values, range_of
+from shardcore.engine.store import Span, read_part, step_spans
 from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
@@ -38,10 +40,9 @@ def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return (GRAD_PLACES + WEIGHT_PLACES) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> int:
+def host_bytes(buckets: Sequence[Bucket]) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    states = sum(bucket.owned_numel * len(state_keys(amsgrad[bucket], bucket.needs_master)) for bucket in buckets)
-    return states * torch.float32.itemsize + staging_bytes(buckets)
+    return sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets) + staging_bytes(buckets)
 
 
 @dataclass
@@ -72,7 +73,6 @@ class CpuStore:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        amsgrad: Mapping[Bucket, bool],
         device: torch.device,
         pin_memory: bool,
         pin_memory_limit: int | None = None,
@@ -91,13 +91,8 @@ class CpuStore:
         self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(GRAD_PLACES)]
         self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
         self._turn = 0  # chunks so far: says whose turn it is
-        self._states = {
-            bucket: {
-                key: self.copies.empty(bucket.owned_numel, torch.float32, pinned=False)
-                for key in state_keys(amsgrad[bucket], bucket.needs_master)
-            }
-            for bucket in buckets
-        }
+        make = partial(self.copies.empty, pinned=False)
+        self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
         if self.copies.pin_refusal:
             logger.warning(
                 "offload: %d of %d bytes of staging cannot be pinned, so they are pageable: the same bits, but copies of them "
@@ -113,14 +108,19 @@ class CpuStore:
         """See StateStore."""
         return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
 
-    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
-        return self._states[bucket]
+        return read_part(self._states[bucket], bucket, key, start, numel)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        source = values.to(torch.float32).contiguous().view(-1)
-        self.copies.to_tier(self._states[bucket][key][start : start + source.numel()], source).synchronize()
+        kept = range_of(self._states[bucket], start, values.numel())
+        for name, source in kept_values(bucket.kind, key, values).items():
+            self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
@@ -132,8 +132,8 @@ class CpuStore:
             # Each chunk is fetched before the one before it is updated: it travels meanwhile.
             for chunk in _one_ahead(self._fetch(spans) for spans in self._chunks(spans)):
                 chunk.arrived.synchronize()
-                states = [self._states_of(span) for span in chunk.spans]
-                step_spans(self._stepper, hypers, [span.hyper for span in chunk.spans], chunk.params, chunk.grads, states)
+                states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
+                step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
                 for weight, param in zip(chunk.weights, chunk.params, strict=True):
                     left = chunk.place.left = self.copies.from_tier(weight, param)
             if left is not None:
@@ -143,7 +143,7 @@ class CpuStore:
             raise
 
     def _fetch(self, spans: Sequence[Span]) -> _Chunk:
-        """Let a chunk's gradients, and weights that have no master, come to staging."""
+        """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
         grad_place = self._grads[self._turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
         place = self._weights[self._turn % WEIGHT_PLACES]
         self._turn += 1
@@ -159,7 +159,7 @@ class CpuStore:
             param = _part(place.memory, bucket.dtype, cursor, span.numel)
             weight = bucket.owned_weight[span.start : end]
             arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
-            if not bucket.needs_master:
+            if bucket.kind.reads_weights:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
             params.append(param)
@@ -168,19 +168,16 @@ class CpuStore:
         assert arrived is not None  # of the last copy: the others were made before it
         return _Chunk(spans, chunk_grads, params, weights, place, arrived)
 
-    def _states_of(self, span: Span) -> dict[str, torch.Tensor]:
-        return {key: flat[span.start : span.start + span.numel] for key, flat in self._states[span.bucket].items()}
-
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements."""
         chunk: list[Span] = []
         room = self._chunk_numel
         for span in spans:
-            start, left = span.start, span.numel
-            while left:
-                numel = min(left, room)
-                chunk.append(Span(span.bucket, start, numel, span.hyper))
-                start, left, room = start + numel, left - numel, room - _whole_blocks(numel)
+            done = 0
+            while done < span.numel:
+                part = span.part(done, min(span.numel - done, room))
+                chunk.append(part)
+                done, room = done + part.numel, room - _whole_blocks(part.numel)
                 if room <= 0:
                     yield chunk
                     chunk, room = [], self._chunk_numel

@@ -73,8 +73,8 @@ class _Place(Comm):
 class _Store(DeviceStore):
     """States on meta that stand for those of a tier."""
 
-    def __init__(self, buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool], tier: str) -> None:
-        super().__init__(buckets, amsgrad)
+    def __init__(self, buckets: Sequence[Bucket], tier: str) -> None:
+        super().__init__(buckets)
         self.tier, self.buckets = tier, buckets
 
     @property
@@ -130,7 +130,6 @@ def predict(
     buckets = builder.plan(model, specs, adam)
     for bucket in buckets:
         builder.allocate(bucket)
-    amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
     tier = offload_options(chosen["offload"]).optimizer or "device"
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [
@@ -153,7 +152,7 @@ def predict(
         ),
         keepers_of(chosen["reshard_after_forward"]),
         chosen["precision"] == "fp16" and chosen["loss_scale"] != 1.0,
-        _Store(list(amsgrad), amsgrad, tier),
+        _Store([bucket for bucket in buckets if bucket.group is not None], tier),
         frozen,
     )
     rehearsal.run()

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import as_bytes
+from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
@@ -118,15 +119,16 @@ class Bucket:
         layout: FlatLayout,
         owned: tuple[int, int],
         trainable: bool = True,
+        kind: StateKind = NO_STATES,
     ) -> None:
-        """Describe the bucket; `owned` is the range of the whole buffer that this rank updates."""
+        """Describe the bucket; `owned` is the range of the whole buffer that this rank updates; `kind`: of its states."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.trainable = trainable
+        self.trainable, self.kind = trainable, kind
         self.weight = self.owned_weight = _NOWHERE
         self.grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
@@ -138,11 +140,6 @@ class Bucket:
     def owned_numel(self) -> int:
         """Length of the owned range in elements, padding included."""
         return self.owned[1] - self.owned[0]
-
-    @property
-    def needs_master(self) -> bool:
-        """Whether the weights are of lower precision than the float32 that is optimized."""
-        return self.group is not None and self.dtype != torch.float32
 
     def keep_whole(self, weight: torch.Tensor) -> None:
         """Keep the whole weights in this memory for good."""

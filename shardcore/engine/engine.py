@@ -304,7 +304,7 @@ class Engine:
 
         def check() -> str:
             bucket, managed = self._of("full_state", param)
-            known = ["step", *(self.store.states(bucket) if bucket.group is not None else {})]
+            known = ["step", *(bucket.kind.keys if bucket.group is not None else ())]
             if key not in known:
                 raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
             self.updater.accept_weight_edits()
@@ -314,8 +314,7 @@ class Engine:
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
-        states = self.store.states(bucket)
-        return managed.slice_of(self.whole(bucket, states[key])).clone()
+        return managed.slice_of(self.whole(bucket, self.store.read(bucket, key))).clone()
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
@@ -336,8 +335,8 @@ class Engine:
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
-        if bucket.needs_master:
-            return self.whole(bucket, self.store.states(bucket)["master"])
+        if bucket.kind.master is not None:
+            return self.whole(bucket, self.store.read(bucket, "master"))
         return bucket.weight if self.lifetimes.full_weight_resident else self.whole(bucket, bucket.owned_weight)
 
 

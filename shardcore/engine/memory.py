@@ -101,8 +101,8 @@ def memory_lines(
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
         if bucket.group is not None:
-            for key, flat in store.states(bucket).items():
-                yield MemoryLine(unit, "master" if key == "master" else "states", store.tier, _bytes(flat))
+            for tier, key, size in store.stored(bucket):
+                yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
     yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for param in frozen))
     if gathered is not None:
         yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes)

@@ -17,7 +17,7 @@ from shardcore.optim import check_options, hyper_of
 NORM_ROW_BYTES = 8 * 4  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, a digest
 
 # Options of a group that say what a step computes, and those that say which states there are.
-_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction")
+_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
@@ -36,6 +36,8 @@ class Updater:
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
+        # Their numbers key random bits, as in an unsharded optimizer.
+        self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
@@ -139,7 +141,10 @@ class Updater:
         return [*(f"{name}={value}" for name, value in terms.items()), *options, *params]
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
-        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""
+        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
+
+        Where random bits are drawn each parameter has spans of its own: they are keyed by it.
+        """
         hypers: list[_C.AdamHyper] = []
         index_of: dict[tuple[int, int], int] = {}
         plan: dict[Bucket, list[Span]] = {}
@@ -160,8 +165,10 @@ class Updater:
                 if previous == hyper:
                     spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, hyper)
                 else:
-                    spans.append(Span(bucket, piece.start, piece.numel, hyper))
-                previous = hyper
+                    spans.append(
+                        Span(bucket, piece.start, piece.numel, hyper, (self._number[managed.param], piece.param_start))
+                    )
+                previous = -1 if bucket.kind.random else hyper
         return plan, hypers
 
     @staticmethod
@@ -185,10 +192,9 @@ class Updater:
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
-        master = self.store.states(bucket).get("master")
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
-            if managed in edited and master is not None:
-                old = master[piece.start : piece.start + piece.numel].to(values.device)
+            if managed in edited and bucket.kind.master is not None:
+                old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))

@@ -160,7 +160,7 @@ def test_no_step_allocates_in_the_tier_and_all_is_predicted(monkeypatch: pytest.
             optimizer.zero_grad()
         assert len(taken) == made
         store = optimizer._engine.store
-        states = sum(flat.nbytes for bucket in optimizer._engine.buckets for flat in store.states(bucket).values())
+        states = sum(size for bucket in optimizer._engine.buckets for _, _, size in store.stored(bucket))
         assert store.scratch_bytes == staging_bytes(optimizer._engine.buckets)
         assert store.copies.bytes_allocated == states + store.scratch_bytes
         predicted = predict(make_net(), None, 2, world_size=1, precision=precision, accumulate=2, offload=CPU_TIER)

@@ -34,6 +34,8 @@ CASES = [
     Run(precision="bf16", accumulate=2, shard={"sync_each": True}),
     Run(precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}),
     Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
+    Run(precision="bf16", shard={"offload": {"optimizer": "cpu"}}, adam={"master": "split", "state_dtype": "8bit"}),
+    Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm}, adam={"stochastic_rounding": True, "state_dtype": "bf16"}),
 ]
 
 # The same over 4 ranks that lie in nodes; "hybrid" is a mesh of nodes and the ranks of one.
@@ -65,7 +67,8 @@ class Model(Net):
 def predicted(rank: int, world_size: int, run: Run) -> Prediction:
     with torch.device("meta"):
         model = Model()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], amsgrad=run.adam.get("amsgrad", False))
+    adam = shardcore.FusedAdam if "state_dtype" in run.adam else torch.optim.AdamW
+    optimizer = adam([p for p in model.parameters() if p.requires_grad], **run.adam)
     options = {**run.shard, "precision": run.precision, "accumulate": run.accumulate}
     return predict(model, optimizer, run.stage, world_size=world_size, rank=rank, **options)
 
@@ -157,13 +160,11 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
     """Say where a prediction and what was measured differ."""
     lines, most, sent, alive = measured
     found = []
-    ours = {(line.unit, line.kind, line.tier): line.bytes for line in prediction.resting.lines}
-    theirs = {(line.unit, line.kind, line.tier): line.bytes for line in lines}
-    found += [
-        f"{key}: {ours.get(key)} != {theirs.get(key)}"
-        for key in ours.keys() | theirs.keys()
-        if ours.get(key) != theirs.get(key)
-    ]
+    ours, theirs = (Counter[Any](), Counter[Any]())
+    for table, report in ((ours, prediction.resting.lines), (theirs, lines)):
+        for line in report:
+            table[line.unit, line.kind, line.tier] += line.bytes
+    found += [f"{key}: {ours[key]} != {theirs[key]}" for key in ours.keys() | theirs.keys() if ours[key] != theirs[key]]
     if prediction.most != most:
         found.append(f"most: {prediction.most} != {most}")
     counted = {"collectives": sum(t.collectives for t in prediction.transfers), "bytes": prediction.sent_bytes}
@@ -214,8 +215,8 @@ def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
     init = DeviceStore.__init__
 
-    def forgetful(store: DeviceStore, buckets: Any, amsgrad: Any) -> None:
-        init(store, buckets, amsgrad)
+    def forgetful(store: DeviceStore, buckets: Any) -> None:
+        init(store, buckets)
         del store._states[buckets[1]]["exp_avg_sq"]
 
     patch.setattr(DeviceStore, "__init__", forgetful)
