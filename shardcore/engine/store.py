@@ -42,7 +42,10 @@ class StateStore(Protocol):
         """Update states, masters and the owned weights from the buckets' reduced gradients."""
 
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
-        """Return the bucket's state tensors by key; each (owned_numel,) float32, live."""
+        """Return the bucket's state tensors by key, to read; each (owned_numel,) float32."""
+
+    def tiers(self, bucket: Bucket) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Return the memory that the bucket's states take, by tier and key."""
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """Overwrite part of a state with `values` (flat, any float dtype, any device)."""
@@ -98,6 +101,10 @@ class DeviceStore:
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
         return self._states[bucket]
+
+    def tiers(self, bucket: Bucket) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateStore."""
+        return {"device": self._states[bucket]}
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
