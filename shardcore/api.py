@@ -19,13 +19,15 @@ from shardcore.comm import Comm, first_difference
 from shardcore.engine import build, model_io, sharded_state
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
+from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.host_memory import free_bytes
-from shardcore.offload import CpuStore, host_bytes
+from shardcore.offload import host_bytes, warn_of_pageable
+from shardcore.offload_split import cuts_of, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.units import UnitPolicy, plan_units
 
@@ -69,6 +71,10 @@ def shard(
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
+        "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
+        later ones to it there.
+        "ratio": the share of each shard that goes there and is updated by the CPU, 0 to 1 (default 1), as DeepSpeed's; the rest
+        stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning.
@@ -159,8 +165,16 @@ def shard(
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
         updated = [bucket for bucket in buckets if bucket.group is not None]
-        tiers = offload_options(offload)
-        needed = host_bytes(updated) if tiers.optimizer is not None else 0
+        tiers = offload_options(offload, stage)
+        sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
+        sync = stage >= 2 if sync_each is None else sync_each
+        policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
+        scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+        far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
+        if tiers.optimizer is not None:
+            needed = host_bytes(far, tiers.gradients is not None)
+        if tiers.gradients is not None:
+            needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
@@ -173,11 +187,11 @@ def shard(
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
         builder.allocate(bucket)
-    store: StateStore
-    if tiers.optimizer is None:
-        store = DeviceStore(updated)
-    else:
-        store = CpuStore(updated, device, tiers.pin_memory, tiers.pin_memory_limit)
+    host = None
+    if tiers.optimizer is not None:
+        pinning = tiers.pin_memory, tiers.pin_memory_limit
+        host = host_store(updated, device, *pinning, ratio=tiers.ratio, grads_leave=tiers.gradients is not None)
+    store: StateStore = DeviceStore(updated) if host is None else host
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
@@ -197,16 +211,15 @@ def shard(
     if filler is not None:
         filler.fill(builder, buckets, store, broadcast)
 
-    sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
-    sync = stage >= 2 if sync_each is None else sync_each
-    policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)
-    scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+    home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
     engine = Engine(
-        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler
+        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler, home
     )
+    if host is not None:
+        warn_of_pageable(host.copies)
     engine.state_io.carry(carried)
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)

@@ -58,7 +58,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
             'backend), or init_process_group("nccl")'
         )
-    offload_options(options["offload"])
+    offload_options(options["offload"], stage)
     reshard, sharers = options["reshard_after_forward"], options["sharers"]
     if not isinstance(reshard, int):
         raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
@@ -91,29 +91,34 @@ def _is_int(value: object) -> bool:
 class Offload:
     """What is kept in host memory, and how.
 
-    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. pin_memory: whether host memory that a GPU
-    reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on this rank, None as the system allows.
+    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
+    that is there; the rest stays on the device. gradients: the tier of reduced gradients, or None: on the device.
+    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
+    this rank, None as the system allows.
     """
 
     optimizer: str | None = None
+    ratio: float = 1.0
+    gradients: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
 
 
-def offload_options(offload: Mapping[str, Any] | None) -> Offload:
-    """Return what shard's `offload` asks for; raise for anything else."""
+def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
+    """Return what shard's `offload` asks for at this stage; raise for anything else."""
     if offload is None:
         return Offload()
     if not isinstance(offload, Mapping):
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
     known = tuple(field.name for field in fields(Offload))
     for key in offload:
-        if key in ("gradients", "weights"):
-            raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
-        if key not in known:
-            raise ValueError(
-                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory", "pin_memory_limit"'
+        if key == "params":
+            raise NotImplementedError(
+                f'shard: offload has "{key}", which is not built yet; expected only "optimizer" and "gradients"'
             )
+        if key not in known:
+            others = ", ".join(f'"{name}"' for name in known[1:])
+            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
@@ -132,7 +137,26 @@ def offload_options(offload: Mapping[str, Any] | None) -> Offload:
             raise ValueError(
                 f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
             )
-    return Offload(tier, pin_memory, limit)
+    gradients = offload.get("gradients")
+    if gradients not in (None, "cpu"):
+        raise ValueError(f'shard: offload["gradients"] is {gradients!r}; expected "cpu" or None')
+    if gradients is not None and stage == 0:
+        raise ValueError(
+            'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
+            "stage from 1 on"
+        )
+    return Offload(tier, _ratio_of(offload.get("ratio", 1.0)), gradients, pin_memory, limit)
+
+
+def _ratio_of(ratio: object) -> float:
+    where = f'shard: offload["ratio"] is {ratio!r}'
+    if ratio == "auto":
+        raise NotImplementedError(f"{where}, which is not built yet; expected a number from 0 to 1")
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise TypeError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
+    return float(ratio)
 
 
 def accept_optimizer(optimizer: object) -> AdamOptimizer:

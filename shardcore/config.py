@@ -37,8 +37,8 @@ class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
     gradient_clipping: global norm, 0 means off. optimizer: FusedAdam's options, or None if the configuration names no
-    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None. steps_per_print: None means
-    never.
+    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None; ratio: how much of it.
+    steps_per_print: None means never.
     """
 
     train_batch_size: int | None = None
@@ -52,6 +52,7 @@ class Config:
     communication_data_type: str | None = None
     stage: int = 0
     offload: str | None = None
+    ratio: float = 1.0
     pin_memory: bool = False
     optimizer: Mapping[str, Any] | None = None
     steps_per_print: int | None = 10
@@ -118,6 +119,12 @@ def _number(where: str, value: Any) -> float:
 def _positive(where: str, value: Any) -> float:
     if _number(where, value) == 0.0:
         raise ValueError(_has(where, value, "a finite number above 0"))
+    return float(value)
+
+
+def _share(where: str, value: Any) -> float:
+    if _number(where, value) > 1.0:
+        raise ValueError(_has(where, value, "a number from 0 to 1 (the share that the CPU updates)"))
     return float(value)
 
 
@@ -204,7 +211,10 @@ _SECTIONS: Section = {
         "min_loss_scale": _positive,
         "consecutive_hysteresis": _flag,
     },
-    "zero_optimization": {"stage": _stage, "offload_optimizer": {"device": _offload_device, "pin_memory": _flag}},
+    "zero_optimization": {
+        "stage": _stage,
+        "offload_optimizer": {"device": _offload_device, "pin_memory": _flag, "ratio": _share},
+    },
     "optimizer": {
         "type": _optimizer_type,
         "params": {
@@ -294,6 +304,7 @@ def read_config(config: Any, args: Any = None) -> Config:
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
         stage=values.get("zero_optimization.stage", 0),
         offload=values.get("zero_optimization.offload_optimizer.device"),
+        ratio=values.get("zero_optimization.offload_optimizer.ratio", 1.0),
         pin_memory=values.get("zero_optimization.offload_optimizer.pin_memory", False),
         optimizer=_adam_options(values) if "optimizer" in values else None,
         steps_per_print=values.get("steps_per_print", 10),

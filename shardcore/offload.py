@@ -6,14 +6,16 @@ is still memory of its own, so that what the copies do can be tested anywhere.
 
 Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
 gradients, and three for weights, which are used in turn. A place is taken again when its last way back is done. Only these
-places are pinned: states and masters never travel. Places are bytes, each element has those of a float32, so that gradients
+places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
+need none. Places are bytes, each element has those of a float32, so that gradients
 of any dtype fit and all memory is taken before the first step.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 
 import torch
 
@@ -35,14 +37,15 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
 
 
-def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Return the bytes of all places in staging; those are what is pinned."""
-    return (GRAD_PLACES + WEIGHT_PLACES) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False) -> int:
+    """Return the bytes of all places in staging. grads_leave: in backward, so that none come in the step."""
+    return (WEIGHT_PLACES + (0 if grads_leave else GRAD_PLACES)) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket]) -> int:
+def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    return sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets) + staging_bytes(buckets)
+    states = sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets)
+    return states + staging_bytes(buckets, grads_leave=grads_leave)
 
 
 @dataclass
@@ -55,14 +58,14 @@ class _Weights:
 
 @dataclass
 class _Chunk:
-    """A chunk on its way through the tier: what Adam is given, where its weights belong, when all has come."""
+    """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come."""
 
     spans: Sequence[Span]
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
     weights: list[torch.Tensor]
     place: _Weights
-    arrived: _C.CopyEvent
+    arrived: _C.CopyEvent | None
 
 
 class CpuStore:
@@ -77,10 +80,12 @@ class CpuStore:
         pin_memory: bool,
         pin_memory_limit: int | None = None,
         chunk_numel: int = CHUNK_NUMEL,
+        *,
+        grads_leave: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable, with one warning.
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`).
         """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
@@ -88,20 +93,11 @@ class CpuStore:
         self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
-        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(GRAD_PLACES)]
+        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(0 if grads_leave else GRAD_PLACES)]
         self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
         self._turn = 0  # chunks so far: says whose turn it is
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
-        if self.copies.pin_refusal:
-            logger.warning(
-                "offload: %d of %d bytes of staging cannot be pinned, so they are pageable: the same bits, but copies of them "
-                "do not overlap with anything, and each step waits for them (%s; expected a higher limit of locked memory, "
-                '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
-                self.copies.bytes_refused,
-                self.copies.bytes_refused + self.copies.bytes_pinned,
-                self.copies.pin_refusal,
-            )
 
     @property
     def scratch_bytes(self) -> int:
@@ -122,16 +118,21 @@ class CpuStore:
         """See StateStore."""
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper], meanwhile: Callable[[], None] = lambda: None) -> None:
         """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
 
+        meanwhile: is called once the first copies are queued. They do not wait for what it queues, as later ones do.
         RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
         left: _C.CopyEvent | None = None
         try:
             # Each chunk is fetched before the one before it is updated: it travels meanwhile.
-            for chunk in _one_ahead(self._fetch(spans) for spans in self._chunks(spans)):
-                chunk.arrived.synchronize()
+            chunks = _one_ahead(self._fetch(spans) for spans in self._chunks(spans))
+            first = list(islice(chunks, 1))
+            meanwhile()
+            for chunk in chain(first, chunks):
+                if chunk.arrived is not None:
+                    chunk.arrived.synchronize()
                 states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
                 step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
                 for weight, param in zip(chunk.weights, chunk.params, strict=True):
@@ -144,9 +145,8 @@ class CpuStore:
 
     def _fetch(self, spans: Sequence[Span]) -> _Chunk:
         """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
-        grad_place = self._grads[self._turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
-        place = self._weights[self._turn % WEIGHT_PLACES]
-        self._turn += 1
+        turn, self._turn = self._turn, self._turn + 1
+        place = self._weights[turn % WEIGHT_PLACES]
         if place.left is not None:
             place.left.synchronize()
         chunk_grads, params, weights = [], [], []
@@ -154,18 +154,21 @@ class CpuStore:
         arrived: _C.CopyEvent | None = None
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
-            assert bucket.grad is not None
-            grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
             param = _part(place.memory, bucket.dtype, cursor, span.numel)
             weight = bucket.owned_weight[span.start : end]
-            arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
+            if bucket.host_grad is not None:
+                grad = bucket.host_grad[span.start : end]
+            else:
+                assert bucket.grad is not None
+                grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
+                grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
+                arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
             if bucket.kind.reads_weights:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
             params.append(param)
             weights.append(weight)
             cursor += _whole_blocks(span.numel)
-        assert arrived is not None  # of the last copy: the others were made before it
         return _Chunk(spans, chunk_grads, params, weights, place, arrived)
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
@@ -202,3 +205,16 @@ def _part(place: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> to
     """Return elements [start, start + numel) of a place in staging, as values of `dtype`."""
     first = start * _ITEM_BYTES
     return place[first : first + numel * dtype.itemsize].view(dtype)
+
+
+def warn_of_pageable(copies: _C.HostTier) -> None:
+    """Say once what it costs if memory of the tier should be pinned and is not."""
+    if copies.pin_refusal:
+        logger.warning(
+            "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the same bits, but copies of them "
+            "do not overlap with anything, and whoever needs them waits (%s; expected a higher limit of locked memory, "
+            '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
+            copies.bytes_refused,
+            copies.bytes_refused + copies.bytes_pinned,
+            copies.pin_refusal,
+        )

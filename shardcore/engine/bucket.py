@@ -105,6 +105,7 @@ class Bucket:
     weight: (layout.numel,) in `dtype`, whole; the parameters look at it. Empty while the weights are only in shards.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
+    host_grad: the end of it where gradients leave for host memory (engine/host_grads.py); `grad` is what comes before, if any.
     sq_norm: its squared norm (high, low) over this rank's shard.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
@@ -131,6 +132,7 @@ class Bucket:
         self.trainable, self.kind = trainable, kind
         self.weight = self.owned_weight = _NOWHERE
         self.grad: torch.Tensor | None = None
+        self.host_grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False
@@ -173,10 +175,27 @@ class Bucket:
         start, end = self.layout.shard_range(place)
         return flat[start - self.owned[0] : end - self.owned[0]]
 
-    def owned_views(self, flat: torch.Tensor) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
-        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range."""
+    def grads(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
+        near = [] if self.grad is None else [(0, self.grad)]
+        return near if self.host_grad is None else [*near, (self.owned_numel - self.host_grad.numel(), self.host_grad)]
+
+    def own_grads(self, place: int) -> list[torch.Tensor]:
+        """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
+        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(place))
+        return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
+
+    def owned_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradient (owned_numel,); a copy on the CPU where it lies on two tiers."""
+        parts = [part for _, part in self.grads()]
+        return torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else next(iter(parts), None)
+
+    def owned_views(self, flat: torch.Tensor, start: int = 0) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
+        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range, or of it from `start` on."""
         for piece in self.pieces:
-            yield self.params[piece.slot], piece, flat[piece.start : piece.start + piece.numel]
+            first, end = piece.start - start, piece.start - start + piece.numel
+            if end > 0 and first < flat.numel():
+                yield self.params[piece.slot], piece, flat[max(0, first) : end]
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's slot of a long-lived whole-bucket buffer. Kept: they cost more to make than to fill."""

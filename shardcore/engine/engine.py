@@ -17,6 +17,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
+from shardcore.engine.host_grads import GradHome, sq_norm_of
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
@@ -51,17 +52,18 @@ class Engine:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
+        home: GradHome | None = None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
-        weights: what makes weights whole around their use, None where they always are.
+        weights: what makes weights whole around their use, None where they always are. home: see Reducer.
         """
         self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
         self.weights, self.scaler = weights, scaler
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings)
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, home)
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -229,10 +231,10 @@ class Engine:
         self.reducer.reduce_pending()
         views = []
         for bucket in self.updater.buckets:
-            if bucket.reduced and bucket.grad is not None:
+            for start, part in bucket.grads() if bucket.reduced else ():
                 views += [
                     (bucket, managed, view)
-                    for managed, _, view in bucket.owned_views(bucket.grad)
+                    for managed, _, view in bucket.owned_views(part, start)
                     if managed.has_grad and (chosen is None or managed.param in chosen)
                 ]
         norm = self._norm_of_views(views)
@@ -240,14 +242,14 @@ class Engine:
         if coefficient != 1.0 and views:
             torch._foreach_mul_([view for _, _, view in views], coefficient)
             for bucket in {bucket: None for bucket, _, _ in views}:
-                assert bucket.grad is not None
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.comm.topology.place(self.comm.rank))])
+                place = self.comm.topology.place(self.comm.rank)
+                bucket.sq_norm = sq_norm_of(bucket.own_grads(place), self.device)
             self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
         own = [view for _, _, view in views]
-        part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
+        part = sq_norm_of(own, self.device) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.lifetimes.owns_everything:
             return _C.norm_from_sq(part.cpu())
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
@@ -294,9 +296,10 @@ class Engine:
         self.together("full_grad", check)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
-        if not managed.has_grad or bucket.grad is None:
+        grad = bucket.owned_grad()
+        if not managed.has_grad or grad is None:
             return None
-        return managed.slice_of(self.whole(bucket, bucket.grad)).clone()
+        return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
 
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:

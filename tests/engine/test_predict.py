@@ -36,7 +36,12 @@ CASES = [
     Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu"}}, adam={"master": "split", "state_dtype": "8bit"}),
     Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm}, adam={"stochastic_rounding": True, "state_dtype": "bf16"}),
+    Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}),
+    Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
+    Run(precision="fp32", accumulate=2, shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}}),
 ]
+
+LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
 
 # The same over 4 ranks that lie in nodes; "hybrid" is a mesh of nodes and the ranks of one.
 LAYOUTS = [
@@ -51,6 +56,7 @@ LAYOUTS = [
     Run(precision="bf16", shard={"reshard_after_forward": 1, "ranks_per_node": 2}),
     Run(precision="bf16", shard={"reduction": "nccl", "grad_dtype": "bf16"}),
     Run(precision="fp32", shard={"reduction": "nccl", "ranks_per_node": 2, "hybrid": True}),
+    Run(precision="bf16", accumulate=2, shard={"ranks_per_node": 2, "hybrid": True, "sync_each": True, "offload": LEAVING}),
 ]
 
 
@@ -107,10 +113,10 @@ class Watched:
             result = method(*args)
             if self.model is not None:
                 report = shardcore.memory_report(self.model)
-                held = {"gradients": report.by_kind["gradients"]}
-                held["communication"] = sum(
-                    line.bytes for line in report.lines if line.kind == "communication" and line.tier == "device"
-                )
+                held = {
+                    kind: sum(line.bytes for line in report.lines if line.kind == kind and line.tier == "device")
+                    for kind in ("gradients", "communication")
+                }
                 self.most = {kind: max(count, self.most.get(kind, 0)) for kind, count in held.items()}
             return result
 
@@ -176,11 +182,17 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
     return found
 
 
+def fits(run: Run) -> bool:
+    """Whether `shard` takes such an offload at this stage."""
+    return run.stage > 0 or "gradients" not in (run.shard.get("offload") or {})
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, every: int) -> None:
     runs = [replace(run, stage=stage) for run in (CASES if world_size == 2 else CASES[stage % every :: every])]
+    runs = [run for run in runs if fits(run)]
     for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
             assert differences(predicted(rank, world_size, run), measured) == [], run
@@ -189,6 +201,7 @@ def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, eve
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
     runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
+    runs = [run for run in runs if fits(run)]
     for rank, answers in enumerate(run_ranks(4, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
             assert differences(predicted(rank, 4, run), measured) == [], run

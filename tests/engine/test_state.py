@@ -16,8 +16,8 @@ RUNS = [
     for stage in (0, 1, 2, 3)
     for precision in ("fp32", "bf16")
     for offload in (None, {"optimizer": "cpu"})
-]
-IDS = [f"stage{r.stage}-{r.precision}-{'cpu' if r.shard['offload'] else 'device'}" for r in RUNS]
+] + [Run(stage=2, precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}, steps=3)]
+IDS = [f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}" for r in RUNS]
 
 
 def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:

@@ -1,0 +1,143 @@
+"""Optimizer states of which a share stays on the device: each bucket's owned range is cut in two at a 256-element block.
+
+Both parts are buckets of their own (`parts_of`), so a DeviceStore serves the first ones and a CpuStore the others, with one
+kernel and the same numbers. No block is cut, so the cut never shows in the bits.
+
+Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1 puts all states into host
+memory, 0 leaves all beside the weights.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from shardcore._native import _C
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.store import DeviceStore, Span
+from shardcore.layout import BLOCK
+from shardcore.offload import CpuStore
+
+
+def parts_of(bucket: Bucket, ratio: float) -> tuple[Bucket, Bucket]:
+    """Return the parts of the owned range that the device and the CPU update, as buckets: they look at the same parameters.
+
+    The CPU has `ratio` of its blocks, rounded. Weights and gradients are the bucket's own: `SplitStore` points at them.
+    """
+    start, end = bucket.owned
+    blocks = bucket.owned_numel // BLOCK
+    cut = start + (blocks - round(ratio * blocks)) * BLOCK
+
+    def part(first: int, last: int) -> Bucket:
+        owned = first, last
+        return Bucket(
+            bucket.unit, bucket.dtype, bucket.group, bucket.params, bucket.layout, owned, bucket.trainable, bucket.kind
+        )
+
+    return part(start, cut), part(cut, end)
+
+
+def cuts_of(buckets: Iterable[Bucket], ratio: float) -> dict[Bucket, int]:
+    """Return where in each bucket's owned range the CPU's part begins, of those that have one."""
+    cuts = {bucket: parts_of(bucket, ratio)[0].owned_numel for bucket in buckets}
+    return {bucket: cut for bucket, cut in cuts.items() if cut < bucket.owned_numel}
+
+
+def host_store(
+    buckets: Sequence[Bucket],
+    device: torch.device,
+    pin_memory: bool,
+    pin_memory_limit: int | None,
+    *,
+    ratio: float,
+    grads_leave: bool,
+) -> "CpuStore | SplitStore":
+    """Return a store that has `ratio` of the states in host memory. See CpuStore."""
+    if ratio == 1.0:
+        return CpuStore(buckets, device, pin_memory, pin_memory_limit, grads_leave=grads_leave)
+    return SplitStore(buckets, device, pin_memory, pin_memory_limit, ratio=ratio, grads_leave=grads_leave)
+
+
+class SplitStore:
+    """A DeviceStore of the first part of each bucket's owned range, and a CpuStore of the rest."""
+
+    tier = "cpu"
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        pin_memory: bool,
+        pin_memory_limit: int | None = None,
+        *,
+        ratio: float,
+        grads_leave: bool = False,
+    ) -> None:
+        """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes]."""
+        self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
+        for bucket in buckets:
+            self._point(bucket)
+        self.on_device = DeviceStore([near for near, _ in self._parts.values()])
+        far = [far for _, far in self._parts.values()]
+        self.on_cpu = CpuStore(far, device, pin_memory, pin_memory_limit, grads_leave=grads_leave)
+
+    def _point(self, bucket: Bucket) -> None:
+        """Let both parts look at the bucket's weights and gradient as they lie now."""
+        near, far = self._parts[bucket]
+        cut = near.owned_numel
+        near.owned_weight, far.owned_weight = bucket.owned_weight[:cut], bucket.owned_weight[cut:]
+        near.grad = None if bucket.grad is None else bucket.grad[:cut]
+        far.grad = None if bucket.grad is None else bucket.grad[cut:]
+        far.host_grad = bucket.host_grad
+
+    @property
+    def copies(self) -> _C.HostTier:
+        """The only way to and from host memory."""
+        return self.on_cpu.copies
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return self.on_cpu.scratch_bytes
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """See StateStore. What both parts have of it is put together in host memory."""
+        self._point(bucket)
+        near, far = self._parts[bucket]
+        cut, end = near.owned_numel, bucket.owned_numel if numel is None else start + numel
+        if end <= cut:
+            return self.on_device.read(near, key, start, end - start)
+        if start >= cut:
+            return self.on_cpu.read(far, key, start - cut, end - start)
+        first = self.on_device.read(near, key, start, cut - start)
+        return torch.cat([first.cpu(), self.on_cpu.read(far, key, 0, end - cut).cpu()])
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        near, far = self._parts[bucket]
+        yield from self.on_device.stored(near)
+        yield from self.on_cpu.stored(far)
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """See StateStore."""
+        near, far = self._parts[bucket]
+        room = max(0, min(near.owned_numel - start, values.numel()))
+        self.on_device.write(near, key, start, values[:room])
+        if room < values.numel():
+            self.on_cpu.write(far, key, start + room - near.owned_numel, values[room:])
+
+    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+        """See StateStore. The device's part is queued once the first chunks are on their way to the CPU."""
+        for bucket in {span.bucket: None for span in spans}:
+            self._point(bucket)
+        near, far = [], []
+        for span in spans:
+            first, second = self._parts[span.bucket]
+            cut = first.owned_numel
+            room = max(0, min(cut - span.start, span.numel))
+            if room:
+                near.append(replace(span.part(0, room), bucket=first))
+            if room < span.numel:
+                rest = span.part(room, span.numel - room)
+                far.append(replace(rest, bucket=second, start=rest.start - cut))
+        self.on_cpu.step(far, hypers, meanwhile=lambda: self.on_device.step(near, hypers))
