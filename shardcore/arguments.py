@@ -51,14 +51,17 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
     if accumulate < 1:
         raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
-    if options["overlap_step"]:
-        raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
     if options["reduction"] == "nccl" and not options["backend_sums"]:
         raise ValueError(
             'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
             'backend), or init_process_group("nccl")'
         )
-    offload_options(options["offload"])
+    threads = offload_options(options["offload"]).cpu_threads
+    if threads is not None and not options["overlap_step"]:
+        raise ValueError(
+            f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
+            "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
+        )
     reshard, sharers = options["reshard_after_forward"], options["sharers"]
     if not isinstance(reshard, int):
         raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
@@ -93,11 +96,13 @@ class Offload:
 
     optimizer: the tier of states and masters ("cpu"), or None: beside the weights. pin_memory: whether host memory that a GPU
     reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on this rank, None as the system allows.
+    cpu_threads: the threads of a lazy step's worker, None for what the machine's other ranks leave.
     """
 
     optimizer: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
+    cpu_threads: int | None = None
 
 
 def offload_options(offload: Mapping[str, Any] | None) -> Offload:
@@ -112,7 +117,8 @@ def offload_options(offload: Mapping[str, Any] | None) -> Offload:
             raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
         if key not in known:
             raise ValueError(
-                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory", "pin_memory_limit"'
+                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory", '
+                '"pin_memory_limit", "cpu_threads"'
             )
     tier = offload.get("optimizer")
     if tier == "nvme":
@@ -132,7 +138,13 @@ def offload_options(offload: Mapping[str, Any] | None) -> Offload:
             raise ValueError(
                 f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
             )
-    return Offload(tier, pin_memory, limit)
+    threads = offload.get("cpu_threads")
+    if threads is not None:
+        if not _is_int(threads):
+            raise TypeError(f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or None')
+        if not 1 <= threads <= 4096:
+            raise ValueError(f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None')
+    return Offload(tier, pin_memory, limit, threads)
 
 
 def accept_optimizer(optimizer: object) -> AdamOptimizer:

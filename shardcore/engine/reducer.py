@@ -27,6 +27,7 @@ from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.trace import scope
 from shardcore.engine.weights import Weights
@@ -58,15 +59,16 @@ class Reducer:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
+        lazy: LazyStep | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
-        scaler: says what gradients arrive multiplied by; the reduced ones are not.
+        scaler: says what gradients arrive multiplied by; the reduced ones are not. lazy: may still read them after a step.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler = scaler
+        self.scaler, self.lazy = scaler, lazy
         self.pool = BufferPool(device, self._forget)
         self._exchange = Exchange(comm, self.pool, self._finish, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
@@ -118,6 +120,8 @@ class Reducer:
         self.settle()
         if self._backward is not None:
             return
+        if self.lazy is not None:
+            self.lazy.finish()
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
@@ -344,7 +348,9 @@ class Reducer:
                 )
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros."""
+        """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""
+        if not set_to_none and self.lazy is not None:
+            self.lazy.finish()
         self.settle()
         self.backwards = 0
         self._stepped = self.dropped = self.scaler.unscaled = False
