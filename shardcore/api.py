@@ -20,11 +20,13 @@ from shardcore.engine import build, model_io, sharded_state
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
+from shardcore.host_cores import own_cores, quota, worker_threads
 from shardcore.host_memory import free_bytes
 from shardcore.offload import host_bytes, warn_of_pageable
 from shardcore.offload_split import cuts_of, host_store, parts_of
@@ -77,7 +79,8 @@ def shard(
         stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
-        not be locked is pageable, with a warning.
+        not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
+        that the ranks of this machine may use, each rank keeps one, and the workers share the rest; at least one).
     precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
@@ -90,6 +93,13 @@ def shard(
     clip_grad_norm: global norm to clip to in every step.
     accumulate: how many backwards make a step. sync_each reduces each of them and adds the results (default from stage 2 on);
         False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
+    overlap_step: let `step()` return once norm, clipping and options are fixed, and update weights while training goes on: the
+        same bits, unit by unit in the order of the last forward. Each unit's forward waits for its own weights, backward and
+        the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict, deepcopy,
+        eval(), full_params, ...). Only references to parameters that were taken before the step need
+        `optimizer.synchronize()`. An error of such a step is raised by the next call that waits, and by all later ones. With
+        states on a GPU steps are asynchronous anyway, and nothing changes. On NCCL at stages 1 and 2 every rank has to use the
+        weights, or call `synchronize`, before any waits for another in a way of its own.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
         or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
     reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
@@ -211,12 +221,17 @@ def shard(
     if filler is not None:
         filler.fill(builder, buckets, store, broadcast)
 
+    parts = build.units_of(specs, buckets)
+    lazy: LazyStep | None = None
+    if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
+        threads = _worker_threads(comm) if tiers.cpu_threads is None else tiers.cpu_threads
+        lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads)
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
-        weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)
+        weights = Weights(parts, comm, device, reshard_after_forward, lazy)
     home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
     engine = Engine(
-        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler, home
+        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler, lazy, home
     )
     if host is not None:
         warn_of_pageable(host.copies)
@@ -269,6 +284,12 @@ def _short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
         f"{len(neighbours)} ranks of {here}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many "
         "(free memory, raise the memory limit of the container, use more machines or a higher stage, or do not offload)"
     )
+
+
+def _worker_threads(comm: Comm) -> int:
+    """Return how many threads a lazy step's worker gets where the user does not say. Collective."""
+    here = socket.gethostname()
+    return worker_threads([cores for host, cores in comm.gather_json([here, own_cores()]) if host == here], quota())
 
 
 def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:

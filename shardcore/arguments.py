@@ -51,14 +51,17 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
     if accumulate < 1:
         raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
-    if options["overlap_step"]:
-        raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
     if options["reduction"] == "nccl" and not options["backend_sums"]:
         raise ValueError(
             'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
             'backend), or init_process_group("nccl")'
         )
-    offload_options(options["offload"], stage)
+    threads = offload_options(options["offload"], stage).cpu_threads
+    if threads is not None and not options["overlap_step"]:
+        raise ValueError(
+            f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
+            "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
+        )
     reshard, sharers = options["reshard_after_forward"], options["sharers"]
     if not isinstance(reshard, int):
         raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
@@ -94,7 +97,8 @@ class Offload:
     optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
     that is there; the rest stays on the device. gradients: the tier of reduced gradients, or None: on the device.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
-    this rank, None as the system allows.
+    this rank, None as the system allows. cpu_threads: the threads of a lazy step's worker, None for what the machine's other
+    ranks leave.
     """
 
     optimizer: str | None = None
@@ -102,6 +106,7 @@ class Offload:
     gradients: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
+    cpu_threads: int | None = None
 
 
 def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
@@ -145,7 +150,19 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
             'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
             "stage from 1 on"
         )
-    return Offload(tier, _ratio_of(offload.get("ratio", 1.0)), gradients, pin_memory, limit)
+    return Offload(
+        tier, _ratio_of(offload.get("ratio", 1.0)), gradients, pin_memory, limit, _threads_of(offload.get("cpu_threads"))
+    )
+
+
+def _threads_of(threads: object) -> int | None:
+    if threads is None:
+        return None
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise TypeError(f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or None')
+    if not 1 <= threads <= 4096:
+        raise ValueError(f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None')
+    return threads
 
 
 def _ratio_of(ratio: object) -> float:

@@ -18,6 +18,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.host_grads import GradHome, sq_norm_of
+from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
@@ -52,18 +53,20 @@ class Engine:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
+        lazy: LazyStep | None,
         home: GradHome | None = None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
-        weights: what makes weights whole around their use, None where they always are. home: see Reducer.
+        weights: what makes weights whole around their use, None where they always are. lazy: what runs a step after it has
+        returned, None where steps are complete then. home: see Reducer.
         """
         self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
-        self.weights, self.scaler = weights, scaler
+        self.weights, self.scaler, self.lazy = weights, scaler, lazy
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, home)
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -79,6 +82,11 @@ class Engine:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None, for the same reason."""
         return _nothing, ()
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete; on CUDA in the order of the current stream."""
+        if self.lazy is not None:
+            self.lazy.finish()
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -111,11 +119,20 @@ class Engine:
             self.weights.close_all()
         self.reducer.reduce_pending()
         try:
+            self.synchronize()
             self._check_step()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, StepError) as error:
             problem = problem or error
         limit = self.max_norm if max_norm is None else max_norm
-        norm = self.updater.step(grad_scale, limit, problem, self.scaler.scale)
+        order = self.lazy.order if self.lazy is not None else ()
+        norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
+        if plan is not None and self.lazy is None:
+            self.updater.apply(plan)
+            self.updater.count(plan)
+        elif plan is not None and self.lazy is not None:
+            with held_back_interrupts():  # counted and handed over, or neither
+                self.updater.count(plan)
+                self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
         self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
@@ -193,6 +210,7 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
         scale = state_dict.get("loss_scale")
+        self.synchronize()
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
@@ -265,8 +283,9 @@ class Engine:
         problem: Exception | None = None
         what = None
         try:
+            self.synchronize()
             what = check()
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, StepError) as error:
             problem = error
         here = zlib.crc32((what or "").encode())
         row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)

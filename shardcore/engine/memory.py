@@ -61,6 +61,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     engine = getattr(model, "_shardcore_engine", None)
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
+    engine.synchronize()
     handout = engine.reducer.handout
     return MemoryReport(
         tuple(

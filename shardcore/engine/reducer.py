@@ -28,6 +28,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, Redu
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import BACKWARD, Meetings
 from shardcore.engine.trace import scope
@@ -50,16 +51,18 @@ class Reducer:
         weights: Weights | None,
         scaler: LossScaler,
         meetings: Meetings,
+        lazy: LazyStep | None,
         home: GradHome | None = None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
-        scaler: says what gradients arrive multiplied by; the reduced ones are not. home: where these go, if not here.
+        scaler: says what gradients arrive multiplied by; the reduced ones are not. lazy: may still read them after a step.
+        home: where these go, if not here.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler, self._meetings = scaler, meetings
+        self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
         self.pool = BufferPool(device, self._forget)
         self.host = None if home is None else HostGrads(home, comm, policy, scaler.active, self.pool)
         self._exchange = Exchange(comm, self.pool, self._finish, self._check_way, policy.backend_sums)
@@ -96,6 +99,8 @@ class Reducer:
         self.settle()
         if self._boundary.under_way:
             return
+        if self.lazy is not None:
+            self.lazy.finish()
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
@@ -354,7 +359,9 @@ class Reducer:
                 )
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros."""
+        """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""
+        if not set_to_none and self.lazy is not None:
+            self.lazy.finish()
         self.settle()
         if self.host is not None:
             self.host.arrive()  # zeros must not be overwritten

@@ -14,20 +14,19 @@ Note [Recomputation]: with activation checkpointing forward hooks run inside bac
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
-from shardcore.engine.order import Order, in_backward
+from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, closed_message
 
@@ -35,14 +34,22 @@ from shardcore.engine.unit import Unit, closed_message
 class Weights:
     """Decides when each unit's weights are whole on this rank, and moves them."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, device: torch.device, reshard_after_forward: bool | int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        reshard_after_forward: bool | int,
+        lazy: LazyStep | None = None,
+    ) -> None:
         """Serve `units`, whose parameters are closed and whose shards are in place.
 
         reshard_after_forward: whether weights are let go between forward and backward; or how many consecutive ranks keep
-        them together, a part each.
+        them together, a part each. lazy: may still update the shards after a step.
         """
-        self.units, self.comm = list(units), comm
-        self.meetings = Meetings(comm, [unit.name for unit in units])
+        self.units, self.comm, self.lazy = list(units), comm, lazy
+        self.meetings = Meetings(comm, [unit.name for unit in units], self._start_owed)
+        self._owed: Unit | None = None  # see _start_ahead
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
@@ -74,9 +81,27 @@ class Weights:
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
+    def _start_ahead(self, unit: Unit) -> None:
+        """Gather a unit that is used soon. If its weights are not updated yet, do it before the next gather or meeting.
+
+        Not now or never, by how fast this rank's Adam is: all ranks gather the same units in the same order.
+        """
+        if self.lazy is None or self.lazy.has_arrived(unit.buckets):
+            self._start(unit)
+        else:
+            self._owed = unit
+
+    def _start_owed(self) -> None:
+        owed, self._owed = self._owed, None
+        if owed is not None:
+            self._start(owed)
+
     def _start(self, unit: Unit) -> None:
+        self._start_owed()
         if unit.open or unit.gathers is not None:
             return
+        if self.lazy is not None:
+            self.lazy.wait(unit.buckets)
         unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
         with scope("gather", unit.name), torch.no_grad():
             for bucket in unit.buckets:
@@ -172,6 +197,8 @@ class Weights:
         """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
         works = []
         for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
+            if self.lazy is not None:
+                self.lazy.wait([bucket])
             if len(self.comm.sharers) > 1:
                 with scope("gather", bucket.unit):
                     bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
@@ -198,6 +225,7 @@ class Weights:
 
         What is being gathered (a forward that failed left it) has the old values: it is let go.
         """
+        self._start_owed()
         for unit in self.units:
             if unit.gathers is not None:
                 self._close(unit)
@@ -227,7 +255,7 @@ class Weights:
         self._open(unit)
         order.use(unit)
         if order.next is not None:
-            self._start(order.next)
+            self._start_ahead(order.next)
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
@@ -339,20 +367,3 @@ class Weights:
 def keepers_of(reshard_after_forward: bool | int) -> int:
     """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
     return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
-    else:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

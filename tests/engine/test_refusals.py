@@ -70,7 +70,6 @@ def adam(model: nn.Module) -> Any:
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected at least 1"),
         ({"accumulate": 1.5}, TypeError, "accumulate is 1.5"),
         ({"sync_each": "yes"}, TypeError, "sync_each is 'yes'"),
-        ({"overlap_step": True}, NotImplementedError, "overlap_step"),
         ({"reduction": "fast"}, ValueError, 'reduction is \'fast\'; expected "nccl" or "ordered"'),
         ({"units": "every"}, ValueError, 'units is "every"'),
         ({"keep_fp32": ["nothing.here"]}, ValueError, "matches no parameter"),

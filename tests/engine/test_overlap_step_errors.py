@@ -1,0 +1,148 @@
+"""The lazy step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardcore.engine.lazy import LazyStep, held_back_interrupts
+from tests.engine.late import start, stepped
+from tests.engine.models import Run, batch_of, hash_of_training
+from tests.ranks import run_ranks
+
+X = batch_of(99, 0, 0)[0]
+
+
+class _Failing:
+    def __init__(self, lazy: LazyStep, unit: str, count: int) -> None:
+        self._store, self._unit, self._left = lazy.store, unit, count
+        lazy.store = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def step(self, spans: Any, hypers: Any) -> None:
+        self._left -= bool(spans) and spans[0].bucket.unit == self._unit
+        if self._left == 0:
+            raise OSError("planted")
+        self._store.step(spans, hypers)
+
+
+def _failing(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer = start(rank, Run(stage=stage), True, late=False)
+    if rank == 0:
+        _Failing(optimizer._engine.lazy, "blocks.1", 2)
+    stepped(model, optimizer, rank, 0)
+    stepped(model, optimizer, rank, 1)
+    said = []
+    calls: list[Callable[[], Any]] = [optimizer.step, optimizer.step]
+    if rank == 0:
+        calls += [lambda: model(X), lambda: list(model.blocks[1].parameters()), optimizer.synchronize]
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error} from {type(error.__cause__).__name__}")
+    optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_error_of_the_worker_surfaces_with_its_origin(stage: int) -> None:
+    mine, others = run_ranks(2, _failing, stage)
+    for text in mine:
+        assert "StepError: step 2: updating the weights of blocks.1 failed" in text
+        assert "OSError: planted" in text
+        assert text.endswith("from OSError")
+    assert all("rank 0 refused the step" in text for text in others)
+
+
+def test_ctrl_c_while_waiting_loses_nothing() -> None:
+    expected = hash_of_training(*_steps_of(start(0, Run(stage=2), False), 3))
+    model, optimizer = start(0, Run(stage=2), True, late=False)
+    gate = threading.Event()
+    step = optimizer._engine.store.step
+    optimizer._engine.lazy.store = type("Gate", (), {"step": lambda self, *a: (gate.wait(30), step(*a))[1]})()
+    stepped(model, optimizer, 0, 0)
+    main = threading.main_thread().ident
+    assert main is not None
+    for wait in (lambda: model(X), lambda: list(model.parameters()), optimizer.step):
+        timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        timer.join()
+    gate.set()
+    for index in (1, 2):
+        stepped(model, optimizer, 0, index)
+    assert hash_of_training(model, optimizer) == expected
+
+
+def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
+    for step in range(steps):
+        stepped(*pair, 0, step)
+    return pair
+
+
+def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
+    seen = []
+
+    def whole() -> None:
+        with held_back_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        whole()
+    assert seen == ["done"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _two(rank: int, world_size: int, overlap: bool) -> list[str]:
+    pairs = [start(rank, Run(stage=stage, seed=stage), overlap, late=rank == 0) for stage in (1, 3)]
+    for step in range(3):
+        for pair in pairs:
+            stepped(*pair, rank, step)
+    return [hash_of_training(*pair) for pair in pairs]
+
+
+def test_two_models_at_once() -> None:
+    assert run_ranks(2, _two, True) == run_ranks(2, _two, False)
+
+
+_SCRIPT = """
+import atexit, os, sys, torch
+from tests.engine.late import SlowStore, start, stepped
+from tests.engine.models import Run, hash_of
+
+plain, other = start(0, Run(stage=2), False)
+for step in range(2):
+    stepped(plain, other, 0, step)
+    print(hash_of(plain.parameters()), flush=True)
+model, optimizer = start(0, Run(stage=2), True, late=False)
+atexit.register(lambda: print("at exit", hash_of(model.parameters()), flush=True))
+SlowStore(optimizer._engine.lazy, 0.1)
+stepped(model, optimizer, 0, 0)
+child = os.fork()
+if child == 0:
+    print("child", hash_of(model.parameters()), flush=True)
+    stepped(model, optimizer, 0, 1)
+    print("child again", hash_of(model.parameters()), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+stepped(model, optimizer, 0, 1)
+"""
+
+
+def test_fork_and_exit_with_a_step_in_flight() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads do not survive a fork
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, *lines = done.stdout.splitlines()
+    assert lines == [f"child {first}", f"child again {second}", f"at exit {second}"]
