@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import groupby
 
 import torch
 
@@ -58,8 +58,12 @@ class _Weights:
 
 @dataclass
 class _Chunk:
-    """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come."""
+    """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come.
 
+    part: which of a step's parts it is of.
+    """
+
+    part: int
     spans: Sequence[Span]
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
@@ -118,32 +122,42 @@ class CpuStore:
         """See StateStore."""
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper], meanwhile: Callable[[], None] = lambda: None) -> None:
-        """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
+    def steps(
+        self,
+        parts: Sequence[Sequence[Span]],
+        hypers: Sequence[_C.AdamHyper],
+        beside: Callable[[int], None] = lambda index: None,
+    ) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore.
 
-        meanwhile: is called once the first copies are queued. They do not wait for what it queues, as later ones do.
+        beside: is called with each part's index once its first copies are queued. They do not wait for what it queues.
         RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
-        left: _C.CopyEvent | None = None
         try:
-            # Each chunk is fetched before the one before it is updated: it travels meanwhile.
-            chunks = _one_ahead(self._fetch(spans) for spans in self._chunks(spans))
-            first = list(islice(chunks, 1))
-            meanwhile()
-            for chunk in chain(first, chunks):
-                if chunk.arrived is not None:
-                    chunk.arrived.synchronize()
-                states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
-                step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
-                for weight, param in zip(chunk.weights, chunk.params, strict=True):
-                    left = chunk.place.left = self.copies.from_tier(weight, param)
-            if left is not None:
-                left.wait()
-        except BaseException:
+            # Each chunk is fetched before the one before it is updated, of the next part, too: it travels meanwhile.
+            chunks = _one_ahead(self._fetch(index, spans) for index, part in enumerate(parts) for spans in self._chunks(part))
+            for index, of_part in groupby(chunks, key=lambda chunk: chunk.part):
+                left: _C.CopyEvent | None = None
+                for number, chunk in enumerate(of_part):
+                    if number == 0:
+                        beside(index)
+                    left = self._update(chunk, hypers) or left
+                yield left
+        except BaseException:  # GeneratorExit among them
             self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
             raise
 
-    def _fetch(self, spans: Sequence[Span]) -> _Chunk:
+    def _update(self, chunk: _Chunk, hypers: Sequence[_C.AdamHyper]) -> _C.CopyEvent | None:
+        """Run Adam on a chunk when it has come, and let its weights leave; returns the event of the last."""
+        if chunk.arrived is not None:
+            chunk.arrived.synchronize()
+        states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
+        step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
+        for weight, param in zip(chunk.weights, chunk.params, strict=True):
+            chunk.place.left = self.copies.from_tier(weight, param)
+        return chunk.place.left if chunk.weights else None
+
+    def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
         """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
         turn, self._turn = self._turn, self._turn + 1
         place = self._weights[turn % WEIGHT_PLACES]
@@ -169,10 +183,10 @@ class CpuStore:
             params.append(param)
             weights.append(weight)
             cursor += _whole_blocks(span.numel)
-        return _Chunk(spans, chunk_grads, params, weights, place, arrived)
+        return _Chunk(part, spans, chunk_grads, params, weights, place, arrived)
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements."""
+        """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements, of none one empty list."""
         chunk: list[Span] = []
         room = self._chunk_numel
         for span in spans:
@@ -184,7 +198,7 @@ class CpuStore:
                 if room <= 0:
                     yield chunk
                     chunk, room = [], self._chunk_numel
-        if chunk:
+        if chunk or not spans:
             yield chunk
 
 

@@ -126,18 +126,22 @@ class SplitStore:
         if room < values.numel():
             self.on_cpu.write(far, key, start + room - near.owned_numel, values[room:])
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """See StateStore. The device's part is queued once the first chunks are on their way to the CPU."""
-        for bucket in {span.bucket: None for span in spans}:
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore. The device's share of a part is queued once the first chunks are on their way to the CPU."""
+        for bucket in {span.bucket: None for part in parts for span in part}:
             self._point(bucket)
-        near, far = [], []
-        for span in spans:
-            first, second = self._parts[span.bucket]
-            cut = first.owned_numel
-            room = max(0, min(cut - span.start, span.numel))
-            if room:
-                near.append(replace(span.part(0, room), bucket=first))
-            if room < span.numel:
-                rest = span.part(room, span.numel - room)
-                far.append(replace(rest, bucket=second, start=rest.start - cut))
-        self.on_cpu.step(far, hypers, meanwhile=lambda: self.on_device.step(near, hypers))
+        near = [[span for span in map(self._near, part) if span.numel] for part in parts]
+        far = [[span for span in map(self._far, part) if span.numel] for part in parts]
+        yield from self.on_cpu.steps(far, hypers, lambda index: self.on_device.step(near[index], hypers))
+
+    def _near(self, span: Span) -> Span:
+        """Return what the device updates of a span, perhaps nothing."""
+        part, _ = self._parts[span.bucket]
+        return replace(span.part(0, max(0, min(part.owned_numel - span.start, span.numel))), bucket=part)
+
+    def _far(self, span: Span) -> Span:
+        """Return what the CPU updates of a span, perhaps nothing."""
+        near, part = self._parts[span.bucket]
+        skipped = max(0, min(near.owned_numel - span.start, span.numel))
+        rest = span.part(skipped, span.numel - skipped)
+        return replace(rest, bucket=part, start=rest.start - near.owned_numel)

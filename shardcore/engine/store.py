@@ -15,6 +15,7 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket, Managed, allocate
 from shardcore.engine.kinds import Kept, kept_values, range_of, values_of
+from shardcore.engine.trace import scope
 from shardcore.optim import PARAM_DTYPES, SCALES
 
 
@@ -47,8 +48,12 @@ class StateStore(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes beside the states: what steps work in."""
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """Update states, masters and the owned weights from the buckets' reduced gradients."""
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
+
+        Each part is updated when its turn in the iteration comes; what is yielded tells when its weights have arrived, None:
+        they have, on CUDA in the order of the current stream. Gradients are read ahead.
+        """
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """Return part of one of `bucket.kind.keys`, as state dicts show it; by default all of the owned range.
@@ -120,8 +125,14 @@ class DeviceStore:
         """See StateStore."""
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore."""
+        for spans in parts:
+            self.step(spans, hypers)
+            yield None
+
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """See StateStore. Queued on the current stream on CUDA."""
+        """Update one part. Queued on the current stream on CUDA."""
         if not spans:
             return
         params, grads, states = [], [], []
@@ -132,6 +143,26 @@ class DeviceStore:
             grads.append(span.bucket.grad[span.start : end])
             states.append(range_of(self._states[span.bucket], span.start, span.numel))
         step_spans(self._steppers[spans[0].bucket], hypers, spans, params, grads, states)
+
+
+def arrivals(units: Sequence[str], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
+    """Let a store update one part after the other; yields the index of each when its weights have arrived.
+
+    That is one part behind: while its weights travel the next is updated. units: what each part is of.
+    """
+    on_their_way: _C.CopyEvent | None = None
+    for index, unit in enumerate(units):
+        with scope("adam", unit):
+            left = next(steps)
+        if index:
+            if on_their_way is not None:
+                on_their_way.wait()
+            yield index - 1
+        on_their_way = left
+    if units:
+        if on_their_way is not None:
+            on_their_way.wait()
+        yield len(units) - 1
 
 
 def read_part(kept: Kept, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.store import Span, StateStore, part_of, set_weights
+from shardcore.engine.store import Span, StateStore, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
@@ -86,17 +86,14 @@ class Updater:
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
         """Update weights and states. Bucket by bucket, so that the new weights of one travel while the next is computed."""
+        buckets, parts = list(plan.spans), list(plan.spans.values())
         if self.lifetimes.owns_everything:
-            with scope("adam"):
-                self.store.step([span for spans in plan.spans.values() for span in spans], plan.hypers)
-            return
+            buckets, parts = [], [[span for part in parts for span in part]]  # nothing is gathered: one call of the kernel
         works = []
-        for bucket, spans in plan.spans.items():
-            with scope("adam", bucket.unit):
-                self.store.step(spans, plan.hypers)
-            if self.lifetimes.full_weight_resident:
-                with scope("gather", bucket.unit):
-                    works += self.comm.all_gather(bucket.weight, Traffic.STEP, self.comm.sharers)
+        for index in arrivals([bucket.unit for bucket in buckets] or [""], self.store.steps(parts, plan.hypers)):
+            if self.lifetimes.full_weight_resident and buckets:
+                with scope("gather", buckets[index].unit):
+                    works += self.comm.all_gather(buckets[index].weight, Traffic.STEP, self.comm.sharers)
         wait_all(works)
 
     def count(self, plan: Plan) -> None:
