@@ -225,9 +225,9 @@ class LazyStep:
                     if self._gathers:
                         self._wait_for_gather(update)
                     del self._pending[update.bucket]
-                for reader in self._readers[update.bucket]:
-                    if not any(bucket in self._pending for bucket in reader.buckets):
-                        self._put_back(reader)
+                    for reader in self._readers[update.bucket]:
+                        if not any(bucket in self._pending for bucket in reader.buckets):
+                            self._put_back(reader)
 
     def _wait_for_adam(self, update: _Update) -> None:
         error = update.done.exception()
@@ -255,6 +255,8 @@ class LazyStep:
             f"({type(error).__name__}: {error}); expected it to succeed (some weights are new, some are not: make the model "
             "anew and load its last saved state)"
         )
+        for other in self._pending.values():
+            other.done.exception()  # the worker goes on gathering, see _update_all; then this thread may have collectives again
         self._failure = message, error
         self._raise_failure()
 

@@ -92,8 +92,9 @@ class Weights:
             self._owed = unit
 
     def _start_owed(self) -> None:
-        owed, self._owed = self._owed, None
-        if owed is not None:
+        if self._owed is not None and self.lazy is not None:
+            self.lazy.wait(self._owed.buckets)  # if this is interrupted it stays owed
+            owed, self._owed = self._owed, None
             self._start(owed)
 
     def _start(self, unit: Unit) -> None:

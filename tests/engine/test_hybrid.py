@@ -42,6 +42,7 @@ def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each
     runs = [{"stage": stage, **common} for stage in (0, 1, 2, 3)]
     runs.append({"stage": 2, **common, "shard": {**common["shard"], "offload": LEAVING}})
     runs.append({"stage": 3, **common, "shard": {**common["shard"], "reshard_after_forward": 2}})
+    runs += [{"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}} for stage in (1, 3)]
     hashes = {value for layout in (MESH, NODES) for of_rank in run_ranks(4, _hashes, layout, runs) for value in of_rank}
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}

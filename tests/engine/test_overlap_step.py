@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from shardcore.comm import wait_all
 from shardcore.engine.lazy import LazyStep, Waiting
 from tests.choice import combinations
 from tests.engine.late import SlowStore, micro_steps, start, stepped
-from tests.engine.models import Run, batch_of, hash_of_training, loss_of
+from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
 from tests.ranks import run_ranks
 
 OFFLOAD = {"optimizer": "cpu"}
 STEPS, OVERFLOW = 5, 2
 
 
-def _trained(rank: int, run: Run, overlap: bool, late: bool = True) -> tuple[Any, Any, list[float]]:
-    model, optimizer = start(rank, run, overlap, late)
+def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[float]]:
+    overlap = schedule is not None
+    model, optimizer = start(rank, run, overlap, late=rank == 0 or schedule != "one late")
+    if schedule == "the caller gathers":  # as on NCCL
+        optimizer._engine.lazy._worker_gathers = False
     losses = []
     for step in range(run.steps):
         losses += micro_steps(model, optimizer, rank, step, run.accumulate, overflow=step == OVERFLOW and rank == 0)
@@ -39,22 +43,22 @@ def _trained(rank: int, run: Run, overlap: bool, late: bool = True) -> tuple[Any
     return model, optimizer, losses
 
 
-def _outcome(rank: int, world_size: int, run: Run, overlap: bool, late_ranks: int) -> tuple[str, str]:
-    model, optimizer, losses = _trained(rank, run, overlap, late=rank < late_ranks)
+def _outcome(rank: int, world_size: int, run: Run, schedule: str | None) -> tuple[str, str]:
+    model, optimizer, losses = _trained(rank, run, schedule)
     return hash_of_training(model, optimizer), repr(losses)
 
 
-GRID = combinations([0, 1, 2, 3], [None, "cpu"], ["fp32", "bf16", "fp16"], [(1, None), (3, True), (3, False)], [1, 2])
+SCHEDULES = ["one late", "both late", "the caller gathers"]
+GRID = combinations([0, 1, 2, 3], [None, "cpu"], ["fp32", "bf16", "fp16"], [(1, None), (3, True), (3, False)], SCHEDULES)
 
 
-@pytest.mark.parametrize(("stage", "tier", "precision", "order", "late_ranks"), GRID)
-def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: str, order: Any, late_ranks: int) -> None:
+@pytest.mark.parametrize(("stage", "tier", "precision", "order", "schedule"), GRID)
+def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: str, order: Any, schedule: str) -> None:
     """On one rank or both the weights come as late as the waits allow; a late rank alone must not change the collectives."""
     options = {"offload": tier and {"optimizer": tier}, "clip_grad_norm": 0.5, "sync_each": order[1]}
     options |= {"loss_scale": shardcore.LossScale(initial_power=6)} if precision == "fp16" else {}
     run = Run(stage=stage, steps=STEPS, accumulate=order[0], precision=precision, shard=options)
-    expected = run_ranks(2, _outcome, run, False, 0)
-    assert run_ranks(2, _outcome, run, True, late_ranks) == expected
+    assert run_ranks(2, _outcome, run, schedule) == run_ranks(2, _outcome, run, None)
 
 
 def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool) -> str:
@@ -189,28 +193,49 @@ def test_a_unit_waits_for_its_own_weights_only() -> None:
     assert not any(isinstance(module._parameters, Waiting) for module in model.modules())
 
 
+class _Backwards(torch.nn.Module):
+    """Uses its blocks from the last to the first, or on the `other` rank from the first to the last."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.other = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks if self.other else reversed(self.blocks):
+            x = torch.tanh(block(x))
+        return x
+
+
+def _in_order(rank: int, world_size: int, stage: int, overlap: bool, differ: bool) -> tuple[list[str], str]:
+    model: Any = _Backwards(differ and rank == 1)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters(), lr=0.1), stage, precision="fp32", overlap_step=overlap
+    )
+    order = []
+    for _ in range(3):
+        model(torch.ones(2, 4) + rank).sum().backward()
+        with shardcore.full_params(model) if stage == 3 else nullcontext():
+            optimizer.step()
+            order = [bucket.unit for bucket in optimizer._engine.lazy._pending] if overlap and stage < 3 else []
+            if stage == 3:  # held weights are brought in line by the step
+                order = [hash_of([param]) for param in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+    return order, hash_of_training(model, optimizer)
+
+
 def test_units_are_updated_in_the_order_of_the_last_forward() -> None:
-    class Backwards(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+    """Of the ranks' one order; where they have several, of the model's."""
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    for differ in (False, True):
+        (first, bits), second = run_ranks(2, _in_order, 1, True, differ)
+        assert (first, bits) == second
+        assert first == (blocks if differ else blocks[::-1])
+        assert bits == run_ranks(2, _in_order, 1, False, differ)[0][1]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in reversed(self.blocks):
-                x = block(x)
-            return x
 
-    for stage in (1, 3):
-        model = Backwards()
-        model, optimizer = shardcore.shard(
-            model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", overlap_step=True
-        )
-        SlowStore(optimizer._engine.lazy)
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        assert [bucket.unit for bucket in optimizer._engine.lazy._pending] == ["blocks.2", "blocks.1", "blocks.0"]
-        model(torch.ones(2, 4))
-        assert not optimizer._engine.lazy._pending
+def test_weights_that_are_held_whole_are_new_after_the_step() -> None:
+    assert run_ranks(2, _in_order, 3, True, False) == run_ranks(2, _in_order, 3, False, False)
 
 
 # --- gradients, averages ----------------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
 """The lazy step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from shardcore.engine.lazy import LazyStep, held_back_interrupts
 from tests.engine.late import start, stepped
@@ -122,11 +126,19 @@ from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of
 
 plain, other = start(0, Run(stage=2), False)
-for step in range(2):
+for step in range(3):
     stepped(plain, other, 0, step)
     print(hash_of(plain.parameters()), flush=True)
 model, optimizer = start(0, Run(stage=2), True, late=False)
-atexit.register(lambda: print("at exit", hash_of(model.parameters()), flush=True))
+
+
+def at_exit():
+    print("at exit", hash_of(model.parameters()), flush=True)
+    stepped(model, optimizer, 0, 2)  # no thread starts any more
+    print("at exit again", hash_of(model.parameters()), flush=True)
+
+
+atexit.register(at_exit)
 SlowStore(optimizer._engine.lazy, 0.1)
 stepped(model, optimizer, 0, 0)
 child = os.fork()
@@ -144,5 +156,22 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads do not survive a fork
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    first, second, *lines = done.stdout.splitlines()
-    assert lines == [f"child {first}", f"child again {second}", f"at exit {second}"]
+    first, second, third, *lines = done.stdout.splitlines()
+    assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", f"at exit again {third}"]
+
+
+def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
+    model, optimizer = start(rank, Run(stage=2), True, late=False)
+    stepped(model, optimizer, rank, 0)
+    lazy = weakref.ref(optimizer._engine.lazy)
+    dist.barrier()
+    del model, optimizer
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("shardcore-step") for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lazy() is None, sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
+
+
+def test_a_model_that_is_let_go_ends_its_worker() -> None:
+    assert run_ranks(2, _let_go) == [(True, 0)] * 2

@@ -45,6 +45,17 @@ def adam(model: nn.Module) -> Any:
         ({"offload": {"optimizer": "cpu", "pin_memory": 1}}, TypeError, "pin_memory"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": 1.5}}, TypeError, "is 1.5; expected a whole number"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": True}}, TypeError, "is True; expected a whole number"),
+        (
+            {"offload": {"optimizer": "cpu", "cpu_threads": 1.5}, "overlap_step": True},
+            TypeError,
+            "is 1.5; expected a whole number",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "cpu_threads": 0}, "overlap_step": True},
+            ValueError,
+            "is 0; expected 1 to 4096",
+        ),
+        ({"offload": {"optimizer": "cpu", "cpu_threads": 2}}, ValueError, "is 2 but overlap_step is False"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": -1}}, ValueError, "is -1; expected 0 bytes or"),
         (
             {"offload": {"optimizer": "cpu", "pin_memory": False, "pin_memory_limit": 4096}},
