@@ -104,12 +104,17 @@ class _Reader:
 
 @dataclass(eq=False)
 class _Update:
-    """One bucket on its way. done: Adam has run, on CUDA up to `event`. gathers: collectives under way, None: not started."""
+    """One bucket on its way.
+
+    done: Adam has run, on CUDA up to `event`, and its weights are there when `left` is done (None: they are). gathers:
+    collectives under way, None: not started.
+    """
 
     bucket: Bucket
     spans: Sequence[Span]
     done: "Future[None]" = field(default_factory=Future)
     event: torch.cuda.Event | None = None
+    left: _C.CopyEvent | None = None
     gathers: list[dist.Work] | None = None
 
 
@@ -131,7 +136,7 @@ class LazyStep:
         self.num_threads = num_threads
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
-        self._gathers = lifetimes.full_weight_resident and not lifetimes.owns_everything
+        self._gathers = lifetimes.full_weight_resident and len(comm.sharers) > 1 and not lifetimes.owns_everything
         self._worker_gathers = self._gathers and not comm.uses_nccl
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self._readers: dict[Bucket, list[_Reader]] = {bucket: [] for unit in units for bucket in unit.buckets}
@@ -233,6 +238,11 @@ class LazyStep:
         error = update.done.exception()
         if error is not None:
             self._fail("updating", update, error)
+        if update.left is not None:
+            try:
+                update.left.wait()
+            except RuntimeError as problem:
+                self._fail("copying", update, problem)
         if update.event is not None:
             torch.cuda.current_stream(self.device).wait_event(update.event)
 
@@ -314,11 +324,14 @@ def _update_all(
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         if stream is not None and began is not None:
             stream.wait_event(began)
+        steps = store.steps([update.spans for update in updates], hypers)
         for update in updates:
             if error is None:
                 try:
                     with scope("adam", update.bucket.unit):
-                        store.step(update.spans, hypers)
+                        update.left = next(steps)
+                    if all_gather is not None and update.left is not None:
+                        update.left.wait()
                     if stream is not None:
                         update.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         update.event.record(stream)
@@ -333,6 +346,8 @@ def _update_all(
                 update.done.set_result(None)
             else:
                 update.done.set_exception(error)
+        if error is None:
+            next(steps, None)  # see arrivals
 
 
 _on_thread = threading.local()

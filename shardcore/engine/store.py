@@ -159,9 +159,10 @@ def arrivals(units: Sequence[str], steps: Iterator[_C.CopyEvent | None]) -> Iter
                 on_their_way.wait()
             yield index - 1
         on_their_way = left
+    next(steps, None)  # it ends: let go earlier, it would wait for copies as after an error
+    if on_their_way is not None:
+        on_their_way.wait()
     if units:
-        if on_their_way is not None:
-            on_their_way.wait()
         yield len(units) - 1
 
 

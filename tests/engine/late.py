@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -32,11 +33,14 @@ class LateStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def step(self, spans: Any, hypers: Any) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert self._event(spans).wait(30), "nobody waited"
-            del self._allowed[id(spans)]
-        self._store.step(spans, hypers)
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        inner = self._store.steps(parts, hypers)
+        for spans in parts:
+            if threading.current_thread() is not threading.main_thread():
+                assert self._event(spans).wait(30), "nobody waited"
+                del self._allowed[id(spans)]
+            yield next(inner)
+        yield from inner
 
 
 class SlowStore:
@@ -49,9 +53,10 @@ class SlowStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def step(self, spans: Any, hypers: Any) -> None:
-        time.sleep(self._seconds)
-        self._store.step(spans, hypers)
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        for left in self._store.steps(parts, hypers):
+            time.sleep(self._seconds)
+            yield left
 
 
 def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Module | None = None) -> tuple[Any, Any]:
