@@ -145,10 +145,10 @@ class DeviceStore:
         step_spans(self._steppers[spans[0].bucket], hypers, spans, params, grads, states)
 
 
-def arrivals(units: Sequence[str], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
+def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
     """Let a store update one part after the other; yields the index of each when its weights have arrived.
 
-    That is one part behind: while its weights travel the next is updated. units: what each part is of.
+    That is one part behind: while its weights travel the next is updated. units: what each part is of, None: of all.
     """
     on_their_way: _C.CopyEvent | None = None
     for index, unit in enumerate(units):

@@ -90,7 +90,7 @@ class Updater:
         if self.lifetimes.owns_everything:
             buckets, parts = [], [[span for part in parts for span in part]]  # nothing is gathered: one call of the kernel
         works = []
-        for index in arrivals([bucket.unit for bucket in buckets] or [""], self.store.steps(parts, plan.hypers)):
+        for index in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
             if self.lifetimes.full_weight_resident and buckets:
                 with scope("gather", buckets[index].unit):
                     works += self.comm.all_gather(buckets[index].weight, Traffic.STEP, self.comm.sharers)
