@@ -273,6 +273,8 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     assert torch.equal(new[2:], old[2:])
     assert new[0].abs().max() < 2.0**-126, "a remainder is left of some, below what bfloat16 knows"
     assert torch.equal(new.bfloat16(), weight)
+    weight.data.zero_()  # which no counter tells of
+    assert shardcore.full_state(weight, "master").abs().max() < 2.0**-126
     given = {key: torch.randn_like(value, dtype=torch.float32) for key, value in model.state_dict().items()}
     model.load_state_dict(given)
     for key, value in model.state_dict().items():
