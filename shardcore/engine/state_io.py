@@ -77,15 +77,17 @@ class OptimizerStateIO:
         self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
         saved = self._by_param(groups, state_dict)
         lost: list[str] = []
-        for managed, bucket in self._optimized():  # checks only: the results go, so that one parameter is whole at a time
-            lost += self._import(managed, bucket, saved)[1]
+        taken: dict[Managed, Mapping[str, Any]] = {}
+        for managed, bucket in self._optimized():
+            taken[managed], lost_here = self._import(managed, bucket, saved)
+            lost += lost_here
         if lost:
             more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
             warnings.warn(f"{_OP}: {lost[0]}{more}", UserWarning, stacklevel=4)
         for group, new_options in zip(groups, options, strict=True):
             group.update(new_options)
         for managed, bucket in self._optimized():
-            self._scatter(managed, bucket, self._import(managed, bucket, saved)[0])
+            self._scatter(managed, bucket, taken[managed])
 
     def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over the states that an optimizer had before it was sharded, without remainders (joined_state)."""
@@ -115,7 +117,10 @@ class OptimizerStateIO:
     def _import(
         self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[str]]:
-        """Return a parameter's saved state without what is not kept, and in words what that is, and what is rounded."""
+        """Check a parameter's saved state; return it without what is not kept, and in words what that is, and what is rounded.
+
+        What is returned are the tensors as given: whole ones are made for the check alone, for one parameter at a time.
+        """
         entry, kind = saved.get(managed.param, {}), bucket.kind
         state, lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, kind.master, kind.state_dtype)
         taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}

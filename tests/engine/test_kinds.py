@@ -18,6 +18,7 @@ import shardcore
 from shardcore.engine import kinds, store
 from shardcore.engine.kinds import StateKind
 from shardcore.engine.updater import Updater
+from shardcore.offload import CpuStore
 from tests.choice import combinations, some
 from tests.engine.models import Net, batch_of, hash_of
 from tests.ranks import run_ranks
@@ -163,11 +164,17 @@ def _forget_remainders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store, "step_spans", forgetful)
 
 
+def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
+    part = store.Span.part
+    patch.setattr(store.Span, "part", lambda span, offset, numel: replace(part(span, offset, numel), key=span.key))
+
+
 TWINS: dict[str, tuple[str, Any, Any]] = {
     "elements counted in the shard": ("8bit", None, _replan(lambda span: replace(span, key=(span.key[0], span.start)))),
     "parameters counted in the bucket": ("stochastic", None, _replan(lambda span: replace(span, key=(0, span.key[1])))),
     "spans over several parameters": ("8bit", None, lambda patch: patch.setattr(kinds, "draws_random_bits", lambda _: False)),
     "remainders dropped": ("split", None, _forget_remainders),
+    "elements counted in the chunk": ("stochastic 8bit", CPU_TIER, _chunks_count_anew),
     "weights left where they are": ("split", CPU_TIER, lambda patch: patch.setattr(StateKind, "reads_weights", False)),
 }
 
@@ -176,6 +183,7 @@ TWINS: dict[str, tuple[str, Any, Any]] = {
 def test_a_broken_kind_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, offload, break_it = TWINS[twin]
     expected = unsharded(kind)
+    monkeypatch.setattr(CpuStore.__init__, "__defaults__", (None, 256))  # chunks end inside parameters
     assert _trained(kind, (2, offload, "auto")) == expected
     break_it(monkeypatch)
     assert _trained(kind, (2, offload, "auto")) != expected
@@ -273,6 +281,8 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     assert torch.equal(new[2:], old[2:])
     assert new[0].abs().max() < 2.0**-126, "a remainder is left of some, below what bfloat16 knows"
     assert torch.equal(new.bfloat16(), weight)
+    weight.data.zero_()  # which no counter tells of
+    assert shardcore.full_state(weight, "master").abs().max() < 2.0**-126
     given = {key: torch.randn_like(value, dtype=torch.float32) for key, value in model.state_dict().items()}
     model.load_state_dict(given)
     for key, value in model.state_dict().items():
