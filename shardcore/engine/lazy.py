@@ -46,52 +46,32 @@ class StepError(RuntimeError):
 
 
 class Waiting(Parameters):
-    """`module._parameters` while some of them are on their way: what reads or sets one waits first."""
+    """`module._parameters` while some of them are on their way: what reads or changes it waits first."""
 
     def __init__(self, own: Parameters, wait: Callable[[], None]) -> None:
         """Stand in for `own` until `wait` returns, which puts `own` back."""
         super().__init__(own)
         self._own, self._wait = own, wait
 
-    def _now(self) -> Parameters:
+    def now(self) -> Parameters:
+        """Wait; returns what this stands for."""
         self._wait()
         return self._own
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        """Wait, and read."""
-        return self._now()[name]
-
-    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
-        """Wait, and set."""
-        self._now()[name] = param
-
-    def __delitem__(self, name: str) -> None:
-        """Wait, and remove."""
-        del self._now()[name]
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Wait, and be copied as what it stands for."""
-        return dict, (self._now(),)
+        """Wait, and be copied as what this stands for."""
+        return dict, (self.now(),)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Wait, and read."""
-        return self._now().get(name, default)
 
-    def items(self) -> Any:
-        """Wait, and read."""
-        return self._now().items()
+def _waits(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **options: getattr(self.now(), name)(*arguments, **options)
 
-    def values(self) -> Any:
-        """Wait, and read."""
-        return self._now().values()
 
-    def pop(self, *arguments: Any) -> Any:
-        """Wait, and remove."""
-        return self._now().pop(*arguments)
-
-    def copy(self) -> Parameters:
-        """Wait, and be copied as what it stands for."""
-        return self._now().copy()
+# All methods of dict but those that tell names only.
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__eq__", "__or__", "__ror__", "__ior__"):
+    setattr(Waiting, _name, _waits(_name))
+for _name in ("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):
+    setattr(Waiting, _name, _waits(_name))
 
 
 @dataclass(eq=False)

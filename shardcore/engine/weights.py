@@ -92,17 +92,17 @@ class Weights:
             self._owed = unit
 
     def _start_owed(self) -> None:
-        if self._owed is not None and self.lazy is not None:
-            self.lazy.wait(self._owed.buckets)  # if this is interrupted it stays owed
-            owed, self._owed = self._owed, None
-            self._start(owed)
+        if self._owed is not None:
+            self._start(self._owed)
 
     def _start(self, unit: Unit) -> None:
-        self._start_owed()
+        if self._owed is not unit:
+            self._start_owed()
         if unit.open or unit.gathers is not None:
             return
         if self.lazy is not None:
-            self.lazy.wait(unit.buckets)
+            self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
+            self._owed = None
         unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
         with scope("gather", unit.name), torch.no_grad():
             for bucket in unit.buckets:

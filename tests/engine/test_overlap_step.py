@@ -188,8 +188,12 @@ def test_a_unit_waits_for_its_own_weights_only() -> None:
     assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1", "blocks.2"}
     model.blocks[2].requires_grad_(True)  # a read of all its parameters
     assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1"}
-    optimizer.synchronize()
+    model.train()  # as it was: nothing is read
+    assert lazy._pending
+    copied = copy.deepcopy(model)
+    assert copied.train() is copied
     assert not lazy._pending
+    assert all(type(module._parameters) is dict for module in copied.modules())
     assert not any(isinstance(module._parameters, Waiting) for module in model.modules())
 
 
