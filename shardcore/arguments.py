@@ -93,6 +93,7 @@ class Offload:
 
     optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
     that is there; the rest stays on the device. gradients: the tier of reduced gradients, or None: on the device.
+    params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows.
     """
@@ -100,6 +101,7 @@ class Offload:
     optimizer: str | None = None
     ratio: float = 1.0
     gradients: str | None = None
+    params: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
 
@@ -112,14 +114,15 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
     known = tuple(field.name for field in fields(Offload))
     for key in offload:
-        if key == "params":
-            raise NotImplementedError(
-                f'shard: offload has "{key}", which is not built yet; expected only "optimizer" and "gradients"'
-            )
         if key not in known:
             others = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
+    if tier is None and offload.get("params") is not None:
+        raise NotImplementedError(
+            'shard: offload has "params" without "optimizer", which is not built yet; expected {"optimizer": "cpu", "params": '
+            '"cpu"}'
+        )
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
     if tier != "cpu":
@@ -137,15 +140,21 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
             raise ValueError(
                 f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
             )
-    gradients = offload.get("gradients")
-    if gradients not in (None, "cpu"):
-        raise ValueError(f'shard: offload["gradients"] is {gradients!r}; expected "cpu" or None')
+    gradients, params = offload.get("gradients"), offload.get("params")
+    for key, value in (("gradients", gradients), ("params", params)):
+        if value not in (None, "cpu"):
+            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected "cpu" or None')
+    if params is not None and stage != 3:
+        raise ValueError(
+            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps whole weights on the device; expected stage 3, '
+            "or None"
+        )
     if gradients is not None and stage == 0:
         raise ValueError(
             'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
             "stage from 1 on"
         )
-    return Offload(tier, _ratio_of(offload.get("ratio", 1.0)), gradients, pin_memory, limit)
+    return Offload(tier, _ratio_of(offload.get("ratio", 1.0)), gradients, params, pin_memory, limit)
 
 
 def _ratio_of(ratio: object) -> float:

@@ -35,15 +35,20 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
 
 
-def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False) -> int:
-    """Return the bytes of all places in staging. grads_leave: in backward, so that none come in the step."""
-    return (WEIGHT_PLACES + (0 if grads_leave else GRAD_PLACES)) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+def staging_bytes(
+    buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False, weights_here: bool = False
+) -> int:
+    """Return the bytes of all places in staging; see CpuStore."""
+    places = (0 if grads_leave else GRAD_PLACES) + (0 if weights_here else WEIGHT_PLACES)
+    return places * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool], grads_leave: bool = False) -> int:
+def host_bytes(
+    buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool], grads_leave: bool = False, weights_here: bool = False
+) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
     states = sum(bucket.owned_numel * len(state_keys(amsgrad[bucket], bucket.needs_master)) for bucket in buckets)
-    return states * torch.float32.itemsize + staging_bytes(buckets, grads_leave=grads_leave)
+    return states * torch.float32.itemsize + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
 @dataclass
@@ -62,7 +67,7 @@ class _Chunk:
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
     weights: list[torch.Tensor]
-    place: _Weights
+    place: _Weights | None
     arrived: _C.CopyEvent | None
 
 
@@ -81,19 +86,23 @@ class CpuStore:
         chunk_numel: int = CHUNK_NUMEL,
         *,
         grads_leave: bool = False,
+        weights_here: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`).
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`),
+        so that none come in a step. weights_here: the buckets' shards of weights lie in this tier (`Bucket.tier`).
         """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
-        self.copies = _C.HostTier(device, pin_memory, pin_memory_limit)
+        self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
         self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(0 if grads_leave else GRAD_PLACES)]
-        self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
+        self._weights = [
+            _Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(0 if weights_here else WEIGHT_PLACES)
+        ]
         self._turn = 0  # chunks so far: says whose turn it is
         self._states = {
             bucket: {
@@ -108,6 +117,11 @@ class CpuStore:
         """See StateStore."""
         return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
 
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
         return self._states[bucket]
@@ -118,7 +132,7 @@ class CpuStore:
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        source = values.to(torch.float32).contiguous().view(-1)
+        source = values.to(self._device, torch.float32).contiguous().view(-1)
         self.copies.to_tier(self._states[bucket][key][start : start + source.numel()], source).synchronize()
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper], meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -129,6 +143,8 @@ class CpuStore:
         """
         left: _C.CopyEvent | None = None
         try:
+            if not self._weights:
+                self.copies.synchronize()  # weights that still leave for the device must not change
             # Each chunk is fetched before the one before it is updated: it travels meanwhile.
             chunks = _one_ahead(self._fetch(spans) for spans in self._chunks(spans))
             first = list(islice(chunks, 1))
@@ -138,8 +154,9 @@ class CpuStore:
                     chunk.arrived.synchronize()
                 states = [self._states_of(span) for span in chunk.spans]
                 step_spans(self._stepper, hypers, [span.hyper for span in chunk.spans], chunk.params, chunk.grads, states)
-                for weight, param in zip(chunk.weights, chunk.params, strict=True):
-                    left = chunk.place.left = self.copies.from_tier(weight, param)
+                if chunk.place is not None:
+                    for weight, param in zip(chunk.weights, chunk.params, strict=True):
+                        left = chunk.place.left = self.copies.from_tier(weight, param)
             if left is not None:
                 left.wait()
         except BaseException:
@@ -149,16 +166,16 @@ class CpuStore:
     def _fetch(self, spans: Sequence[Span]) -> _Chunk:
         """Let a chunk's gradients, and weights that have no master, come to staging."""
         turn, self._turn = self._turn, self._turn + 1
-        place = self._weights[turn % WEIGHT_PLACES]
-        if place.left is not None:
+        place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
+        if place is not None and place.left is not None:
             place.left.synchronize()
         chunk_grads, params, weights = [], [], []
         cursor = 0
         arrived: _C.CopyEvent | None = None
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
-            param = _part(place.memory, bucket.dtype, cursor, span.numel)
             weight = bucket.owned_weight[span.start : end]
+            param = weight if place is None else _part(place.memory, bucket.dtype, cursor, span.numel)
             if bucket.host_grad is not None:
                 grad = bucket.host_grad[span.start : end]
             else:
@@ -166,7 +183,7 @@ class CpuStore:
                 grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
                 grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
                 arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
-            if not bucket.needs_master:
+            if place is not None and not bucket.needs_master:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
             params.append(param)

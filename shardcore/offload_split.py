@@ -3,11 +3,15 @@
 Both parts are buckets of their own (`parts_of`), so a DeviceStore serves the first ones and a CpuStore the others, with one
 kernel and the same numbers. No block is cut, so the cut never shows in the bits.
 
+Weights that lie in host memory come to the device for its part of a step and go back, through a scratch as large as the largest
+such part. The CPU's part is updated where it lies.
+
 Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1 puts all states into host
 memory, 0 leaves all beside the weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 import torch
 
@@ -39,6 +43,11 @@ def cuts_of(buckets: Iterable[Bucket], ratio: float) -> dict[Bucket, int]:
     return {bucket: cut for bucket, cut in cuts.items() if cut < bucket.owned_numel}
 
 
+def scratch_bytes(parts: Iterable[Bucket]) -> int:
+    """Return the bytes on the device in which these parts' weights are updated, one after the other, if they lie elsewhere."""
+    return max((part.owned_numel * part.dtype.itemsize for part in parts), default=0)
+
+
 def host_store(
     buckets: Sequence[Bucket],
     amsgrad: Mapping[Bucket, bool],
@@ -48,11 +57,13 @@ def host_store(
     *,
     ratio: float,
     grads_leave: bool,
+    weights_here: bool,
 ) -> "CpuStore | SplitStore":
     """Return a store that has `ratio` of the states in host memory. See CpuStore."""
+    arguments = buckets, amsgrad, device, pin_memory, pin_memory_limit
     if ratio == 1.0:
-        return CpuStore(buckets, amsgrad, device, pin_memory, pin_memory_limit, grads_leave=grads_leave)
-    return SplitStore(buckets, amsgrad, device, pin_memory, pin_memory_limit, ratio=ratio, grads_leave=grads_leave)
+        return CpuStore(*arguments, grads_leave=grads_leave, weights_here=weights_here)
+    return SplitStore(*arguments, ratio=ratio, grads_leave=grads_leave, weights_here=weights_here)
 
 
 class SplitStore:
@@ -70,20 +81,27 @@ class SplitStore:
         *,
         ratio: float,
         grads_leave: bool = False,
+        weights_here: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes]."""
         self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
+        size = scratch_bytes([near for near, _ in self._parts.values()]) if weights_here else 0
+        self._scratch = torch.empty(size, dtype=torch.uint8, device=device) if weights_here else None
+        self._left: _C.CopyEvent | None = None
         for bucket in buckets:
             self._point(bucket)
         near, far = ({parts[i]: amsgrad[bucket] for bucket, parts in self._parts.items()} for i in (0, 1))
         self.on_device = DeviceStore(list(near), near)
-        self.on_cpu = CpuStore(list(far), far, device, pin_memory, pin_memory_limit, grads_leave=grads_leave)
+        pinning = pin_memory, pin_memory_limit
+        self.on_cpu = CpuStore(list(far), far, device, *pinning, grads_leave=grads_leave, weights_here=weights_here)
 
     def _point(self, bucket: Bucket) -> None:
         """Let both parts look at the bucket's weights and gradient as they lie now."""
         near, far = self._parts[bucket]
         cut = near.owned_numel
         near.owned_weight, far.owned_weight = bucket.owned_weight[:cut], bucket.owned_weight[cut:]
+        if self._scratch is not None:
+            near.owned_weight = self._scratch[: cut * bucket.dtype.itemsize].view(bucket.dtype)
         near.grad = None if bucket.grad is None else bucket.grad[:cut]
         far.grad = None if bucket.grad is None else bucket.grad[cut:]
         far.host_grad = bucket.host_grad
@@ -97,6 +115,11 @@ class SplitStore:
     def scratch_bytes(self) -> int:
         """See StateStore."""
         return self.on_cpu.scratch_bytes
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0 if self._scratch is None else self._scratch.nbytes
 
     def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
         """See StateStore."""
@@ -129,7 +152,26 @@ class SplitStore:
             if end > cut:
                 start = max(span.start, cut)
                 far.append(Span(second, start - cut, end - start, span.hyper))
-        self.on_cpu.step(far, hypers, meanwhile=lambda: self.on_device.step(near, hypers))
+        update = self.on_device.step if self._scratch is None else self._step_in_scratch
+        self.on_cpu.step(far, hypers, meanwhile=lambda: update(near, hypers))
+        if self._left is not None:
+            self._left.synchronize()
+
+    def _step_in_scratch(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+        """Update weights of host memory on the device, a bucket at a time: those without master come, all go back."""
+        home = {near: bucket for bucket, (near, _) in self._parts.items()}
+        for near, of_bucket in groupby(spans, key=lambda span: span.bucket):
+            here = list(of_bucket)
+            places = [slice(span.start, span.start + span.numel) for span in here]
+            weight = home[near].owned_weight
+            if not near.needs_master:
+                for place in places:
+                    self.copies.from_tier(near.owned_weight[place], weight[place]).wait()
+            self.on_device.step(here, hypers)
+            for place in places:
+                self._left = self.copies.to_tier(weight[place], near.owned_weight[place])
+            assert self._left is not None
+            self._left.wait()  # before the next bucket takes the scratch
 
 
 class _Joined(Mapping[str, torch.Tensor]):

@@ -115,10 +115,11 @@ def predict(
     kept = build.kept_params(model, chosen["keep_fp32"])
     builder = build.Builder(comm, lifetimes, DTYPES[chosen["precision"]], kept, _META)
     buckets = builder.plan(model, specs, adam)
+    tiers = offload_options(chosen["offload"], stage)
     for bucket in buckets:
         builder.allocate(bucket)
+        bucket.weight_tier = tiers.params or "device"
     amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
-    tiers = offload_options(chosen["offload"], stage)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [
         torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META)
@@ -234,7 +235,8 @@ class _Rehearsal:
     # --- weights (stage 3), as Weights does it ---------------------------------------------------------------------
 
     def _move_weights(self) -> None:
-        if self.lifetimes.full_weight_resident or len(self.comm.sharers) == 1:
+        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        if self.lifetimes.full_weight_resident or not apart:
             return
         passing = [unit for unit in self.units if not unit.stays]
         known, self._known = self._known, True  # in the first pass no unit is gathered ahead, and none is known to be the last

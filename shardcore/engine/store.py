@@ -38,6 +38,10 @@ class StateStore(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes beside the states: what steps work in."""
 
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """Bytes on the device that weights of another tier are updated in."""
+
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """Update states, masters and the owned weights from the buckets' reduced gradients."""
 
@@ -95,6 +99,11 @@ class DeviceStore:
 
     @property
     def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
+    @property
+    def weight_scratch_bytes(self) -> int:
         """See StateStore."""
         return 0
 
