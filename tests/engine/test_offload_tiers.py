@@ -9,6 +9,7 @@ import shardcore
 from shardcore.engine.store import DeviceStore
 from shardcore.offload import CpuStore
 from shardcore.offload_split import SplitStore
+from shardcore.predict import predict
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_backward import Reused
@@ -32,6 +33,13 @@ def fits(stage: int, offload: dict[str, Any]) -> bool:
     return ("params" not in offload or stage == 3) and ("gradients" not in offload or stage > 0)
 
 
+def partly_frozen() -> Any:
+    torch.manual_seed(0)
+    model = Net(depth=4)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
 def _step(model: Any, optimizer: Any, step: int) -> None:
     loss_of(model, batch_of(step, 0, 0)).backward()
     optimizer.step()
@@ -42,7 +50,7 @@ def backward(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.scale_loss(loss_of(model, batch)).backward()
 
 
-def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+def hashes_of(rank: int, world_size: int, runs: list[Run]) -> list[str]:
     """Of each training: weights and states after a step that was skipped, a clipping, edited weights and loaded states."""
     found = []
     for run in runs:
@@ -84,9 +92,65 @@ def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulat
         Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]})
         for stage, offload in places
     ]
-    hashes = run_ranks(world_size, _hashes, runs)
+    hashes = run_ranks(world_size, hashes_of, runs)
     assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
     assert all(of_rank == hashes[0] for of_rank in hashes)
+
+
+RATIOS = (0, 0.37, 1)
+TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
+
+
+def _grid(stage: int) -> list[tuple[Any, Any]]:
+    offloads = [tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS]
+    return [(offload, units) for offload in (None, *offloads) for units in ("auto", 500) if fits(stage, offload or {})]
+
+
+def _after_20_steps(rank: int, world_size: int, stage: int, accumulate: int, sync_each: bool | None) -> list[str]:
+    found = []
+    for offload, units in _grid(stage):
+        shard = {"clip_grad_norm": 0.5, "sync_each": sync_each, "offload": offload, "units": units}
+        run = Run(stage, 0, accumulate, "bf16", shard=shard)
+        model, optimizer, _ = train(rank, run)
+        for step in range(20):
+            for micro in range(accumulate):
+                x, y = batch_of(step, micro, rank)
+                loss_of(model, (torch.full_like(x, torch.inf) if (step, micro) == (7, 0) else x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (4, True), (4, False)])
+def test_the_whole_grid_has_one_hash(world_size: int, accumulate: int, sync_each: bool | None) -> None:
+    expected = None
+    for stage in (0, 1, 2, 3):
+        hashes = run_ranks(world_size, _after_20_steps, stage, accumulate, sync_each)
+        expected = expected or hashes[0][0]
+        assert [place for place, value in zip(_grid(stage), hashes[0], strict=True) if value != expected] == [], stage
+        assert all(of_rank == hashes[0] for of_rank in hashes)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr("shardcore.api._short_of_memory", lambda comm, needs: needed.append(needs))
+    for offload in (tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS):
+        shard = {"offload": offload, "grad_dtype": "bf16"}
+        model, optimizer, _ = train(0, Run(3, 0, accumulate, "bf16", shard=shard), partly_frozen())
+        copies = optimizer._engine.store.copies
+        for step in range(3):
+            assert copies.bytes_allocated == needed[-1] == shardcore.memory_report(model).by_tier.get("cpu", 0), offload
+            for micro in range(accumulate):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        predicted = predict(partly_frozen(), None, 3, world_size=1, precision="bf16", accumulate=accumulate, **shard)
+        assert predicted.resting.by_tier.get("cpu", 0) == needed[-1], offload
 
 
 # --- a share of the states --------------------------------------------------------------------------------------------
@@ -231,6 +295,16 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
     assert hash_of_training(*train(0, run)[:2]) != good
 
 
+def test_a_copy_that_fails_in_backward_is_an_error_there_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier_with(monkeypatch, failing_copy=2)
+    model, optimizer, _ = train(0, Run(steps=0, shard={"offload": GRADS}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"HostTier.to_tier: copy \d+ of \d+ bytes failed \(a planted fault\)"):
+            loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises((RuntimeError, ValueError)):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_come_in_parts_and_backwards_that_fail(world_size: int) -> None:
     common = {"offload": GRADS | {"ratio": 0.6}}
@@ -257,84 +331,3 @@ def _in_parts(rank: int, world_size: int, stage: int, precision: str, options: d
         optimizer.zero_grad()
         _step(model, optimizer, 6)
     return hash_of_training(model, optimizer)
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def _net(frozen: bool) -> Any:
-    torch.manual_seed(0)
-    model = Net(depth=4)
-    model.blocks[1].requires_grad_(not frozen)
-    return model
-
-
-def test_weights_stream_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one rank: each unit comes for its forward and for its backward, the last one once; a step moves nothing at all."""
-    tier_with(monkeypatch)
-    run = Run(stage=3, steps=2, precision="bf16", shard={"offload": PARAMS | GRADS})
-    model, optimizer, _ = train(0, run, _net(frozen=True))
-    engine = optimizer._engine
-    sizes = {unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.weights.units}
-    in_weights = {"device": 0, "cpu": 0}
-    for line in shardcore.memory_report(model).lines:
-        if line.kind == "weights":
-            in_weights[line.tier] += line.bytes
-    assert in_weights == {"device": sizes[""] + 2 * sizes["blocks.0"], "cpu": sum(sizes.values())}
-    copies = engine.store.copies
-    moved = [copies.bytes_from_tier]
-    loss_of(model, batch_of(5, 0, 0)).backward()
-    moved += [copies.bytes_from_tier, copies.bytes_to_tier]
-    optimizer.step()
-    moved += [copies.bytes_from_tier, copies.bytes_to_tier]
-    twice = [name for name in sizes if name not in ("", "blocks.3")]
-    assert moved[1] - moved[0] == sum(sizes.values()) + sum(sizes[name] for name in twice)
-    assert moved[3:] == moved[1:3]
-
-
-def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    tier_with(monkeypatch, lambda tier: Watched(tier, log), late=True)
-    model, _, _ = train(0, Run(stage=3, steps=2, shard={"offload": PARAMS}))
-    for index, block in enumerate(model.blocks):
-        block.norm.register_forward_hook(lambda *_, index=index: log.append(f"block {index}"))
-    log.clear()
-    model(batch_of(0, 0, 0)[0])
-    come = ["from_tier", "from_tier.wait"]
-    assert log == [*come, *come, "from_tier", "block 0", "from_tier.wait", "from_tier", "block 1", "from_tier.wait", "block 2"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_frozen_weights_in_host_memory_and_late_copies_give_the_same_bits(world_size: int) -> None:
-    expected = run_ranks(world_size, _frozen, None, False)
-    assert run_ranks(world_size, _frozen, PARAMS | GRADS | {"ratio": 0.6}, True) == expected
-
-
-def _frozen(rank: int, world_size: int, offload: Any, late: bool) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        if late:
-            tier_with(patch, late=True)
-        run = Run(stage=3, steps=3, precision="bf16", accumulate=2, shard={"offload": offload})
-        return hash_of_training(*train(rank, run, _net(frozen=True))[:2])
-
-
-def _no_wait(patch: pytest.MonkeyPatch) -> None:
-    """The unit's forward does not wait for its shard."""
-    tier_with(patch, lambda tier: Watched(tier, [], lambda made: made == "from_tier.wait"), late=True)
-
-
-def _no_edit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.engine.bucket.Bucket.take_edits", lambda bucket: None)
-
-
-def _not_back(patch: pytest.MonkeyPatch) -> None:
-    """The device's share of new weights does not go back to host memory."""
-    patch.setattr(SplitStore, "_step_in_scratch", lambda store, spans, hypers: store.on_device.step(spans, hypers))
-
-
-@pytest.mark.parametrize("twin", [_no_wait, _no_edit, _not_back])
-def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(3, 2, precision="bf16", shard={"offload": PARAMS | {"ratio": 0.6}})
-    good = _hashes(0, 1, [run])
-    twin(monkeypatch)
-    assert _hashes(0, 1, [run]) != good
