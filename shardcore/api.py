@@ -23,12 +23,13 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.materialize import Materialize, plan_materialize
+from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.host_memory import free_bytes
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
-from shardcore.offload_split import SplitStore, cuts_of, host_store, parts_of
+from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.units import UnitPolicy, plan_units
 
@@ -76,6 +77,9 @@ def shard(
         on one GPU the model streams through it, layer by layer.
         "ratio": the share of each shard that the CPU updates, whose states (and gradients) are there, 0 to 1 (default 1), as
         DeepSpeed's; the rest stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
+        "auto" starts with 1, times three steps and forwards, and then lets the device keep the least share that hides the CPU's
+        part behind a forward (with overlap_step; the same on all ranks, from the next zero_grad() on), but at most
+        "device_memory_limit" bytes of states.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning.
@@ -197,6 +201,7 @@ def shard(
         ratio=tiers.ratio,
         grads_leave=tiers.gradients is not None,
         weights_here=tiers.params is not None,
+        changes=tiers.auto,
     )
     host: CpuStore | SplitStore | None = (
         make_host() if tiers.params is not None else None
@@ -229,8 +234,25 @@ def shard(
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)
     home = GradHome(host.copies, cuts_of(amsgrad, tiers.ratio)) if host is not None and tiers.gradients is not None else None
+    pacing: list[Any] = []
+    if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
+        pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, amsgrad)))
+        pacing.append(host.resplit)
     engine = Engine(
-        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler, home
+        model,
+        buckets,
+        frozen,
+        store,
+        comm,
+        LIFETIMES[stage],
+        policy,
+        clip_grad_norm,
+        adam,
+        device,
+        weights,
+        scaler,
+        home,
+        *pacing,
     )
     if host is not None:
         warn_of_pageable(host.copies)

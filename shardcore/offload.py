@@ -130,6 +130,15 @@ class CpuStore:
         """See StateStore."""
         return {"cpu": self._states[bucket]}
 
+    def replace(self, bucket: Bucket, end: Bucket) -> None:
+        """Keep of a bucket's states those of `end`, a bucket of the end of its owned range, in memory of that size."""
+        first = bucket.owned_numel - end.owned_numel
+        kept = self._states.pop(bucket)
+        for key, flat in kept.items() if first else ():
+            kept[key] = self.copies.empty(end.owned_numel, flat.dtype, pinned=False)
+            kept[key].copy_(flat[first:])
+        self._states[end] = kept
+
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         source = values.to(self._device, torch.float32).contiguous().view(-1)

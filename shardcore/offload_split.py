@@ -10,6 +10,7 @@ Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpe
 memory, 0 leaves all beside the weights.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -17,7 +18,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.store import DeviceStore, Span
+from shardcore.engine.store import DeviceStore, Span, state_keys
 from shardcore.layout import BLOCK
 from shardcore.offload import CpuStore
 
@@ -43,6 +44,13 @@ def cuts_of(buckets: Iterable[Bucket], ratio: float) -> dict[Bucket, int]:
     return {bucket: cut for bucket, cut in cuts.items() if cut < bucket.owned_numel}
 
 
+def device_bytes(amsgrad: Mapping[Bucket, bool], ratio: float) -> int:
+    """Return the bytes of states that stay on the device; `amsgrad` of the buckets that have any."""
+    numels = {bucket: parts_of(bucket, ratio)[0].owned_numel for bucket in amsgrad}
+    counts = {bucket: len(state_keys(flag, bucket.needs_master)) for bucket, flag in amsgrad.items()}
+    return sum(numels[bucket] * counts[bucket] for bucket in amsgrad) * torch.float32.itemsize
+
+
 def scratch_bytes(parts: Iterable[Bucket]) -> int:
     """Return the bytes on the device in which these parts' weights are updated, one after the other, if they lie elsewhere."""
     return max((part.owned_numel * part.dtype.itemsize for part in parts), default=0)
@@ -58,10 +66,11 @@ def host_store(
     ratio: float,
     grads_leave: bool,
     weights_here: bool,
+    changes: bool,
 ) -> "CpuStore | SplitStore":
-    """Return a store that has `ratio` of the states in host memory. See CpuStore."""
+    """Return a store that has `ratio` of the states in host memory; `changes`: until `resplit`. See CpuStore."""
     arguments = buckets, amsgrad, device, pin_memory, pin_memory_limit
-    if ratio == 1.0:
+    if ratio == 1.0 and not changes:
         return CpuStore(*arguments, grads_leave=grads_leave, weights_here=weights_here)
     return SplitStore(*arguments, ratio=ratio, grads_leave=grads_leave, weights_here=weights_here)
 
@@ -84,16 +93,39 @@ class SplitStore:
         weights_here: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes]."""
-        self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
-        size = scratch_bytes([near for near, _ in self._parts.values()]) if weights_here else 0
-        self._scratch = torch.empty(size, dtype=torch.uint8, device=device) if weights_here else None
+        self._amsgrad, self._device, self._weights_here = dict(amsgrad), device, weights_here
         self._left: _C.CopyEvent | None = None
-        for bucket in buckets:
-            self._point(bucket)
-        near, far = ({parts[i]: amsgrad[bucket] for bucket, parts in self._parts.items()} for i in (0, 1))
-        self.on_device = DeviceStore(list(near), near)
+        self._spent_s = 0.0
+        self._cut(buckets, ratio)
+        far = {far: amsgrad[bucket] for bucket, (_, far) in self._parts.items()}
         pinning = pin_memory, pin_memory_limit
         self.on_cpu = CpuStore(list(far), far, device, *pinning, grads_leave=grads_leave, weights_here=weights_here)
+
+    def _cut(self, buckets: Iterable[Bucket], ratio: float) -> None:
+        """Make the parts, and the device's zero states."""
+        self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
+        size = scratch_bytes([near for near, _ in self._parts.values()])
+        self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device) if self._weights_here else None
+        for bucket in self._parts:
+            self._point(bucket)
+        near = {near: self._amsgrad[bucket] for bucket, (near, _) in self._parts.items()}
+        self.on_device = DeviceStore(list(near), near)
+
+    def seconds(self) -> float:
+        """Return the time of all steps so far."""
+        return self._spent_s
+
+    def resplit(self, ratio: float) -> dict[Bucket, int]:
+        """Move states to the device, which has none so far, so that `ratio` of them stay in host memory. See cuts_of."""
+        old = self._parts
+        self._cut(old, ratio)
+        for bucket, (_, whole) in old.items():
+            near, far = self._parts[bucket]
+            assert whole.owned_numel == bucket.owned_numel
+            for key, flat in self.on_cpu.states(whole).items():
+                self.on_device.write(near, key, 0, flat[: near.owned_numel])
+            self.on_cpu.replace(whole, far)
+        return cuts_of(self._parts, ratio)
 
     def _point(self, bucket: Bucket) -> None:
         """Let both parts look at the bucket's weights and gradient as they lie now."""
@@ -141,6 +173,7 @@ class SplitStore:
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """See StateStore. The device's part is queued once the first chunks are on their way to the CPU."""
+        begun_s = time.perf_counter()
         for bucket in {span.bucket: None for span in spans}:
             self._point(bucket)
         near, far = [], []
@@ -156,6 +189,9 @@ class SplitStore:
         self.on_cpu.step(far, hypers, meanwhile=lambda: update(near, hypers))
         if self._left is not None:
             self._left.synchronize()
+        for part in (part for bucket in {span.bucket: None for span in spans} for part in self._parts[bucket]):
+            part.grad = part.host_grad = None  # or they would hold memory that its pool has given up
+        self._spent_s += time.perf_counter() - begun_s
 
     def _step_in_scratch(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
         """Update weights of host memory on the device, a bucket at a time: those without master come, all go back."""

@@ -84,7 +84,8 @@ def predict(
 
     model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
     parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order.
+    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as it begins, as 1.
     Raises ValueError or TypeError for what shard would refuse.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}

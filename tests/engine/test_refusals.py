@@ -36,7 +36,12 @@ def adam(model: nn.Module) -> Any:
         ),
         ({"offload": {"optimizer": "cpu", "ratio": float("nan")}}, ValueError, "is nan; expected a number from 0 to 1"),
         ({"offload": {"optimizer": "cpu", "ratio": True}}, TypeError, "is True; expected a number from 0 to 1"),
-        ({"offload": {"optimizer": "cpu", "ratio": "auto"}}, NotImplementedError, "ratio.* is 'auto', which is not built yet"),
+        ({"offload": {"optimizer": "cpu", "ratio": "auto"}}, ValueError, "device_memory_limit.* is None with the ratio 'auto'"),
+        (
+            {"offload": {"optimizer": "cpu", "device_memory_limit": 1}},
+            ValueError,
+            "is 1 with the ratio 1.0; expected",
+        ),
         ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps whole weights"),
         ({"offload": {"params": "cpu"}, "stage": 3}, NotImplementedError, '"params" without "optimizer"'),
         ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
