@@ -281,6 +281,44 @@ def test_a_wait_for_a_gradient_that_is_left_out_changes_the_hash(call: str, monk
     assert hash_of_training(*train(0, run)[:2]) != expected
 
 
+def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    tier_with(monkeypatch, lambda tier: Watched(tier, log))
+    model, _, _ = train(0, Run(steps=2, shard={"offload": GRADS}))
+    for index, block in enumerate(model.blocks):
+        block.norm.weight.register_hook(lambda _, index=index: log.append(f"block {index}"))  # the unit's last gradient but one
+    log.clear()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    waited = "to_tier.wait"
+    assert log == ["block 2", "to_tier", "block 1", "to_tier", "block 0", waited, "to_tier", waited, "to_tier", waited, waited]
+
+
+class _Rounding:
+    """A tier to which float32 comes as bfloat16 would have."""
+
+    def __init__(self, tier: Any) -> None:
+        self._tier = tier
+
+    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
+        return self._tier.to_tier(dst, src.bfloat16().to(src.dtype))
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_product_that_is_rounded_before_it_is_added_changes_the_hash(rounds: bool) -> None:
+    run = Run(steps=2, accumulate=2, shard={"grad_dtype": "bf16"})
+    expected = hash_of_training(*train(0, run)[:2])
+    run = Run(steps=0, accumulate=2, shard={"grad_dtype": "bf16", "offload": GRADS})
+    model, optimizer, _ = train(0, run)
+    host = optimizer._engine.reducer.host
+    host._copies = _Rounding(host._copies) if rounds else host._copies
+    for step in range(2):
+        for micro in range(2):
+            (loss_of(model, batch_of(step, micro, 0)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (hash_of_training(model, optimizer) == expected) != rounds
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(steps=2, accumulate=2, shard={"offload": GRADS})
