@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -23,13 +24,14 @@ from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.materialize import Materialize, plan_materialize
+from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.host_cores import own_cores, quota, worker_threads
 from shardcore.host_memory import free_bytes
-from shardcore.offload import host_bytes, warn_of_pageable
-from shardcore.offload_split import cuts_of, host_store, parts_of
+from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
+from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.units import UnitPolicy, plan_units
 
@@ -75,8 +77,13 @@ def shard(
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
         "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
         later ones to it there.
-        "ratio": the share of each shard that goes there and is updated by the CPU, 0 to 1 (default 1), as DeepSpeed's; the rest
-        stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
+        "params": "cpu" (at stage 3) keeps the shards of weights there, frozen ones too: each comes ahead of its unit's use, so
+        on one GPU the model streams through it, layer by layer.
+        "ratio": the share of each shard that the CPU updates, whose states (and gradients) are there, 0 to 1 (default 1), as
+        DeepSpeed's; the rest stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
+        "auto" starts with 1, times three steps and forwards, and then lets the device keep the least share that hides the CPU's
+        part behind a forward (with overlap_step; the same on all ranks, from the next zero_grad() on), but at most
+        "device_memory_limit" bytes of states.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
@@ -182,9 +189,11 @@ def shard(
         scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
         far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
         if tiers.optimizer is not None:
-            needed = host_bytes(far, tiers.gradients is not None)
+            needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
         if tiers.gradients is not None:
             needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
+        if tiers.params is not None:
+            needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
@@ -195,12 +204,24 @@ def shard(
     carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
+    make_host = partial(
+        host_store,
+        updated,
+        device,
+        tiers.pin_memory,
+        tiers.pin_memory_limit,
+        ratio=tiers.ratio,
+        grads_leave=tiers.gradients is not None,
+        weights_here=tiers.params is not None,
+        changes=tiers.auto,
+    )
+    host: CpuStore | SplitStore | None = (
+        make_host() if tiers.params is not None else None
+    )  # the shards of weights lie in its tier
     for bucket in buckets:
-        builder.allocate(bucket)
-    host = None
-    if tiers.optimizer is not None:
-        pinning = tiers.pin_memory, tiers.pin_memory_limit
-        host = host_store(updated, device, *pinning, ratio=tiers.ratio, grads_leave=tiers.gradients is not None)
+        builder.allocate(bucket, None if host is None else host.copies)
+    if tiers.optimizer is not None and host is None:
+        host = make_host()
     store: StateStore = DeviceStore(updated) if host is None else host
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
@@ -230,8 +251,26 @@ def shard(
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(parts, comm, device, reshard_after_forward, lazy)
     home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
+    pacing: list[Any] = []
+    if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
+        pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
+        pacing.append(host.resplit)
     engine = Engine(
-        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler, lazy, home
+        model,
+        buckets,
+        frozen,
+        store,
+        comm,
+        LIFETIMES[stage],
+        policy,
+        clip_grad_norm,
+        adam,
+        device,
+        weights,
+        scaler,
+        lazy,
+        home,
+        *pacing,
     )
     if host is not None:
         warn_of_pageable(host.copies)

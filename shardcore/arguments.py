@@ -95,7 +95,9 @@ class Offload:
     """What is kept in host memory, and how.
 
     optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
-    that is there; the rest stays on the device. gradients: the tier of reduced gradients, or None: on the device.
+    that is there; the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at most
+    device_memory_limit bytes of states stay. gradients: the tier of reduced gradients, or None: on the device.
+    params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: the threads of a lazy step's worker, None for what the machine's other
     ranks leave.
@@ -103,7 +105,10 @@ class Offload:
 
     optimizer: str | None = None
     ratio: float = 1.0
+    auto: bool = False
+    device_memory_limit: int | None = None
     gradients: str | None = None
+    params: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
     cpu_threads: int | None = None
@@ -115,16 +120,17 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
         return Offload()
     if not isinstance(offload, Mapping):
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
-    known = tuple(field.name for field in fields(Offload))
+    known = tuple(field.name for field in fields(Offload) if field.name != "auto")
     for key in offload:
-        if key == "params":
-            raise NotImplementedError(
-                f'shard: offload has "{key}", which is not built yet; expected only "optimizer" and "gradients"'
-            )
         if key not in known:
             others = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
+    if tier is None and offload.get("params") is not None:
+        raise NotImplementedError(
+            'shard: offload has "params" without "optimizer", which is not built yet; expected {"optimizer": "cpu", "params": '
+            '"cpu"}'
+        )
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
     if tier != "cpu":
@@ -132,27 +138,34 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
     pin_memory = offload.get("pin_memory", True)
     if not isinstance(pin_memory, bool):
         raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
-    limit = offload.get("pin_memory_limit")
-    if limit is not None:
-        if not _is_int(limit):
-            raise TypeError(f'shard: offload["pin_memory_limit"] is {limit!r}; expected a whole number of bytes, or None')
-        if limit < 0:
-            raise ValueError(f'shard: offload["pin_memory_limit"] is {limit}; expected 0 bytes or more, or None')
-        if not pin_memory:
-            raise ValueError(
-                f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
-            )
-    gradients = offload.get("gradients")
-    if gradients not in (None, "cpu"):
-        raise ValueError(f'shard: offload["gradients"] is {gradients!r}; expected "cpu" or None')
+    limit = _bytes_of(offload, "pin_memory_limit")
+    if limit is not None and not pin_memory:
+        raise ValueError(
+            f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
+        )
+    auto, keeps = offload.get("ratio") == "auto", _bytes_of(offload, "device_memory_limit")
+    if auto != (keeps is not None):
+        raise ValueError(
+            f'shard: offload["device_memory_limit"] is {keeps} with the ratio {offload.get("ratio", 1.0)!r}; expected with '
+            '"auto" the bytes of states that may stay on the device, else None'
+        )
+    gradients, params = offload.get("gradients"), offload.get("params")
+    for key, value in (("gradients", gradients), ("params", params)):
+        if value not in (None, "cpu"):
+            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected "cpu" or None')
+    if params is not None and stage != 3:
+        raise ValueError(
+            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps whole weights on the device; expected stage 3, '
+            "or None"
+        )
     if gradients is not None and stage == 0:
         raise ValueError(
             'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
             "stage from 1 on"
         )
-    return Offload(
-        tier, _ratio_of(offload.get("ratio", 1.0)), gradients, pin_memory, limit, _threads_of(offload.get("cpu_threads"))
-    )
+    ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
+    threads = _threads_of(offload.get("cpu_threads"))
+    return Offload(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
 
 
 def _threads_of(threads: object) -> int | None:
@@ -165,12 +178,21 @@ def _threads_of(threads: object) -> int | None:
     return threads
 
 
+def _bytes_of(offload: Mapping[str, Any], key: str) -> int | None:
+    limit = offload.get(key)
+    if limit is None:
+        return None
+    if not _is_int(limit):
+        raise TypeError(f'shard: offload["{key}"] is {limit!r}; expected a whole number of bytes, or None')
+    if limit < 0:
+        raise ValueError(f'shard: offload["{key}"] is {limit}; expected 0 bytes or more, or None')
+    return int(limit)
+
+
 def _ratio_of(ratio: object) -> float:
     where = f'shard: offload["ratio"] is {ratio!r}'
-    if ratio == "auto":
-        raise NotImplementedError(f"{where}, which is not built yet; expected a number from 0 to 1")
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
-        raise TypeError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
+        raise TypeError(f'{where}; expected a number from 0 to 1, the share that the CPU updates, or "auto"')
     if not 0.0 <= ratio <= 1.0:
         raise ValueError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
     return float(ratio)

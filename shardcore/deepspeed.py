@@ -80,7 +80,12 @@ def initialize(
             )
         offload: dict[str, Any] | None = None
         if settings.offload is not None:
-            offload = {"optimizer": settings.offload, "ratio": settings.ratio, "pin_memory": settings.pin_memory}
+            offload = {
+                "optimizer": settings.offload,
+                "params": settings.params,
+                "ratio": settings.ratio,
+                "pin_memory": settings.pin_memory,
+            }
         model, adam = shard(
             model,
             given,

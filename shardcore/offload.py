@@ -37,15 +37,18 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
 
 
-def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False) -> int:
-    """Return the bytes of all places in staging. grads_leave: in backward, so that none come in the step."""
-    return (WEIGHT_PLACES + (0 if grads_leave else GRAD_PLACES)) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+def staging_bytes(
+    buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False, weights_here: bool = False
+) -> int:
+    """Return the bytes of all places in staging; see CpuStore."""
+    places = (0 if grads_leave else GRAD_PLACES) + (0 if weights_here else WEIGHT_PLACES)
+    return places * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False) -> int:
+def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
     states = sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets)
-    return states + staging_bytes(buckets, grads_leave=grads_leave)
+    return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
 @dataclass
@@ -68,7 +71,7 @@ class _Chunk:
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
     weights: list[torch.Tensor]
-    place: _Weights
+    place: _Weights | None
     arrived: _C.CopyEvent | None
 
 
@@ -86,19 +89,23 @@ class CpuStore:
         chunk_numel: int = CHUNK_NUMEL,
         *,
         grads_leave: bool = False,
+        weights_here: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`).
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`),
+        so that none come in a step. weights_here: the buckets' shards of weights lie in this tier (`Bucket.tier`).
         """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
-        self.copies = _C.HostTier(device, pin_memory, pin_memory_limit)
+        self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
         self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(0 if grads_leave else GRAD_PLACES)]
-        self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
+        self._weights = [
+            _Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(0 if weights_here else WEIGHT_PLACES)
+        ]
         self._turn = 0  # chunks so far: says whose turn it is
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
@@ -108,14 +115,33 @@ class CpuStore:
         """See StateStore."""
         return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
 
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
         return read_part(self._states[bucket], bucket, key, start, numel)
 
+    def give_up(self, bucket: Bucket, end: Bucket) -> Kept:
+        """Keep of a bucket's states those of `end`, a bucket of the end of its owned range, in memory of that size.
+
+        Returns the others.
+        """
+        first = bucket.owned_numel - end.owned_numel
+        kept = self._states.pop(bucket)
+        self._states[end] = kept
+        if first:
+            self._states[end] = end.kind.new(end.owned_numel, partial(self.copies.empty, pinned=False))
+            for key, flat in range_of(kept, first, end.owned_numel).items():
+                self._states[end][key].copy_(flat)
+        return range_of(kept, 0, first)
+
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         kept = range_of(self._states[bucket], start, values.numel())
-        for name, source in kept_values(bucket.kind, key, values).items():
+        for name, source in kept_values(bucket.kind, key, values.to(self._device)).items():
             self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
@@ -134,6 +160,8 @@ class CpuStore:
         RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
         try:
+            if not self._weights:
+                self.copies.synchronize()  # weights that still leave for the device must not change
             # Each chunk is fetched before the one before it is updated, of the next part, too: it travels meanwhile.
             chunks = _one_ahead(self._fetch(index, spans) for index, part in enumerate(parts) for spans in self._chunks(part))
             for index, of_part in groupby(chunks, key=lambda chunk: chunk.part):
@@ -153,23 +181,25 @@ class CpuStore:
             chunk.arrived.synchronize()
         states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
         step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
-        for weight, param in zip(chunk.weights, chunk.params, strict=True):
-            chunk.place.left = self.copies.from_tier(weight, param)
-        return chunk.place.left if chunk.weights else None
+        left: _C.CopyEvent | None = None
+        if chunk.place is not None:
+            for weight, param in zip(chunk.weights, chunk.params, strict=True):
+                left = chunk.place.left = self.copies.from_tier(weight, param)
+        return left
 
     def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
         """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
         turn, self._turn = self._turn, self._turn + 1
-        place = self._weights[turn % WEIGHT_PLACES]
-        if place.left is not None:
+        place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
+        if place is not None and place.left is not None:
             place.left.synchronize()
         chunk_grads, params, weights = [], [], []
         cursor = 0
         arrived: _C.CopyEvent | None = None
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
-            param = _part(place.memory, bucket.dtype, cursor, span.numel)
             weight = bucket.owned_weight[span.start : end]
+            param = weight if place is None else _part(place.memory, bucket.dtype, cursor, span.numel)
             if bucket.host_grad is not None:
                 grad = bucket.host_grad[span.start : end]
             else:
@@ -177,7 +207,7 @@ class CpuStore:
                 grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
                 grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
                 arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
-            if bucket.kind.reads_weights:
+            if place is not None and bucket.kind.reads_weights:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
             params.append(param)

@@ -85,7 +85,8 @@ def predict(
 
     model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
     parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order.
+    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as it begins, as 1.
     Raises ValueError or TypeError for what shard would refuse.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
@@ -116,9 +117,10 @@ def predict(
     kept = build.kept_params(model, chosen["keep_fp32"])
     builder = build.Builder(comm, lifetimes, DTYPES[chosen["precision"]], kept, _META)
     buckets = builder.plan(model, specs, adam)
+    tiers = offload_options(chosen["offload"], stage)
     for bucket in buckets:
         builder.allocate(bucket)
-    tiers = offload_options(chosen["offload"], stage)
+        bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [
@@ -235,7 +237,8 @@ class _Rehearsal:
     # --- weights (stage 3), as Weights does it ---------------------------------------------------------------------
 
     def _move_weights(self) -> None:
-        if self.lifetimes.full_weight_resident or len(self.comm.sharers) == 1:
+        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        if self.lifetimes.full_weight_resident or not apart:
             return
         passing = [unit for unit in self.units if not unit.stays]
         known, self._known = self._known, True  # in the first pass no unit is gathered ahead, and none is known to be the last

@@ -14,7 +14,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 from shardcore.engine.host_grads import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.store import DeviceStore
 from shardcore.offload import staging_bytes
-from shardcore.offload_split import parts_of
+from shardcore.offload_split import parts_of, scratch_bytes
 
 
 class MetaStates(DeviceStore):
@@ -31,7 +31,16 @@ class MetaStates(DeviceStore):
         """See StateStore."""
         if self.tier == "device":
             return 0
-        return staging_bytes([far for _, far in self._parts.values()], grads_leave=self._offload.gradients is not None)
+        far = [far for _, far in self._parts.values()]
+        leave, here = self._offload.gradients is not None, self._offload.params is not None
+        return staging_bytes(far, grads_leave=leave, weights_here=here)
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        if self._offload.params is None or self._offload.ratio == 1.0:
+            return 0
+        return scratch_bytes([near for near, _ in self._parts.values()])
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""

@@ -104,6 +104,7 @@ class Bucket:
 
     weight: (layout.numel,) in `dtype`, whole; the parameters look at it. Empty while the weights are only in shards.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
+    weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: the end of it where gradients leave for host memory (engine/host_grads.py); `grad` is what comes before, if any.
     sq_norm: its squared norm (high, low) over this rank's shard.
@@ -131,6 +132,8 @@ class Bucket:
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.trainable, self.kind = trainable, kind
         self.weight = self.owned_weight = _NOWHERE
+        self.weight_tier = "device"
+        self.tier: _C.HostTier | None = None
         self.grad: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
@@ -154,7 +157,9 @@ class Bucket:
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
-        if self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
+        if self.tier is not None and self.weight.numel():
+            self.tier.to_tier(self.owned_weight, self.owned_slice(self.weight)).synchronize()
+        elif self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
             self.owned_weight.copy_(self.owned_slice(self.weight))
 
     def check_in_place(self, op: str) -> None:

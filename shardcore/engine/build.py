@@ -196,12 +196,14 @@ class Builder:
         first, last = self.comm.topology.owned(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
-    def allocate(self, bucket: Bucket) -> None:
-        """Give the bucket memory for its weights."""
+    def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:
+        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given."""
         if self.lifetimes.full_weight_resident:
             bucket.keep_whole(allocate(bucket.layout.numel, bucket.dtype, self.device))
-        else:
+        elif tier is None:
             bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
+        else:
+            bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(bucket.owned_numel, bucket.dtype), tier, "cpu"
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
@@ -220,10 +222,14 @@ class Builder:
             self.comm.broadcast(values)
         resident = self.lifetimes.full_weight_resident
         target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
-        if bucket.dtype == exact:
+        if bucket.dtype != exact:
+            rounded = target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
+            _C.cast([rounded], [source])
+            source = rounded
+        if bucket.tier is not None:
+            bucket.tier.to_tier(target, source).synchronize()
+        elif source is not target:
             target.copy_(source)
-        else:
-            _C.cast([target], [source])
         for managed in real:
             self.place(bucket, managed)
         if bucket.kind.master is not None:
@@ -235,7 +241,8 @@ class Builder:
             become(managed.param, managed.slice_of(bucket.weight))
         else:
             message = closed_message(managed.name, bucket.unit)
-            become(managed.param, _C.closed(managed.param.shape, bucket.owned_weight, message))
+            like = torch.empty(0, dtype=bucket.dtype, device=self.device)
+            become(managed.param, _C.closed(managed.param.shape, like, message))
         managed.place, managed.version = managed.place_now(), managed.param._version
 
     @torch.no_grad()

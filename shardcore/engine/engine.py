@@ -7,7 +7,7 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
+from shardcore.engine.pace import Pace
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
@@ -55,14 +56,17 @@ class Engine:
         scaler: LossScaler,
         lazy: LazyStep | None,
         home: GradHome | None = None,
+        pace: Pace | None = None,
+        resplit: Callable[[float], Mapping[Bucket, int]] | None = None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
         weights: what makes weights whole around their use, None where they always are. lazy: what runs a step after it has
-        returned, None where steps are complete then. home: see Reducer.
+        returned, None where steps are complete then. home: see Reducer. pace: chooses the share of the store's states that is
+        in host memory, which `resplit` then moves; it returns where in each bucket's owned range that begins.
         """
         self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
-        self.weights, self.scaler, self.lazy = weights, scaler, lazy
+        self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
@@ -136,6 +140,8 @@ class Engine:
         self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
+            if self.pace is not None:
+                self.pace.end_step()
             if self.weights is not None:
                 self.weights.renew()
         elif norm is not None:
@@ -198,6 +204,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
+        if set_to_none and self.pace is not None and self._resplit is not None and (ratio := self.pace.take()) is not None:
+            cuts = self._resplit(ratio)
+            if self.reducer.host is not None:
+                self.reducer.host.recut(cuts)
         for _, param in self.unmanaged:
             param.grad = None
 

@@ -107,6 +107,16 @@ class HostGrads:
         """Whether the bucket's gradients leave."""
         return bucket in self._cuts
 
+    def recut(self, cuts: Mapping[Bucket, int]) -> None:
+        """Let less leave from now on: what comes after these cuts. No gradient is there."""
+        dtypes = {bucket: grad.dtype for bucket in self._cuts if (grad := bucket.host_grad) is not None}
+        for bucket in self._cuts:
+            bucket.host_grad = None
+            del self._memory[bucket]
+        self._cuts = dict(cuts)
+        for bucket in self._cuts:
+            bucket.host_grad = self._view(bucket, dtypes[bucket])
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the places for what is added."""

@@ -97,9 +97,8 @@ def memory_lines(
     pooled = pool.allocated_bytes
     for bucket in buckets:
         unit = bucket.unit or "root"
-        yield MemoryLine(
-            unit, "weights", "device", _bytes(bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight)
-        )
+        kept = bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight
+        yield MemoryLine(unit, "weights", bucket.weight_tier, _bytes(kept))
         in_grads = gradient_bytes(bucket, shown(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
@@ -110,7 +109,7 @@ def memory_lines(
                 yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
     yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for param in frozen))
     if gathered is not None:
-        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes)
+        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
     if store.scratch_bytes + adding_bytes:
         yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + adding_bytes)

@@ -89,6 +89,8 @@ class _BeforeForward(_EngineHook):
             self.engine.reducer.settle()
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.begin_forward()
+        if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
+            self.engine.pace.begin_forward()
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -99,6 +101,8 @@ class _BeforeForward(_EngineHook):
 
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is not None and self.engine.pace is not None:
+            self.engine.pace.end_forward()
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.end_forward()
         if self.engine is not None and self.engine.lazy is not None:

@@ -48,6 +48,10 @@ class StateStore(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes beside the states: what steps work in."""
 
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """Bytes on the device that weights of another tier are updated in."""
+
     def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
         """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
 
@@ -111,6 +115,11 @@ class DeviceStore:
         """See StateStore."""
         return 0
 
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
         return read_part(self._states[bucket], bucket, key, start, numel)
@@ -120,6 +129,11 @@ class DeviceStore:
         kept = range_of(self._states[bucket], start, values.numel())
         for name, source in kept_values(bucket.kind, key, values).items():
             kept[name].copy_(source)
+
+    def take(self, bucket: Bucket, kept: Kept) -> None:
+        """Overwrite the bucket's states with those that another store kept."""
+        for key, flat in kept.items():
+            self._states[bucket][key].copy_(flat)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""

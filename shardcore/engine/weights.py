@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.gather import Gatherer
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
@@ -55,6 +56,7 @@ class Weights:
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._gatherer = Gatherer(list(self._unit_of), comm, device)
         self._forward, self._backward = Order[Unit](), Order[Unit]()
         self._scratch: list[tuple[Unit, Managed]] = []
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
@@ -105,8 +107,9 @@ class Weights:
             self._owed = None
         unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
         with scope("gather", unit.name), torch.no_grad():
+            arrivals = []
             for bucket in unit.buckets:
-                if len(self.comm.sharers) == 1:
+                if not self._gatherer.apart:
                     bucket.weight = bucket.owned_weight
                     continue
                 bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
@@ -116,14 +119,15 @@ class Weights:
                     self.pool.give(part)
                     unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
                 else:
-                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                    unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+                    arrivals.append((bucket, self._gatherer.bring(bucket)))
+            for bucket, arrived in arrivals:
+                unit.gathers += self._gatherer.gather(bucket, arrived)
             unit.kept = None
 
     def _wait(self, unit: Unit) -> None:
         gathers, unit.gathers = unit.gathers or [], None
         self.meetings.check(unit.notice)
-        wait_all(gathers)
+        self._gatherer.wait(gathers)
 
     @contextmanager
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
@@ -170,7 +174,7 @@ class Weights:
                 with self._lying_here(bucket, "letting go"):
                     _C.withdraw([m.param for m in bucket.params], [closed_message(m.name, unit.name) for m in bucket.params])
             memory = bucket.let_go()
-            if len(self.comm.sharers) > 1:
+            if self._gatherer.apart:
                 self.pool.give(memory)
         unit.open = False
 
@@ -196,15 +200,14 @@ class Weights:
     @torch.no_grad()
     def renew(self) -> None:
         """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
-        works = []
+        works: list[Any] = []
         for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
             if self.lazy is not None:
                 self.lazy.wait([bucket])
-            if len(self.comm.sharers) > 1:
+            if self._gatherer.apart:
                 with scope("gather", bucket.unit):
-                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                    works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
-        wait_all(works)
+                    works += self._gatherer.gather(bucket, self._gatherer.bring(bucket))
+        self._gatherer.wait(works)
 
     @contextmanager
     def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
@@ -247,7 +250,7 @@ class Weights:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _use(self, unit: Unit) -> None:
-        if len(self.comm.sharers) > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
                 f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"

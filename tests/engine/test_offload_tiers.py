@@ -9,24 +9,35 @@ import shardcore
 from shardcore.engine.store import DeviceStore
 from shardcore.offload import CpuStore
 from shardcore.offload_split import SplitStore
+from shardcore.predict import predict
 from tests.choice import some
-from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
+from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_backward import Reused
 from tests.engine.test_offload import Watched, small_chunks, tier_with
 from tests.ranks import run_ranks
 
 CPU_TIER = {"optimizer": "cpu"}
 GRADS = CPU_TIER | {"gradients": "cpu"}
+PARAMS = CPU_TIER | {"params": "cpu"}
 OFFLOADS: list[dict[str, Any]] = [
     *(CPU_TIER | {"ratio": ratio} for ratio in (0, 0.37, 0.8)),
     GRADS,
     *(GRADS | {"ratio": ratio} for ratio in (0.37, 0.8)),
+    PARAMS,
+    *(PARAMS | GRADS | {"ratio": ratio} for ratio in (0, 0.37, 1)),
 ]
 
 
-def fits(stage: int, offload: dict[str, Any] | None) -> bool:
+def fits(stage: int, offload: dict[str, Any]) -> bool:
     """Whether `shard` takes it."""
-    return stage > 0 or "gradients" not in (offload or {})
+    return ("params" not in offload or stage == 3) and ("gradients" not in offload or stage > 0)
+
+
+def partly_frozen() -> Any:
+    torch.manual_seed(0)
+    model = Net(depth=4)
+    model.blocks[1].requires_grad_(False)
+    return model
 
 
 def _step(model: Any, optimizer: Any, step: int) -> None:
@@ -39,7 +50,7 @@ def backward(model: Any, optimizer: Any, batch: Any) -> None:
     optimizer.scale_loss(loss_of(model, batch)).backward()
 
 
-def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+def hashes_of(rank: int, world_size: int, runs: list[Run]) -> list[str]:
     """Of each training: weights and states after a step that was skipped, a clipping, edited weights and loaded states."""
     found = []
     for run in runs:
@@ -81,9 +92,72 @@ def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulat
         Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]})
         for stage, offload in places
     ]
-    hashes = run_ranks(world_size, _hashes, runs)
+    hashes = run_ranks(world_size, hashes_of, runs)
     assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
     assert all(of_rank == hashes[0] for of_rank in hashes)
+
+
+RATIOS = (0, 0.37, 1)
+TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
+
+
+def _grid() -> list[tuple[int, Any, Any]]:
+    offloads = [None, *(tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS)]
+    return [
+        (stage, offload, units)
+        for stage in (0, 1, 2, 3)
+        for offload in offloads
+        for units in ("auto", 500)
+        if fits(stage, offload or {})
+    ]
+
+
+def _after_20_steps(rank: int, world_size: int, places: list[Any], accumulate: int, sync_each: bool | None) -> list[str]:
+    found = []
+    for stage, offload, units in places:
+        shard = {"clip_grad_norm": 0.5, "sync_each": sync_each, "offload": offload, "units": units}
+        run = Run(stage, 0, accumulate, "bf16", shard=shard)
+        model, optimizer, _ = train(rank, run)
+        for step in range(20):
+            for micro in range(accumulate):
+                x, y = batch_of(step, micro, rank)
+                loss_of(model, (torch.full_like(x, torch.inf) if (step, micro) == (7, 0) else x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (4, True), (4, False)])
+def test_the_whole_grid_has_one_hash(world_size: int, accumulate: int, sync_each: bool | None) -> None:
+    places = _grid()
+    hashes: list[list[str]] = [[], []]
+    for start in range(0, len(places), 6):  # a call has two minutes
+        for rank, more in enumerate(run_ranks(world_size, _after_20_steps, places[start : start + 6], accumulate, sync_each)):
+            hashes[rank] += more
+    assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
+    assert hashes[world_size - 1] == hashes[0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr("shardcore.api._short_of_memory", lambda comm, needs: needed.append(needs))
+    for offload in (tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS):
+        shard = {"offload": offload, "grad_dtype": "bf16"}
+        model, optimizer, _ = train(0, Run(3, 0, accumulate, "bf16", shard=shard), partly_frozen())
+        copies = optimizer._engine.store.copies
+        for step in range(3):
+            assert copies.bytes_allocated == needed[-1] == shardcore.memory_report(model).by_tier.get("cpu", 0), offload
+            for micro in range(accumulate):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        predicted = predict(partly_frozen(), None, 3, world_size=1, precision="bf16", accumulate=accumulate, **shard)
+        assert predicted.resting.by_tier.get("cpu", 0) == needed[-1], offload
 
 
 # --- a share of the states --------------------------------------------------------------------------------------------
@@ -207,6 +281,44 @@ def test_a_wait_for_a_gradient_that_is_left_out_changes_the_hash(call: str, monk
     assert hash_of_training(*train(0, run)[:2]) != expected
 
 
+def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    tier_with(monkeypatch, lambda tier: Watched(tier, log))
+    model, _, _ = train(0, Run(steps=2, shard={"offload": GRADS}))
+    for index, block in enumerate(model.blocks):
+        block.norm.weight.register_hook(lambda _, index=index: log.append(f"block {index}"))  # the unit's last gradient but one
+    log.clear()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    waited = "to_tier.wait"
+    assert log == ["block 2", "to_tier", "block 1", "to_tier", "block 0", waited, "to_tier", waited, "to_tier", waited, waited]
+
+
+class _Rounding:
+    """A tier to which float32 comes as bfloat16 would have."""
+
+    def __init__(self, tier: Any) -> None:
+        self._tier = tier
+
+    def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
+        return self._tier.to_tier(dst, src.bfloat16().to(src.dtype))
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_product_that_is_rounded_before_it_is_added_changes_the_hash(rounds: bool) -> None:
+    run = Run(steps=2, accumulate=2, shard={"grad_dtype": "bf16"})
+    expected = hash_of_training(*train(0, run)[:2])
+    run = Run(steps=0, accumulate=2, shard={"grad_dtype": "bf16", "offload": GRADS})
+    model, optimizer, _ = train(0, run)
+    host = optimizer._engine.reducer.host
+    host._copies = _Rounding(host._copies) if rounds else host._copies
+    for step in range(2):
+        for micro in range(2):
+            (loss_of(model, batch_of(step, micro, 0)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (hash_of_training(model, optimizer) == expected) != rounds
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(steps=2, accumulate=2, shard={"offload": GRADS})
@@ -226,6 +338,16 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
 
     tier_with(monkeypatch, forgetful)
     assert hash_of_training(*train(0, run)[:2]) != good
+
+
+def test_a_copy_that_fails_in_backward_is_an_error_there_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier_with(monkeypatch, failing_copy=2)
+    model, optimizer, _ = train(0, Run(steps=0, shard={"offload": GRADS}))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"HostTier.to_tier: copy \d+ of \d+ bytes failed \(a planted fault\)"):
+            loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises((RuntimeError, ValueError)):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

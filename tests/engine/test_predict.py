@@ -25,6 +25,8 @@ from shardcore.predict import Prediction, _Rehearsal, predict
 from tests.engine.models import Net, Run, batch_of, loss_of, train
 from tests.ranks import run_ranks
 
+LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
+
 CASES = [
     Run(precision=precision, shard={"offload": offload})
     for precision in ("fp32", "bf16")
@@ -39,9 +41,9 @@ CASES = [
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
     Run(precision="fp32", accumulate=2, shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}}),
+    Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "params": "cpu"}}),
+    Run(precision="fp32", shard={"offload": LEAVING | {"params": "cpu"}}),
 ]
-
-LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
 
 # The same over 4 ranks that lie in nodes; "hybrid" is a mesh of nodes and the ranks of one.
 LAYOUTS = [
@@ -57,6 +59,7 @@ LAYOUTS = [
     Run(precision="bf16", shard={"reduction": "nccl", "grad_dtype": "bf16"}),
     Run(precision="fp32", shard={"reduction": "nccl", "ranks_per_node": 2, "hybrid": True}),
     Run(precision="bf16", accumulate=2, shard={"ranks_per_node": 2, "hybrid": True, "sync_each": True, "offload": LEAVING}),
+    Run(precision="bf16", shard={"ranks_per_node": 2, "hybrid": True, "offload": LEAVING | {"params": "cpu"}}),
 ]
 
 
@@ -184,7 +187,8 @@ def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
 
 def fits(run: Run) -> bool:
     """Whether `shard` takes such an offload at this stage."""
-    return run.stage > 0 or "gradients" not in (run.shard.get("offload") or {})
+    offload = run.shard.get("offload") or {}
+    return ("params" not in offload or run.stage == 3) and ("gradients" not in offload or run.stage > 0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

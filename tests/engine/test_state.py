@@ -16,7 +16,11 @@ RUNS = [
     for stage in (0, 1, 2, 3)
     for precision in ("fp32", "bf16")
     for offload in (None, {"optimizer": "cpu"})
-] + [Run(stage=2, precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}, steps=3)]
+]
+RUNS += [
+    Run(stage=2, precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}, steps=3),
+    *(Run(stage=3, precision=p, shard={"offload": {"optimizer": "cpu", "params": "cpu"}}, steps=3) for p in ("fp32", "bf16")),
+]
 IDS = [f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}" for r in RUNS]
 
 
