@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,8 +27,7 @@ from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
-from shardcore.host_cores import own_cores, quota, worker_threads
-from shardcore.host_memory import free_bytes
+from shardcore.neighbours import short_of_memory, worker_threads_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
@@ -197,7 +195,7 @@ def shard(
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
-    short = _short_of_memory(comm, needed)  # collective: every rank asks
+    short = short_of_memory(comm, needed)  # collective: every rank asks
     agree(comm, problem or short, entries)
 
     comm.separate()
@@ -245,7 +243,7 @@ def shard(
     parts = build.units_of(specs, buckets)
     lazy: LazyStep | None = None
     if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-        threads = _worker_threads(comm) if tiers.cpu_threads is None else tiers.cpu_threads
+        threads = worker_threads_of(comm) if tiers.cpu_threads is None else tiers.cpu_threads
         lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads)
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
@@ -309,26 +307,6 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
             f'shard: CPUAdam was given for a model on {device}; expected FusedAdam, or offload={{"optimizer": "cpu"}} beside it'
         )
     return device
-
-
-def _short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Say whether the ranks of this machine need more host memory than it has free; `needed`: bytes, of this rank."""
-    here = socket.gethostname()
-    neighbours = [count for host, count in comm.gather_json([here, needed]) if host == here]
-    free = free_bytes()
-    if not needed or free is None or sum(neighbours) <= free:
-        return None
-    return MemoryError(
-        f"shard: offload needs {sum(neighbours)} bytes ({sum(neighbours) / 2**30:.1f} GiB) of host memory for the "
-        f"{len(neighbours)} ranks of {here}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many "
-        "(free memory, raise the memory limit of the container, use more machines or a higher stage, or do not offload)"
-    )
-
-
-def _worker_threads(comm: Comm) -> int:
-    """Return how many threads a lazy step's worker gets where the user does not say. Collective."""
-    here = socket.gethostname()
-    return worker_threads([cores for host, cores in comm.gather_json([here, own_cores()]) if host == here], quota())
 
 
 def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:

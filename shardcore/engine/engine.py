@@ -141,6 +141,7 @@ class Engine:
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
             if self.pace is not None:
+                self.synchronize()  # what it measures
                 self.pace.end_step()
             if self.weights is not None:
                 self.weights.renew()
