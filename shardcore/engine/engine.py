@@ -113,6 +113,8 @@ class Engine:
             self.weights.meet("a step")
             self.weights.close_all()
         self.reducer.reduce_pending()
+        if self.pace is not None:
+            self.pace.begin_step()
         try:
             self._check_step()
         except (ValueError, TypeError) as error:
@@ -122,8 +124,6 @@ class Engine:
         self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
-            if self.pace is not None:
-                self.pace.end_step()
             if self.weights is not None:
                 self.weights.renew()
         elif norm is not None:
@@ -187,9 +187,7 @@ class Engine:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
         if set_to_none and self.pace is not None and self._resplit is not None and (ratio := self.pace.take()) is not None:
-            cuts = self._resplit(ratio)
-            if self.reducer.host is not None:
-                self.reducer.host.recut(cuts)
+            self.reducer.host.recut(self._resplit(ratio))
         for _, param in self.unmanaged:
             param.grad = None
 

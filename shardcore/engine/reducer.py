@@ -71,7 +71,7 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
         self.scaler = scaler
         self.pool = BufferPool(device, self._forget)
-        self.host = None if home is None else HostGrads(home, comm, policy, scaler.active, self.pool)
+        self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
         self._exchange = Exchange(comm, self.pool, self._finish, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
@@ -158,8 +158,7 @@ class Reducer:
         self._backward = None
         self._exchange.abandon()
         self._wait_gathers()
-        if self.host is not None:
-            self.host.abandon()
+        self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
         self.zero()
@@ -215,8 +214,7 @@ class Reducer:
             self._next = 0
             self._sent_any = False
             self._reduce_rest()
-        if self.host is not None:
-            self.host.arrive()
+        self.host.arrive()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
@@ -232,8 +230,7 @@ class Reducer:
             self._late_params.clear()
             self._exchange.drain()
         self._wait_gathers()
-        if self.host is not None:
-            self.host.drain()
+        self.host.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
@@ -268,8 +265,7 @@ class Reducer:
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Take a whole-bucket buffer for local gradients."""
-        moves = self.comm.world_size > 1 or (self.host is not None and bucket in self.host)
-        passing = not self.lifetimes.full_grad_resident and moves
+        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host)
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -304,7 +300,7 @@ class Reducer:
         alone = world == 1 and not self.scaler.active
         as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
         late = whole is self._late.get(bucket)
-        if self.host is not None and bucket in self.host:
+        if bucket in self.host:
             unchanged = alone and (as_it_is or late)
             self.host.reduce(bucket, whole, last, factor, unchanged, partial(self._release_full, bucket))
             bucket.reduced = True
@@ -364,8 +360,7 @@ class Reducer:
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros."""
         self.settle()
-        if self.host is not None:
-            self.host.arrive()  # zeros must not be overwritten
+        self.host.arrive()  # zeros must not be overwritten
         self.backwards = 0
         self._stepped = self.dropped = self.scaler.unscaled = False
         self._local_sums = False
