@@ -127,6 +127,8 @@ class Engine:
             self._check_step()
         except (ValueError, TypeError, StepError) as error:
             problem = problem or error
+        if self.pace is not None:
+            self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
         order = self.lazy.order if self.lazy is not None else ()
         norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
@@ -140,9 +142,6 @@ class Engine:
         self.reducer.end_step()
         if norm is not None and math.isfinite(norm):
             self.scaler.after_update()
-            if self.pace is not None:
-                self.synchronize()  # what it measures
-                self.pace.end_step()
             if self.weights is not None:
                 self.weights.renew()
         elif norm is not None:
@@ -206,9 +205,8 @@ class Engine:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
         if set_to_none and self.pace is not None and self._resplit is not None and (ratio := self.pace.take()) is not None:
-            cuts = self._resplit(ratio)
-            if self.reducer.host is not None:
-                self.reducer.host.recut(cuts)
+            self.synchronize()
+            self.reducer.host.recut(self._resplit(ratio))
         for _, param in self.unmanaged:
             param.grad = None
 

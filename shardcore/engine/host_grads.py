@@ -87,18 +87,20 @@ class _Leaving:
 class HostGrads:
     """The host's part of reduced gradients (`Bucket.host_grad`), and the only way to it."""
 
-    def __init__(self, home: GradHome, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
-        """Allocate for what training needs as it was declared: of each bucket what comes after its cut.
+    def __init__(self, home: GradHome | None, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
+        """Allocate for what training needs as it was declared: of each bucket what comes after its cut; nothing without a home.
 
         pool: where device memory comes from and goes to. scaled: whether losses are, so that gradients are always unscaled.
         """
-        self._copies, self._cuts, self._comm, self._policy, self._pool = home.copies, dict(home.cuts), comm, policy, pool
+        self._copies: _C.HostTier | None = None if home is None else home.copies
+        self._cuts: dict[Bucket, int] = {} if home is None else dict(home.cuts)
+        self._comm, self._policy, self._pool = comm, policy, pool
         self._memory: dict[Bucket, torch.Tensor] = {}
         for bucket in self._cuts:
             bucket.host_grad = self._view(bucket, home_dtype(bucket, policy, comm.world_size == 1 and not scaled))
         numels = [self._numel(bucket) for bucket in self._cuts]
         place_bytes = adding_bytes(numels, policy) // IN_FLIGHT
-        self._places = [self._copies.empty(place_bytes, torch.uint8) for _ in range(IN_FLIGHT)]
+        self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if numels else 0)]
         self._turn = 0
         self._leaving: deque[_Leaving] = deque()
         self._last: _C.CopyEvent | None = None
@@ -108,7 +110,9 @@ class HostGrads:
         return bucket in self._cuts
 
     def recut(self, cuts: Mapping[Bucket, int]) -> None:
-        """Let less leave from now on: what comes after these cuts. No gradient is there."""
+        """Let less leave from now on, if any does: what comes after these cuts. No gradient is there."""
+        if self._copies is None:
+            return
         dtypes = {bucket: grad.dtype for bucket in self._cuts if (grad := bucket.host_grad) is not None}
         for bucket in self._cuts:
             bucket.host_grad = None
@@ -169,7 +173,8 @@ class HostGrads:
         for leaving in self._leaving:
             if leaving.arrived is None:
                 wait_all(leaving.gathers)
-        self._copies.drain()
+        if self._copies is not None:
+            self._copies.drain()
         for leaving in self._leaving:
             leaving.give(leaving.source)
         self._leaving.clear()
@@ -187,17 +192,21 @@ class HostGrads:
     def _numel(self, bucket: Bucket) -> int:
         return bucket.owned_numel - self._cuts[bucket]
 
+    def _empty(self, size: int) -> torch.Tensor:
+        assert self._copies is not None
+        return self._copies.empty(size, torch.uint8)
+
     def _view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the bucket's host memory as values of `dtype`; it grows if training is not as it was declared."""
         size = self._numel(bucket) * dtype.itemsize
         if bucket not in self._memory or self._memory[bucket].numel() < size:
-            self._memory[bucket] = self._copies.empty(size, torch.uint8)
+            self._memory[bucket] = self._empty(size)
         return self._memory[bucket][:size].view(dtype)
 
     def _adding_place(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         turn = self._turn % IN_FLIGHT
         if self._places[turn].numel() < numel * dtype.itemsize:
-            self._places[turn] = self._copies.empty(numel * dtype.itemsize, torch.uint8)
+            self._places[turn] = self._empty(numel * dtype.itemsize)
         return self._places[turn][: numel * dtype.itemsize].view(dtype)
 
     def _make_room(self, keep: int = IN_FLIGHT - 1) -> None:
@@ -218,6 +227,7 @@ class HostGrads:
                 self._near(bucket, source.dtype).copy_(source[:cut])
         else:
             leaving.place = self._adding_place(self._numel(bucket), source.dtype)
+        assert self._copies is not None
         leaving.arrived = self._last = self._copies.to_tier(leaving.place, source[cut:])
 
     def _end(self, leaving: _Leaving) -> None:

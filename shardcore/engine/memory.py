@@ -71,7 +71,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
                 engine.store,
                 engine.reducer.pool,
                 engine.weights.pool if engine.weights is not None else None,
-                engine.reducer.host.scratch_bytes if engine.reducer.host is not None else 0,
+                engine.reducer.host.scratch_bytes,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
                 shown=handout.shown if handout is not None else lambda bucket: None,
             )

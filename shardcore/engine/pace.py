@@ -65,12 +65,14 @@ class Pace:
         elif begun is not None:
             self._pairs.append((begun, self._event()))
 
-    def end_step(self) -> None:
-        """Learn that a step updated the weights. Collective at the last one that is measured, where the ratio is chosen."""
+    def begin_step(self) -> None:
+        """Learn that a step begins, and all before it are complete. Collective where the ratio is chosen."""
         spent_s = self._spent_s()
+        took_s, self._before_s = spent_s - self._before_s, spent_s
+        if took_s == 0:  # the last step was skipped
+            return
         if self._measures:
-            self._step_s = min(self._step_s, spent_s - self._before_s)
-        self._before_s = spent_s
+            self._step_s = min(self._step_s, took_s)
         self._steps += 1
         if self._steps != MEASURED_STEPS:
             return
@@ -80,7 +82,7 @@ class Pace:
         self._pairs.clear()
         times = torch.tensor([self._forward_s, self._step_s], dtype=torch.float64, device=self._comm.device)
         rows = self._comm.gather_rows(times, Traffic.STEP).tolist()
-        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s in rows)
+        affordable = min(forward_s / step_s for forward_s, step_s in rows)
         self._chosen = choose_ratio(affordable, self._limit_bytes, self._device_bytes)
         if self._comm.rank == 0:
             kept = self._device_bytes(self._chosen)

@@ -64,7 +64,7 @@ class Reducer:
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
         self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
         self.pool = BufferPool(device, self._forget)
-        self.host = None if home is None else HostGrads(home, comm, policy, scaler.active, self.pool)
+        self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
         self._exchange = Exchange(comm, self.pool, self._finish, self._check_way, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
@@ -142,8 +142,7 @@ class Reducer:
         if self.comm.spoiled:
             self._gathers.clear()
         self._wait_gathers()
-        if self.host is not None:
-            self.host.abandon()
+        self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
         backwards = self.backwards + 1
@@ -202,8 +201,7 @@ class Reducer:
             self._next = 0
             self._sent_any = False
             self._reduce_rest()
-        if self.host is not None:
-            self.host.arrive()
+        self.host.arrive()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
@@ -222,8 +220,7 @@ class Reducer:
             self._late_params.clear()
             self._exchange.drain()
         self._wait_gathers()
-        if self.host is not None:
-            self.host.drain()
+        self.host.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
@@ -263,8 +260,7 @@ class Reducer:
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Take a whole-bucket buffer for local gradients."""
-        moves = self.comm.world_size > 1 or (self.host is not None and bucket in self.host)
-        passing = not self.lifetimes.full_grad_resident and moves
+        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host)
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -301,7 +297,7 @@ class Reducer:
         alone = world == 1 and not self.scaler.active
         as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
         late = whole is self._late.get(bucket)
-        if self.host is not None and bucket in self.host:
+        if bucket in self.host:
             unchanged = alone and (as_it_is or late)
             self.host.reduce(bucket, whole, last, factor, unchanged, partial(self._release_full, bucket))
             bucket.reduced = True
@@ -363,8 +359,7 @@ class Reducer:
         if not set_to_none and self.lazy is not None:
             self.lazy.finish()
         self.settle()
-        if self.host is not None:
-            self.host.arrive()  # zeros must not be overwritten
+        self.host.arrive()  # zeros must not be overwritten
         self.backwards = 0
         self._stepped = self.dropped = self._failed = self.scaler.unscaled = False
         self._local_sums = False

@@ -65,7 +65,7 @@ def _summed_once(rank: int, world_size: int) -> str:
 
 def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardcore"):
-        model, optimizer, _ = train(0, Run(steps=MEASURED_STEPS, shard={"offload": {"optimizer": "cpu"} | AUTO}))
+        model, optimizer, _ = train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO}))
     (text,) = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
     engine = optimizer._engine
     kept = sum(line.bytes for line in shardcore.memory_report(model).lines if (line.kind, line.tier) == ("states", "device"))
