@@ -145,7 +145,7 @@ def test_the_whole_grid_has_one_hash(world_size: int, accumulate: int, sync_each
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []
-    monkeypatch.setattr("shardcore.api._short_of_memory", lambda comm, needs: needed.append(needs))
+    monkeypatch.setattr("shardcore.api.short_of_memory", lambda comm, needs: needed.append(needs))
     for offload in (tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS):
         shard = {"offload": offload, "grad_dtype": "bf16"}
         model, optimizer, _ = train(0, Run(3, 0, accumulate, "bf16", shard=shard), partly_frozen())
