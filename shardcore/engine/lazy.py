@@ -84,13 +84,16 @@ class _Reader:
 
 @dataclass(eq=False)
 class _Update:
-    """One bucket on its way. done: Adam has run, on CUDA up to `event`. gathers: collectives under way, None: not started."""
+    """One bucket on its way.
+
+    done: Adam has run, on CUDA up to `event`. gathers: collectives under way that nobody waited for; None: not started.
+    """
 
     bucket: Bucket
     spans: Sequence[Span]
     done: "Future[None]" = field(default_factory=Future)
     event: torch.cuda.Event | None = None
-    gathers: list[dist.Work] | None = None
+    gathers: Iterator[dist.Work] | None = None
 
 
 class LazyStep:
@@ -167,17 +170,16 @@ class LazyStep:
         if self._stream is not None:
             began = torch.cuda.Event()  # type: ignore[no-untyped-call]
             began.record(torch.cuda.current_stream(self.device))
-        with held_back_interrupts():
-            self.steps += 1
-            self._pending = {update.bucket: update for update in updates}
-            for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
-                self._let_wait(reader)
-            gather = self.comm.all_gather if self._worker_gathers else None
-            work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
-            try:
-                self._worker.submit(_update_all, self.num_threads, *work)
-            except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
-                _update_all(None, *work)
+        gather = self.comm.all_gather if self._worker_gathers else None
+        work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
+        self.steps += 1
+        self._pending = {update.bucket: update for update in updates}
+        try:
+            self._worker.submit(_update_all, self.num_threads, *work)
+        except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
+            _update_all(None, *work)
+        for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
+            self._let_wait(reader)
 
     def _let_wait(self, reader: _Reader) -> None:
         own = reader.module._parameters
@@ -194,20 +196,22 @@ class LazyStep:
         self.wait(list(self._pending))
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on."""
+        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on.
+
+        May be interrupted anywhere, also by a signal handler that waits itself: all of this can be done again.
+        """
         self._raise_failure()
         if not self._pending:
             return
         with self._lock:
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
-                with held_back_interrupts():  # a gather can be waited for once
-                    if self._gathers:
-                        self._wait_for_gather(update)
-                    del self._pending[update.bucket]
-                    for reader in self._readers[update.bucket]:
-                        if not any(bucket in self._pending for bucket in reader.buckets):
-                            self._put_back(reader)
+                if self._gathers:
+                    self._wait_for_gather(update)
+                for reader in self._readers[update.bucket]:
+                    if not any(bucket in self._pending for bucket in reader.buckets if bucket is not update.bucket):
+                        self._put_back(reader)
+                self._pending.pop(update.bucket, None)
 
     def _wait_for_adam(self, update: _Update) -> None:
         error = update.done.exception()
@@ -221,11 +225,12 @@ class LazyStep:
         for update in () if self._worker_gathers else self._pending.values():
             if update.gathers is None:
                 self._wait_for_adam(update)
-                update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
+                with held_back_interrupts():
+                    update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
             if update is last:
                 break
         try:
-            wait_all(last.gathers or [])
+            wait_all(last.gathers or ())
         except Exception as error:
             self._fail("gathering", last, error)
 
@@ -267,9 +272,9 @@ class LazyStep:
         self._start_anew()
 
 
-def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> list[dist.Work]:
+def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> Iterator[dist.Work]:
     with scope("gather", bucket.unit):
-        return all_gather(bucket.weight, Traffic.STEP, sharers)
+        return iter(all_gather(bucket.weight, Traffic.STEP, sharers))
 
 
 @torch.no_grad()

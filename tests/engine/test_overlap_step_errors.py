@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardcore.engine.lazy import LazyStep, held_back_interrupts
-from tests.engine.late import start, stepped
+from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
 from tests.ranks import run_ranks
 
@@ -86,6 +86,37 @@ def test_ctrl_c_while_waiting_loses_nothing() -> None:
     for index in (1, 2):
         stepped(model, optimizer, 0, index)
     assert hash_of_training(model, optimizer) == expected
+
+
+def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, bool]:
+    """A signal handler reads all weights, as one that saves does, while the main thread waits for some."""
+    model, optimizer = start(rank, Run(stage=2), overlap, late=False)
+    read: list[bool] = []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def handler(*_: Any) -> None:
+        pending = overlap and len(optimizer._engine.lazy._pending) > 0
+        assert list(model.parameters())
+        read.append(pending and not optimizer._engine.lazy._pending)
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    if overlap:
+        SlowStore(optimizer._engine.lazy, 0.05)
+    for step in range(3):
+        stepped(model, optimizer, rank, step)
+        timer = threading.Timer(0.02 * (step + 1), signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        model(X)
+        timer.join()
+    signal.signal(signal.SIGUSR1, old)
+    return hash_of_training(model, optimizer), any(read)
+
+
+def test_a_signal_handler_may_read_weights_that_are_waited_for() -> None:
+    lazy, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
+    assert [bits for bits, _ in lazy] == [bits for bits, _ in plain]
+    assert all(read for _, read in lazy), "the handler ran while nothing was waited for"
 
 
 def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
