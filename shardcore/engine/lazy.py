@@ -295,43 +295,39 @@ def _update_all(
     """
     if updates[0].done.done():  # the caller did it, as no thread started
         return
-    error = _use_own_threads(num_threads)
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        if stream is not None and began is not None:
-            stream.wait_event(began)
-        for update in updates:
+    error: BaseException | None = None
+    for update in updates:
+        try:
             if error is None:
-                try:
-                    with scope("adam", update.bucket.unit):
-                        store.step(update.spans, hypers)
+                _use_own_threads(num_threads)
+                with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
+                    if stream is not None and began is not None:
+                        stream.wait_event(began)
+                    store.step(update.spans, hypers)
                     if stream is not None:
                         update.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         update.event.record(stream)
-                except BaseException as problem:
-                    error = problem
+        except BaseException as problem:
+            error = problem
+        try:
             if all_gather is not None:
-                try:
-                    update.gathers = _gather(all_gather, update.bucket, sharers)
-                except BaseException as problem:
-                    error = error or problem
-            if error is None:
-                update.done.set_result(None)
-            else:
-                update.done.set_exception(error)
+                update.gathers = _gather(all_gather, update.bucket, sharers)
+        except BaseException as problem:
+            error = error or problem
+        if error is None:
+            update.done.set_result(None)
+        else:
+            update.done.set_exception(error)
 
 
 _on_thread = threading.local()
 
 
-def _use_own_threads(count: int | None) -> BaseException | None:
-    """Let kernels of this thread use threads of its own, from its first step on; returns what went wrong."""
-    try:
-        if count is not None and not hasattr(_on_thread, "count"):
-            _C.use_threads(count)
-            _on_thread.count = count
-    except RuntimeError as error:  # the system has no more threads
-        return error
-    return None
+def _use_own_threads(count: int | None) -> None:
+    """Let kernels of this thread use threads of its own, from its first step on. RuntimeError if the system has no more."""
+    if count is not None and not hasattr(_on_thread, "count"):
+        _C.use_threads(count)
+        _on_thread.count = count
 
 
 @contextmanager

@@ -192,16 +192,18 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
 
 
 def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
+    """Once the step in flight, which uses the engine, is through."""
     model, optimizer = start(rank, Run(stage=2), True, late=False)
     stepped(model, optimizer, rank, 0)
     lazy = weakref.ref(optimizer._engine.lazy)
     dist.barrier()
     del model, optimizer
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while any(thread.name.startswith("shardcore-step") for thread in threading.enumerate()) and time.monotonic() < deadline:
+    workers, deadline = 1, time.monotonic() + 10
+    while (lazy() is not None or workers) and time.monotonic() < deadline:
+        gc.collect()
+        workers = sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
         time.sleep(0.01)
-    return lazy() is None, sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
+    return lazy() is None, workers
 
 
 def test_a_model_that_is_let_go_ends_its_worker() -> None:
