@@ -5,10 +5,9 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 """
 
 import logging
-import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -134,17 +133,16 @@ class Engine:
         norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
         if plan is not None and self.lazy is None:
             self.updater.apply(plan)
-            self.updater.count(plan)
-        elif plan is not None and self.lazy is not None:
-            with held_back_interrupts():  # counted and handed over, or neither
+        with held_back_interrupts() if self.lazy is not None else nullcontext():  # counted and handed over, or neither
+            if plan is not None:
                 self.updater.count(plan)
-                self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
-        self.reducer.end_step()
-        if norm is not None and math.isfinite(norm):
-            self.scaler.after_update()
-            if self.weights is not None:
-                self.weights.renew()
-        elif norm is not None:
+                if self.lazy is not None:
+                    self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
+                self.scaler.after_update()
+            self.reducer.end_step()
+        if plan is not None and self.weights is not None:
+            self.weights.renew()
+        elif plan is None and norm is not None:
             self.optimizer.skipped_steps += 1
             logger.warning(
                 "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)%s",

@@ -87,7 +87,7 @@ class _Update:
     """One bucket on its way.
 
     done: Adam has run, on CUDA up to `event`, and its weights are there when `left` is done (None: they are). gathers:
-    collectives under way, None: not started.
+    collectives under way that nobody waited for; None: not started.
     """
 
     bucket: Bucket
@@ -95,7 +95,7 @@ class _Update:
     done: "Future[None]" = field(default_factory=Future)
     event: torch.cuda.Event | None = None
     left: _C.CopyEvent | None = None
-    gathers: list[dist.Work] | None = None
+    gathers: Iterator[dist.Work] | None = None
 
 
 class LazyStep:
@@ -172,17 +172,16 @@ class LazyStep:
         if self._stream is not None:
             began = torch.cuda.Event()  # type: ignore[no-untyped-call]
             began.record(torch.cuda.current_stream(self.device))
-        with held_back_interrupts():
-            self.steps += 1
-            self._pending = {update.bucket: update for update in updates}
-            for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
-                self._let_wait(reader)
-            gather = self.comm.all_gather if self._worker_gathers else None
-            work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
-            try:
-                self._worker.submit(_update_all, self.num_threads, *work)
-            except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
-                _update_all(None, *work)
+        gather = self.comm.all_gather if self._worker_gathers else None
+        work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
+        self.steps += 1
+        self._pending = {update.bucket: update for update in updates}
+        try:
+            self._worker.submit(_update_all, self.num_threads, *work)
+        except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
+            _update_all(None, *work)
+        for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
+            self._let_wait(reader)
 
     def _let_wait(self, reader: _Reader) -> None:
         own = reader.module._parameters
@@ -199,20 +198,22 @@ class LazyStep:
         self.wait(list(self._pending))
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on."""
+        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on.
+
+        May be interrupted anywhere, also by a signal handler that waits itself: all of this can be done again.
+        """
         self._raise_failure()
         if not self._pending:
             return
         with self._lock:
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
-                with held_back_interrupts():  # a gather can be waited for once
-                    if self._gathers:
-                        self._wait_for_gather(update)
-                    del self._pending[update.bucket]
-                    for reader in self._readers[update.bucket]:
-                        if not any(bucket in self._pending for bucket in reader.buckets):
-                            self._put_back(reader)
+                if self._gathers:
+                    self._wait_for_gather(update)
+                for reader in self._readers[update.bucket]:
+                    if not any(bucket in self._pending for bucket in reader.buckets if bucket is not update.bucket):
+                        self._put_back(reader)
+                self._pending.pop(update.bucket, None)
 
     def _wait_for_adam(self, update: _Update) -> None:
         error = update.done.exception()
@@ -231,11 +232,12 @@ class LazyStep:
         for update in () if self._worker_gathers else self._pending.values():
             if update.gathers is None:
                 self._wait_for_adam(update)
-                update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
+                with held_back_interrupts():
+                    update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
             if update is last:
                 break
         try:
-            wait_all(last.gathers or [])
+            wait_all(last.gathers or ())
         except Exception as error:
             self._fail("gathering", last, error)
 
@@ -277,9 +279,9 @@ class LazyStep:
         self._start_anew()
 
 
-def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> list[dist.Work]:
+def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> Iterator[dist.Work]:
     with scope("gather", bucket.unit):
-        return all_gather(bucket.weight, Traffic.STEP, sharers)
+        return iter(all_gather(bucket.weight, Traffic.STEP, sharers))
 
 
 @torch.no_grad()
@@ -300,48 +302,53 @@ def _update_all(
     """
     if updates[0].done.done():  # the caller did it, as no thread started
         return
-    error = _use_own_threads(num_threads)
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        if stream is not None and began is not None:
-            stream.wait_event(began)
-        steps = store.steps([update.spans for update in updates], hypers)
-        for update in updates:
+    error: BaseException | None = None
+    steps = store.steps([update.spans for update in updates], hypers)
+    for update in updates:
+        try:
             if error is None:
-                try:
-                    with scope("adam", update.bucket.unit):
-                        update.left = next(steps)
+                _use_own_threads(num_threads)
+                with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
+                    if stream is not None and began is not None:
+                        stream.wait_event(began)
+                    update.left = next(steps)
                     if all_gather is not None and update.left is not None:
                         update.left.wait()
                     if stream is not None:
                         update.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         update.event.record(stream)
-                except BaseException as problem:
-                    error = problem
+        except BaseException as problem:
+            error = problem
+        try:
             if all_gather is not None:
-                try:
-                    update.gathers = _gather(all_gather, update.bucket, sharers)
-                except BaseException as problem:
-                    error = error or problem
-            if error is None:
-                update.done.set_result(None)
-            else:
-                update.done.set_exception(error)
+                update.gathers = _gather(all_gather, update.bucket, sharers)
+        except BaseException as problem:
+            error = error or problem
+        if error is None and update is updates[-1]:
+            error = _end(steps)
         if error is None:
-            next(steps, None)  # see arrivals
+            update.done.set_result(None)
+        else:
+            update.done.set_exception(error)
+
+
+def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
+    """Let a store end its steps (see store.arrivals); returns what went wrong."""
+    try:
+        next(steps, None)
+    except BaseException as error:
+        return error
+    return None
 
 
 _on_thread = threading.local()
 
 
-def _use_own_threads(count: int | None) -> BaseException | None:
-    """Let kernels of this thread use threads of its own, from its first step on; returns what went wrong."""
-    try:
-        if count is not None and not hasattr(_on_thread, "count"):
-            _C.use_threads(count)
-            _on_thread.count = count
-    except RuntimeError as error:  # the system has no more threads
-        return error
-    return None
+def _use_own_threads(count: int | None) -> None:
+    """Let kernels of this thread use threads of its own, from its first step on. RuntimeError if the system has no more."""
+    if count is not None and not hasattr(_on_thread, "count"):
+        _C.use_threads(count)
+        _on_thread.count = count
 
 
 @contextmanager

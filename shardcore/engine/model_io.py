@@ -32,9 +32,6 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
         model.__dict__["train"] = _Train(model, engine)
         for index, unit in enumerate(engine.lazy.units):  # before the user's own hooks, which may read weights, too
             unit.module.register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):  # it keeps a list of its weights, which its forward reads
-                module.register_forward_pre_hook(_read_weights, prepend=True)
     model.register_forward_hook(_AfterForward(engine))
     for module in model.modules():
         if any(param in engine.managed for param in module.parameters()):
@@ -125,11 +122,6 @@ class _BeforeWeights(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None and self.engine.lazy is not None:
             self.engine.lazy.before_forward(self.index)
-
-
-def _read_weights(module: nn.Module, args: Any) -> None:
-    """Ask a module for its weights, which waits while they are on their way."""
-    module._parameters.values()
 
 
 class _BeforeUnit(_UnitHook):

@@ -85,6 +85,8 @@ def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
     tier_with(monkeypatch, late=True)
     run.shard["offload"] = CPU_TIER
     assert hash_of_training(*train(0, run)[:2]) == expected
+    run.shard["overlap_step"] = True  # on its worker
+    assert hash_of_training(*train(0, run)[:2]) == expected
 
 
 WAITS = {

@@ -2,9 +2,8 @@
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import shardcore
 from shardcore.comm import wait_all
 from shardcore.engine.lazy import LazyStep, Waiting
 from tests.choice import combinations
-from tests.engine.late import SlowStore, micro_steps, start, stepped
+from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
 from tests.ranks import run_ranks
 
@@ -181,6 +180,46 @@ def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPat
         assert all(map(torch.equal, _after_a_step(read, 2, OFFLOAD, overlap=True), old)), read
 
 
+class _Recurrent(torch.nn.Module):
+    """An LSTM, which reads a list of its weights, and a hook of the user's that reads weights before the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.seen = torch.nn.LSTM(4, 4), []
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.blocks[1].held = [self.blocks[1].weight]
+        self.blocks[1].register_forward_pre_hook(lambda module, _: self.seen.append(module.held[0].sum().item()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.rnn(x)[0]))
+
+
+def _recurrent(overlap: bool, read: Callable[[Any], Any]) -> tuple[float, list[float]]:
+    model: Any = _Recurrent()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=0.1)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32", overlap_step=overlap)
+    if overlap:
+        LateStore(optimizer._engine.lazy)
+    for _ in range(2):
+        model(torch.ones(3, 2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = read(model).sum().item()
+    optimizer.synchronize()
+    return found, model.seen
+
+
+def test_weights_behind_lists_and_hooks() -> None:
+    reads: list[Callable[[Any], Any]] = [
+        lambda model: model.rnn(torch.ones(3, 2, 4))[0],
+        lambda model: model.blocks[1](torch.ones(4)),
+        lambda model: torch.func.functional_call(model, {"blocks.0.weight": torch.ones(4, 4)}, (torch.ones(3, 2, 4),)),
+    ]
+    for read in reads:
+        assert _recurrent(True, read) == _recurrent(False, read)
+
+
 def test_a_unit_waits_for_its_own_weights_only() -> None:
     model, optimizer = start(0, Run(stage=2), True)
     lazy = optimizer._engine.lazy
@@ -296,65 +335,3 @@ def test_an_old_graph_cannot_run_backward_on_new_weights() -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-class _Streams:
-    """Stands in for torch.cuda: writes down what streams wait for, a current stream for each thread as torch has."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._current = threading.local()
-
-    def current_stream(self, device: Any = None) -> "_Stream":
-        return getattr(self._current, "stream", None) or _Stream(self, threading.current_thread().name)
-
-    @contextmanager
-    def stream(self, stream: "_Stream") -> Iterator[None]:
-        self._current.stream = stream
-        yield
-        self._current.stream = None
-
-    def event(self) -> Any:
-        streams = self
-
-        class Event:
-            def record(self, stream: "_Stream") -> None:
-                self.after = f"{stream.name} after {streams.log[-1]}"
-
-        return Event()
-
-
-class _Stream:
-    def __init__(self, streams: _Streams, name: str) -> None:
-        self.streams, self.name = streams, name
-
-    def wait_event(self, event: Any) -> None:
-        self.streams.log.append(f"{self.name} waits for {event.after}")
-
-
-def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker's for what step() was called after, and that of who reads for each bucket; no GPU is needed to see it."""
-    streams = _Streams()
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
-    monkeypatch.setattr(torch.cuda, "stream", streams.stream)
-    monkeypatch.setattr(torch.cuda, "Event", streams.event)
-    _, optimizer = start(0, Run(stage=2, shard={"units": 10**9}), True, late=False)
-    engine = optimizer._engine
-    lazy, step = engine.lazy, engine.store.step
-    lazy._stream = _Stream(streams, "worker")
-
-    def logged(spans: Any, hypers: Any) -> None:
-        step(spans, hypers)
-        streams.log.append(f"adam on {streams.current_stream().name}")
-
-    lazy.store = type("Logged", (), {"step": staticmethod(logged)})()
-    loss_of(engine.model, batch_of(0, 0, 0)).backward()
-    streams.log.append("backward")
-    optimizer.step()
-    optimizer.synchronize()
-    assert streams.log == [
-        "backward",
-        "worker waits for MainThread after backward",
-        "adam on worker",
-        "MainThread waits for worker after adam on worker",
-    ]

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardcore.engine.lazy import LazyStep, held_back_interrupts
-from tests.engine.late import start, stepped
+from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
 from tests.ranks import run_ranks
 
@@ -91,6 +91,37 @@ def test_ctrl_c_while_waiting_loses_nothing() -> None:
     assert hash_of_training(model, optimizer) == expected
 
 
+def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, bool]:
+    """A signal handler reads all weights, as one that saves does, while the main thread waits for some."""
+    model, optimizer = start(rank, Run(stage=2), overlap, late=False)
+    read: list[bool] = []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def handler(*_: Any) -> None:
+        pending = overlap and len(optimizer._engine.lazy._pending) > 0
+        assert list(model.parameters())
+        read.append(pending and not optimizer._engine.lazy._pending)
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    if overlap:
+        SlowStore(optimizer._engine.lazy, 0.05)
+    for step in range(3):
+        stepped(model, optimizer, rank, step)
+        timer = threading.Timer(0.02 * (step + 1), signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        model(X)
+        timer.join()
+    signal.signal(signal.SIGUSR1, old)
+    return hash_of_training(model, optimizer), any(read)
+
+
+def test_a_signal_handler_may_read_weights_that_are_waited_for() -> None:
+    lazy, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
+    assert [bits for bits, _ in lazy] == [bits for bits, _ in plain]
+    assert all(read for _, read in lazy), "the handler ran while nothing was waited for"
+
+
 def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
     for step in range(steps):
         stepped(*pair, 0, step)
@@ -164,17 +195,18 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
 
 
 def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
+    """Once the step in flight, which uses the engine, is through."""
     model, optimizer = start(rank, Run(stage=2), True, late=False)
     stepped(model, optimizer, rank, 0)
     lazy = weakref.ref(optimizer._engine.lazy)
     dist.barrier()
     del model, optimizer
-    deadline = time.monotonic() + 10
-    while any(thread.name.startswith("shardcore-step") for thread in threading.enumerate()) and time.monotonic() < deadline:
-        gc.collect()  # again: the worker holds parameters until its step is complete
+    workers, deadline = 1, time.monotonic() + 10
+    while (lazy() is not None or workers) and time.monotonic() < deadline:
+        gc.collect()
+        workers = sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
         time.sleep(0.01)
-    gc.collect()
-    return lazy() is None, sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
+    return lazy() is None, workers
 
 
 def test_a_model_that_is_let_go_ends_its_worker() -> None:
