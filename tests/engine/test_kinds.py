@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardcore
 from shardcore.engine import kinds, store
 from shardcore.engine.kinds import StateKind
+from shardcore.engine.pace import MEASURED_STEPS
 from shardcore.engine.updater import Updater
 from shardcore.offload import CpuStore
 from tests.choice import combinations, some
@@ -33,11 +34,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "stochastic 8bit": {"stochastic_rounding": True, "state_dtype": "8bit"},
 }
 CPU_TIER = {"optimizer": "cpu"}
+PART = CPU_TIER | {"ratio": 0.37}
+LEAVING = PART | {"gradients": "cpu"}
+ALL_TIERS = LEAVING | {"params": "cpu"}
 MAX_NORM = 0.5
-# (stage, offload, units): what must not show in the bits
+# (stage, offload, units, and perhaps overlap_step): what must not show in the bits
 PLACES = [
     (stage, offload, "auto" if stage % 2 == i else 500) for stage in (0, 1, 2, 3) for i, offload in enumerate((None, CPU_TIER))
-]
+] + [(1, PART, 500, True), (2, LEAVING, "auto"), (3, ALL_TIERS, 500, True), (3, CPU_TIER | {"params": "cpu"}, "auto")]
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +75,9 @@ def make(kind: str) -> tuple[Model, Any]:
 
 
 def sharded(kind: str, place: tuple[Any, ...], **more: Any) -> tuple[Model, Any]:
-    stage, offload, units = place
+    stage, offload, units, *overlap_step = place
     model, optimizer = make(kind)
-    return shardcore.shard(model, optimizer, stage, offload=offload, units=units, **more)
+    return shardcore.shard(model, optimizer, stage, offload=offload, units=units, overlap_step=overlap_step == [True], **more)
 
 
 def go(model: nn.Module, optimizer: Any, start: int, end: int) -> None:
@@ -127,6 +131,18 @@ def _hybrid(rank: int, world_size: int, kinds: list[str]) -> list[str]:
 def test_replicas_draw_the_same_random_bits() -> None:
     for hashes in run_ranks(4, _hybrid, ["split 8bit", "stochastic"]):
         assert hashes == [unsharded("split 8bit")] * 2 + [unsharded("stochastic")] * 2
+
+
+@pytest.mark.parametrize("overlap_step", [False, True])
+def test_a_share_that_is_chosen_late_keeps_the_bits(overlap_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardcore.engine.pace.choose_ratio", lambda *_: 0.5)
+    auto = CPU_TIER | {"ratio": "auto", "device_memory_limit": 1 << 30}
+    model, optimizer = sharded("split 8bit", (2, auto, 500, overlap_step))
+    go(model, optimizer, 0, MEASURED_STEPS + 3)
+    optimizer.synchronize()
+    store_now, buckets = optimizer._engine.store, optimizer._engine.buckets
+    assert {tier for bucket in buckets for tier, _, size in store_now.stored(bucket) if size} == {"device", "cpu"}
+    assert fingerprint(model, optimizer) == unsharded("split 8bit", MEASURED_STEPS + 3)
 
 
 def test_kinds_differ_unless_they_are_lossless() -> None:
@@ -191,7 +207,7 @@ def test_a_broken_kind_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPat
 
 # --- state dicts ------------------------------------------------------------------------------------------------------
 
-SAVED, LOADED = (2, CPU_TIER, 500), (3, None, "auto")
+SAVED, LOADED = (3, ALL_TIERS, 500, True), (2, None, "auto")
 
 
 def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
@@ -267,7 +283,7 @@ def test_shards_that_a_kind_cannot_keep_are_warned_of() -> None:
 # --- weights that others write ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("offload", [None, CPU_TIER])
+@pytest.mark.parametrize("offload", [None, CPU_TIER, PART])
 def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -> None:
     model, optimizer = sharded("split", (1, offload, "auto"))
     go(model, optimizer, 0, 2)
