@@ -254,5 +254,11 @@ def set_cpu_isa(name: str) -> None:
 def cpu_isas() -> list[str]:
     """The instruction sets that this build has and this CPU can run."""
 
+def use_threads(count: int) -> None:
+    """Let kernels that the calling thread runs on the CPU use `count` threads of its own, itself included, instead of torch's.
+
+    They end with it. ValueError unless 1 <= count <= 4096.
+    """
+
 def build_info() -> dict[str, str]:
     """Keys: version, torch (the version built against), cuda ("13.0" or ""), cuda_arch_list, compiler."""

@@ -4,9 +4,9 @@ import hashlib
 import json
 import logging
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,14 +19,18 @@ from shardcore.comm import Comm, first_difference
 from shardcore.engine import build, model_io, sharded_state
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
+from shardcore.engine.host_grads import GradHome, home_bytes
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.materialize import Materialize, plan_materialize
+from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
-from shardcore.host_memory import free_bytes
-from shardcore.offload import CpuStore, host_bytes
-from shardcore.optim import AdamOptimizer, CPUAdam
+from shardcore.neighbours import short_of_memory, worker_threads_of
+from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
+from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
+from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
@@ -62,15 +66,27 @@ def shard(
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
     optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
-        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards.
+        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
+        state_dtype and master say: None is "fp32" here; with "split" the bfloat16 weights are the upper half of the masters;
+        with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
         number of parameters of a unit.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
+        "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
+        later ones to it there.
+        "params": "cpu" (at stage 3) keeps the shards of weights there, frozen ones too: each comes ahead of its unit's use, so
+        on one GPU the model streams through it, layer by layer.
+        "ratio": the share of each shard that the CPU updates, whose states (and gradients) are there, 0 to 1 (default 1), as
+        DeepSpeed's; the rest stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
+        "auto" starts with 1, times three steps and forwards, and then lets the device keep the least share that hides the CPU's
+        part behind a forward (with overlap_step; the same on all ranks, from the next zero_grad() on), but at most
+        "device_memory_limit" bytes of states.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
-        not be locked is pageable, with a warning.
-    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
+        not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
+        that the ranks of this machine may use, each rank keeps one, and the workers share the rest; at least one).
+    precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
     loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`, which multiplies; the reduction divides, so that
@@ -82,6 +98,13 @@ def shard(
     clip_grad_norm: global norm to clip to in every step.
     accumulate: how many backwards make a step. sync_each reduces each of them and adds the results (default from stage 2 on);
         False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
+    overlap_step: let `step()` return once norm, clipping and options are fixed, and update weights while training goes on: the
+        same bits, unit by unit in the order of the last forward. Each unit's forward waits for its own weights, backward and
+        the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict, deepcopy,
+        eval(), full_params, ...). Only references to parameters that were taken before the step need
+        `optimizer.synchronize()`. An error of such a step is raised by the next call that waits, and by all later ones. With
+        states on a GPU steps are asynchronous anyway, and nothing changes. On NCCL at stages 1 and 2 every rank has to use the
+        weights, or call `synchronize`, before any waits for another in a way of its own.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
         or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
     reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
@@ -108,10 +131,11 @@ def shard(
     between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
     stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
     and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
-    `p.data` do not reach masters. Steps with a non-finite gradient are skipped on every rank. Every rank runs the same number
-    of backwards; at stage 3 also of forwards, with the same units in the same order, and weights, frozen ones too, are whole
-    only during their unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`
-    (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
+    `p.data` do not reach masters. (Of a split master, only what the weight lacks stays, so an edited element is as given to the
+    precision of bfloat16; after `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
+    rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
+    frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
+    root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
     whole, and collective; frozen parameters have no master, so with "bf16" they are bfloat16 in it, too. Layers that keep
     buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
 
@@ -155,26 +179,48 @@ def shard(
         build.check_states(optimizer, builder)
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
-        amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
-        tiers = offload_options(offload)
-        needed = host_bytes(list(amsgrad), amsgrad) if tiers.optimizer is not None else 0
+        updated = [bucket for bucket in buckets if bucket.group is not None]
+        tiers = offload_options(offload, stage)
+        sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
+        sync = stage >= 2 if sync_each is None else sync_each
+        policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
+        scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+        far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
+        if tiers.optimizer is not None:
+            needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
+        if tiers.gradients is not None:
+            needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
+        if tiers.params is not None:
+            needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = error
-    short = _short_of_memory(comm, needed)  # collective: every rank asks
+    short = short_of_memory(comm, needed)  # collective: every rank asks
     agree(comm, problem or short, entries)
 
     comm.separate()
-    carried = {param: dict(state) for param, state in optimizer.state.items() if state}
+    carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
+    make_host = partial(
+        host_store,
+        updated,
+        device,
+        tiers.pin_memory,
+        tiers.pin_memory_limit,
+        ratio=tiers.ratio,
+        grads_leave=tiers.gradients is not None,
+        weights_here=tiers.params is not None,
+        changes=tiers.auto,
+    )
+    host: CpuStore | SplitStore | None = (
+        make_host() if tiers.params is not None else None
+    )  # the shards of weights lie in its tier
     for bucket in buckets:
-        builder.allocate(bucket)
-    store: StateStore
-    if tiers.optimizer is None:
-        store = DeviceStore(list(amsgrad), amsgrad)
-    else:
-        store = CpuStore(list(amsgrad), amsgrad, device, tiers.pin_memory, tiers.pin_memory_limit)
+        builder.allocate(bucket, None if host is None else host.copies)
+    if tiers.optimizer is not None and host is None:
+        host = make_host()
+    store: StateStore = DeviceStore(updated) if host is None else host
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
@@ -194,16 +240,38 @@ def shard(
     if filler is not None:
         filler.fill(builder, buckets, store, broadcast)
 
-    sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
-    sync = stage >= 2 if sync_each is None else sync_each
-    policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
+    parts = build.units_of(specs, buckets)
+    lazy: LazyStep | None = None
+    if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
+        threads = worker_threads_of(comm) if tiers.cpu_threads is None else tiers.cpu_threads
+        lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads)
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
-        weights = Weights(build.units_of(specs, buckets), comm, device, reshard_after_forward)
-    scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+        weights = Weights(parts, comm, device, reshard_after_forward, lazy)
+    home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
+    pacing: list[Any] = []
+    if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
+        pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
+        pacing.append(host.resplit)
     engine = Engine(
-        model, buckets, frozen, store, comm, LIFETIMES[stage], policy, clip_grad_norm, adam, device, weights, scaler
+        model,
+        buckets,
+        frozen,
+        store,
+        comm,
+        LIFETIMES[stage],
+        policy,
+        clip_grad_norm,
+        adam,
+        device,
+        weights,
+        scaler,
+        lazy,
+        home,
+        *pacing,
     )
+    if host is not None:
+        warn_of_pageable(host.copies)
     engine.state_io.carry(carried)
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
@@ -239,20 +307,6 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
             f'shard: CPUAdam was given for a model on {device}; expected FusedAdam, or offload={{"optimizer": "cpu"}} beside it'
         )
     return device
-
-
-def _short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Say whether the ranks of this machine need more host memory than it has free; `needed`: bytes, of this rank."""
-    here = socket.gethostname()
-    neighbours = [count for host, count in comm.gather_json([here, needed]) if host == here]
-    free = free_bytes()
-    if not needed or free is None or sum(neighbours) <= free:
-        return None
-    return MemoryError(
-        f"shard: offload needs {sum(neighbours)} bytes ({sum(neighbours) / 2**30:.1f} GiB) of host memory for the "
-        f"{len(neighbours)} ranks of {here}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many "
-        "(free memory, raise the memory limit of the container, use more machines or a higher stage, or do not offload)"
-    )
 
 
 def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
@@ -320,6 +374,8 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
 
 def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
+
+    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
 
     Raises ValueError on every rank, with nothing changed, for other keys or shards.
     """

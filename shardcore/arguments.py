@@ -51,14 +51,17 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
     if accumulate < 1:
         raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
-    if options["overlap_step"]:
-        raise NotImplementedError("shard: overlap_step is True, which is not built yet; expected False")
     if options["reduction"] == "nccl" and not options["backend_sums"]:
         raise ValueError(
             'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
             'backend), or init_process_group("nccl")'
         )
-    offload_options(options["offload"])
+    threads = offload_options(options["offload"], stage).cpu_threads
+    if threads is not None and not options["overlap_step"]:
+        raise ValueError(
+            f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
+            "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
+        )
     reshard, sharers = options["reshard_after_forward"], options["sharers"]
     if not isinstance(reshard, int):
         raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
@@ -91,30 +94,43 @@ def _is_int(value: object) -> bool:
 class Offload:
     """What is kept in host memory, and how.
 
-    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. pin_memory: whether host memory that a GPU
-    reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on this rank, None as the system allows.
+    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
+    that is there; the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at most
+    device_memory_limit bytes of states stay. gradients: the tier of reduced gradients, or None: on the device.
+    params: the same of the shards of weights.
+    pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
+    this rank, None as the system allows. cpu_threads: the threads of a lazy step's worker, None for what the machine's other
+    ranks leave.
     """
 
     optimizer: str | None = None
+    ratio: float = 1.0
+    auto: bool = False
+    device_memory_limit: int | None = None
+    gradients: str | None = None
+    params: str | None = None
     pin_memory: bool = False
     pin_memory_limit: int | None = None
+    cpu_threads: int | None = None
 
 
-def offload_options(offload: Mapping[str, Any] | None) -> Offload:
-    """Return what shard's `offload` asks for; raise for anything else."""
+def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
+    """Return what shard's `offload` asks for at this stage; raise for anything else."""
     if offload is None:
         return Offload()
     if not isinstance(offload, Mapping):
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
-    known = tuple(field.name for field in fields(Offload))
+    known = tuple(field.name for field in fields(Offload) if field.name != "auto")
     for key in offload:
-        if key in ("gradients", "weights"):
-            raise NotImplementedError(f'shard: offload has "{key}", which is not built yet; expected only "optimizer"')
         if key not in known:
-            raise ValueError(
-                f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps "pin_memory", "pin_memory_limit"'
-            )
+            others = ", ".join(f'"{name}"' for name in known[1:])
+            raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
+    if tier is None and offload.get("params") is not None:
+        raise NotImplementedError(
+            'shard: offload has "params" without "optimizer", which is not built yet; expected {"optimizer": "cpu", "params": '
+            '"cpu"}'
+        )
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
     if tier != "cpu":
@@ -122,17 +138,64 @@ def offload_options(offload: Mapping[str, Any] | None) -> Offload:
     pin_memory = offload.get("pin_memory", True)
     if not isinstance(pin_memory, bool):
         raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
-    limit = offload.get("pin_memory_limit")
-    if limit is not None:
-        if not _is_int(limit):
-            raise TypeError(f'shard: offload["pin_memory_limit"] is {limit!r}; expected a whole number of bytes, or None')
-        if limit < 0:
-            raise ValueError(f'shard: offload["pin_memory_limit"] is {limit}; expected 0 bytes or more, or None')
-        if not pin_memory:
-            raise ValueError(
-                f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
-            )
-    return Offload(tier, pin_memory, limit)
+    limit = _bytes_of(offload, "pin_memory_limit")
+    if limit is not None and not pin_memory:
+        raise ValueError(
+            f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
+        )
+    auto, keeps = offload.get("ratio") == "auto", _bytes_of(offload, "device_memory_limit")
+    if auto != (keeps is not None):
+        raise ValueError(
+            f'shard: offload["device_memory_limit"] is {keeps} with the ratio {offload.get("ratio", 1.0)!r}; expected with '
+            '"auto" the bytes of states that may stay on the device, else None'
+        )
+    gradients, params = offload.get("gradients"), offload.get("params")
+    for key, value in (("gradients", gradients), ("params", params)):
+        if value not in (None, "cpu"):
+            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected "cpu" or None')
+    if params is not None and stage != 3:
+        raise ValueError(
+            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps whole weights on the device; expected stage 3, '
+            "or None"
+        )
+    if gradients is not None and stage == 0:
+        raise ValueError(
+            'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
+            "stage from 1 on"
+        )
+    ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
+    threads = _threads_of(offload.get("cpu_threads"))
+    return Offload(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
+
+
+def _threads_of(threads: object) -> int | None:
+    if threads is None:
+        return None
+    if isinstance(threads, bool) or not isinstance(threads, int):
+        raise TypeError(f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or None')
+    if not 1 <= threads <= 4096:
+        raise ValueError(f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None')
+    return threads
+
+
+def _bytes_of(offload: Mapping[str, Any], key: str) -> int | None:
+    limit = offload.get(key)
+    if limit is None:
+        return None
+    if not _is_int(limit):
+        raise TypeError(f'shard: offload["{key}"] is {limit!r}; expected a whole number of bytes, or None')
+    if limit < 0:
+        raise ValueError(f'shard: offload["{key}"] is {limit}; expected 0 bytes or more, or None')
+    return int(limit)
+
+
+def _ratio_of(ratio: object) -> float:
+    where = f'shard: offload["ratio"] is {ratio!r}'
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise TypeError(f'{where}; expected a number from 0 to 1, the share that the CPU updates, or "auto"')
+    if not 0.0 <= ratio <= 1.0:
+        raise ValueError(f"{where}; expected a number from 0 to 1, the share that the CPU updates")
+    return float(ratio)
 
 
 def accept_optimizer(optimizer: object) -> AdamOptimizer:
@@ -141,18 +204,10 @@ def accept_optimizer(optimizer: object) -> AdamOptimizer:
         if optimizer._engine is not None:
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
         for index, group in enumerate(optimizer.param_groups):
-            for key, only in (("master", (None, "fp32")), ("state_dtype", ("fp32",))):
-                if group[key] not in only:
-                    raise NotImplementedError(
-                        f"shard: param_groups[{index}].{key} is {group[key]!r}, which is not built yet for sharded optimizers; "
-                        f"expected {only[-1]!r}"
-                    )
             if group["capturable"]:
-                raise ValueError(f"shard: param_groups[{index}].capturable is True; expected False for a sharded optimizer")
-            if group["stochastic_rounding"]:
                 raise ValueError(
-                    f"shard: param_groups[{index}].stochastic_rounding is True; expected False (sharded weights are "
-                    "rounded from float32 masters)"
+                    f"shard: param_groups[{index}].capturable is True; expected False for a sharded optimizer (its step "
+                    "decides on the host, together with the other ranks)"
                 )
         return optimizer
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

@@ -8,10 +8,12 @@ world of one needs no process group and moves nothing.
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -326,11 +328,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def wait_all(works: Sequence[dist.Work]) -> None:
-    """Wait for collectives: until done on the CPU, in stream order on CUDA."""
+def wait_all(works: Iterable[dist.Work]) -> None:
+    """Wait for collectives: until done on the CPU, in stream order on CUDA.
+
+    Each can be waited for once. So that an interrupt loses none, an iterator may be passed again: it is advanced by C alone,
+    and Python's signal handlers run before or after.
+    """
     with _explained():
-        for work in works:
-            work.wait()
+        deque(map(methodcaller("wait"), works), maxlen=0)
 
 
 def different_ways(how: str) -> RuntimeError:

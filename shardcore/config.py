@@ -37,8 +37,8 @@ class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
     gradient_clipping: global norm, 0 means off. optimizer: FusedAdam's options, or None if the configuration names no
-    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None. steps_per_print: None means
-    never.
+    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None, of states; ratio: how much
+    of them; params: as offload, of weights. steps_per_print: None means never.
     """
 
     train_batch_size: int | None = None
@@ -52,6 +52,8 @@ class Config:
     communication_data_type: str | None = None
     stage: int = 0
     offload: str | None = None
+    ratio: float = 1.0
+    params: str | None = None
     pin_memory: bool = False
     optimizer: Mapping[str, Any] | None = None
     steps_per_print: int | None = 10
@@ -118,6 +120,12 @@ def _number(where: str, value: Any) -> float:
 def _positive(where: str, value: Any) -> float:
     if _number(where, value) == 0.0:
         raise ValueError(_has(where, value, "a finite number above 0"))
+    return float(value)
+
+
+def _share(where: str, value: Any) -> float:
+    if _number(where, value) > 1.0:
+        raise ValueError(_has(where, value, "a number from 0 to 1 (the share that the CPU updates)"))
     return float(value)
 
 
@@ -204,7 +212,11 @@ _SECTIONS: Section = {
         "min_loss_scale": _positive,
         "consecutive_hysteresis": _flag,
     },
-    "zero_optimization": {"stage": _stage, "offload_optimizer": {"device": _offload_device, "pin_memory": _flag}},
+    "zero_optimization": {
+        "stage": _stage,
+        "offload_optimizer": {"device": _offload_device, "pin_memory": _flag, "ratio": _share},
+        "offload_param": {"device": _offload_device, "pin_memory": _flag},
+    },
     "optimizer": {
         "type": _optimizer_type,
         "params": {
@@ -294,6 +306,8 @@ def read_config(config: Any, args: Any = None) -> Config:
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
         stage=values.get("zero_optimization.stage", 0),
         offload=values.get("zero_optimization.offload_optimizer.device"),
+        params=values.get("zero_optimization.offload_param.device"),
+        ratio=values.get("zero_optimization.offload_optimizer.ratio", 1.0),
         pin_memory=values.get("zero_optimization.offload_optimizer.pin_memory", False),
         optimizer=_adam_options(values) if "optimizer" in values else None,
         steps_per_print=values.get("steps_per_print", 10),
@@ -315,9 +329,20 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
         yield ValueError(
             f"{_OP}: config fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, {2.0**power:g}"
         )
-    offload = "zero_optimization.offload_optimizer"
-    if offload in values and offload + ".device" not in values:
-        yield ValueError(f'{_OP}: config {offload}.device is missing; expected "cpu" or "none"')
+    states, weights = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+    for section in (states, weights):
+        if section in values and section + ".device" not in values:
+            yield ValueError(f'{_OP}: config {section}.device is missing; expected "cpu" or "none"')
+    if values.get(weights + ".device") == "cpu":
+        if values.get("zero_optimization.stage", 0) != 3:
+            yield ValueError(f'{_OP}: config {weights}.device has "cpu"; expected "none", or zero_optimization.stage 3')
+        if values.get(states + ".device") != "cpu":
+            yield NotImplementedError(
+                f'{_OP}: config {weights}.device has "cpu" without {states}.device "cpu", which is not built yet; expected both'
+            )
+        pinned = [values.get(section + ".pin_memory", False) for section in (states, weights)]
+        if pinned[0] != pinned[1]:
+            yield ValueError(f"{_OP}: config {weights}.pin_memory has {pinned[1]}; expected {pinned[0]}, as {states} has")
 
 
 def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:

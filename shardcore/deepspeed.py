@@ -78,7 +78,14 @@ def initialize(
                 "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
                 settings.gradient_clipping,
             )
-        offload = None if settings.offload is None else {"optimizer": settings.offload, "pin_memory": settings.pin_memory}
+        offload: dict[str, Any] | None = None
+        if settings.offload is not None:
+            offload = {
+                "optimizer": settings.offload,
+                "params": settings.params,
+                "ratio": settings.ratio,
+                "pin_memory": settings.pin_memory,
+            }
         model, adam = shard(
             model,
             given,

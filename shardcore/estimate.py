@@ -29,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grad-dtype", choices=list(DTYPES), default="fp32", help="of reduced gradients (default: %(default)s)"
     )
     parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
+    parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
+    parser.add_argument("--offload-params", action="store_const", const="cpu", help="and shards of weights, at stage 3")
+    parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards a step (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
     parser.add_argument("--hybrid", action="store_true", help="shard within a node and replicate over nodes")
@@ -92,13 +95,19 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         world_size=world_size,
         precision=options.precision,
         grad_dtype=options.grad_dtype,
-        offload=None if options.offload is None else {"optimizer": options.offload},
+        offload=_offload(options),
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
         reshard_after_forward=True if options.keep is None else options.keep,
         units=int(options.units) if options.units.isdigit() else options.units,
     )
+
+
+def _offload(options: argparse.Namespace) -> dict[str, Any] | None:
+    tiers = {"gradients": options.offload_gradients, "params": options.offload_params, "ratio": options.ratio}
+    chosen = {key: value for key, value in tiers.items() if value is not None}
+    return {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
 
 
 def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any]:

@@ -6,6 +6,8 @@ Memory that files fill and the kernel can take back counts as free. Only Linux s
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardcore.control_groups import group_folders, read_text
+
 
 def free_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process can still take, or None where the system does not say. `root` is for tests."""
@@ -14,33 +16,19 @@ def free_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _available(root: Path) -> Iterator[int]:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Yield what is left in each group that limits memory, from the process's own up; both versions of control groups."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            limit, used, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    """Yield what is left in each group that limits memory."""
+    for folder, unified in group_folders(root, "memory"):
+        if unified:
+            limit, used, cached = "memory.max", "memory.current", "inactive_file"
         else:
-            continue
-        # In a container the path may be that outside, and the group itself lies at the top.
-        inner = top / path.strip("/")
-        for folder in dict.fromkeys([inner, *inner.parents, top]):
-            if folder.is_relative_to(top) and (most := _read(folder / limit).strip()).isdigit():
-                taken = int(_read(folder / used).strip() or 0)
-                reclaimable = dict(pair.split() for pair in _read(folder / "memory.stat").splitlines()).get(cached, "0")
-                yield int(most) - taken + int(reclaimable)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+            limit, used, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        if (most := read_text(folder / limit).strip()).isdigit():
+            taken = int(read_text(folder / used).strip() or 0)
+            reclaimable = dict(pair.split() for pair in read_text(folder / "memory.stat").splitlines()).get(cached, "0")
+            yield int(most) - taken + int(reclaimable)

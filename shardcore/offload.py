@@ -1,24 +1,28 @@
 """The cpu tier of optimizer states: exact, chunk by chunk, through counted copies only.
 
-States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights
-that have no master: float32 ones), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
+States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights,
+unless float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
 is still memory of its own, so that what the copies do can be tested anywhere.
 
 Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
 gradients, and three for weights, which are used in turn. A place is taken again when its last way back is done. Only these
-places are pinned: states and masters never travel. Places are bytes, each element has those of a float32, so that gradients
+places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
+need none. Places are bytes, each element has those of a float32, so that gradients
 of any dtype fit and all memory is taken before the first step.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.store import Span, state_keys, step_spans
+from shardcore.engine.kinds import Kept, kept_values, range_of
+from shardcore.engine.store import Span, read_part, step_spans
 from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
@@ -33,15 +37,18 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
 
 
-def staging_bytes(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Return the bytes of all places in staging; those are what is pinned."""
-    return (GRAD_PLACES + WEIGHT_PLACES) * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+def staging_bytes(
+    buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False, weights_here: bool = False
+) -> int:
+    """Return the bytes of all places in staging; see CpuStore."""
+    places = (0 if grads_leave else GRAD_PLACES) + (0 if weights_here else WEIGHT_PLACES)
+    return places * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> int:
+def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    states = sum(bucket.owned_numel * len(state_keys(amsgrad[bucket], bucket.needs_master)) for bucket in buckets)
-    return states * torch.float32.itemsize + staging_bytes(buckets)
+    states = sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets)
+    return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
 @dataclass
@@ -54,14 +61,18 @@ class _Weights:
 
 @dataclass
 class _Chunk:
-    """A chunk on its way through the tier: what Adam is given, where its weights belong, when all has come."""
+    """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come.
 
+    part: which of a step's parts it is of.
+    """
+
+    part: int
     spans: Sequence[Span]
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
     weights: list[torch.Tensor]
-    place: _Weights
-    arrived: _C.CopyEvent
+    place: _Weights | None
+    arrived: _C.CopyEvent | None
 
 
 class CpuStore:
@@ -72,119 +83,152 @@ class CpuStore:
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        amsgrad: Mapping[Bucket, bool],
         device: torch.device,
         pin_memory: bool,
         pin_memory_limit: int | None = None,
         chunk_numel: int = CHUNK_NUMEL,
+        *,
+        grads_leave: bool = False,
+        weights_here: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable, with one warning.
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`),
+        so that none come in a step. weights_here: the buckets' shards of weights lie in this tier (`Bucket.tier`).
         """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
-        self.copies = _C.HostTier(device, pin_memory, pin_memory_limit)
+        self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
-        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(GRAD_PLACES)]
-        self._weights = [_Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(WEIGHT_PLACES)]
+        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(0 if grads_leave else GRAD_PLACES)]
+        self._weights = [
+            _Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(0 if weights_here else WEIGHT_PLACES)
+        ]
         self._turn = 0  # chunks so far: says whose turn it is
-        self._states = {
-            bucket: {
-                key: self.copies.empty(bucket.owned_numel, torch.float32, pinned=False)
-                for key in state_keys(amsgrad[bucket], bucket.needs_master)
-            }
-            for bucket in buckets
-        }
-        if self.copies.pin_refusal:
-            logger.warning(
-                "offload: %d of %d bytes of staging cannot be pinned, so they are pageable: the same bits, but copies of them "
-                "do not overlap with anything, and each step waits for them (%s; expected a higher limit of locked memory, "
-                '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
-                self.copies.bytes_refused,
-                self.copies.bytes_refused + self.copies.bytes_pinned,
-                self.copies.pin_refusal,
-            )
+        make = partial(self.copies.empty, pinned=False)
+        self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
 
     @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
         return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
 
-    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+    @property
+    def weight_scratch_bytes(self) -> int:
         """See StateStore."""
-        return self._states[bucket]
+        return 0
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """See StateStore."""
+        return read_part(self._states[bucket], bucket, key, start, numel)
+
+    def give_up(self, bucket: Bucket, end: Bucket) -> Kept:
+        """Keep of a bucket's states those of `end`, a bucket of the end of its owned range, in memory of that size.
+
+        Returns the others.
+        """
+        first = bucket.owned_numel - end.owned_numel
+        kept = self._states.pop(bucket)
+        self._states[end] = kept
+        if first:
+            self._states[end] = end.kind.new(end.owned_numel, partial(self.copies.empty, pinned=False))
+            for key, flat in range_of(kept, first, end.owned_numel).items():
+                self._states[end][key].copy_(flat)
+        return range_of(kept, 0, first)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        source = values.to(torch.float32).contiguous().view(-1)
-        self.copies.to_tier(self._states[bucket][key][start : start + source.numel()], source).synchronize()
+        kept = range_of(self._states[bucket], start, values.numel())
+        for name, source in kept_values(bucket.kind, key, values.to(self._device)).items():
+            self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """See StateStore. Complete when it returns, on CUDA in the order of the current stream.
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
+    def steps(
+        self,
+        parts: Sequence[Sequence[Span]],
+        hypers: Sequence[_C.AdamHyper],
+        beside: Callable[[int], None] = lambda index: None,
+    ) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore.
+
+        beside: is called with each part's index once its first copies are queued. They do not wait for what it queues.
         RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
-        left: _C.CopyEvent | None = None
         try:
-            # Each chunk is fetched before the one before it is updated: it travels meanwhile.
-            for chunk in _one_ahead(self._fetch(spans) for spans in self._chunks(spans)):
-                chunk.arrived.synchronize()
-                states = [self._states_of(span) for span in chunk.spans]
-                step_spans(self._stepper, hypers, [span.hyper for span in chunk.spans], chunk.params, chunk.grads, states)
-                for weight, param in zip(chunk.weights, chunk.params, strict=True):
-                    left = chunk.place.left = self.copies.from_tier(weight, param)
-            if left is not None:
-                left.wait()
-        except BaseException:
+            if not self._weights:
+                self.copies.synchronize()  # weights that still leave for the device must not change
+            # Each chunk is fetched before the one before it is updated, of the next part, too: it travels meanwhile.
+            chunks = _one_ahead(self._fetch(index, spans) for index, part in enumerate(parts) for spans in self._chunks(part))
+            for index, of_part in groupby(chunks, key=lambda chunk: chunk.part):
+                left: _C.CopyEvent | None = None
+                for number, chunk in enumerate(of_part):
+                    if number == 0:
+                        beside(index)
+                    left = self._update(chunk, hypers) or left
+                yield left
+        except BaseException:  # GeneratorExit among them
             self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
             raise
 
-    def _fetch(self, spans: Sequence[Span]) -> _Chunk:
-        """Let a chunk's gradients, and weights that have no master, come to staging."""
-        grad_place = self._grads[self._turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
-        place = self._weights[self._turn % WEIGHT_PLACES]
-        self._turn += 1
-        if place.left is not None:
+    def _update(self, chunk: _Chunk, hypers: Sequence[_C.AdamHyper]) -> _C.CopyEvent | None:
+        """Run Adam on a chunk when it has come, and let its weights leave; returns the event of the last."""
+        if chunk.arrived is not None:
+            chunk.arrived.synchronize()
+        states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
+        step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
+        left: _C.CopyEvent | None = None
+        if chunk.place is not None:
+            for weight, param in zip(chunk.weights, chunk.params, strict=True):
+                left = chunk.place.left = self.copies.from_tier(weight, param)
+        return left
+
+    def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
+        """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
+        turn, self._turn = self._turn, self._turn + 1
+        place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
+        if place is not None and place.left is not None:
             place.left.synchronize()
         chunk_grads, params, weights = [], [], []
         cursor = 0
         arrived: _C.CopyEvent | None = None
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
-            assert bucket.grad is not None
-            grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
-            param = _part(place.memory, bucket.dtype, cursor, span.numel)
             weight = bucket.owned_weight[span.start : end]
-            arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
-            if not bucket.needs_master:
+            param = weight if place is None else _part(place.memory, bucket.dtype, cursor, span.numel)
+            if bucket.host_grad is not None:
+                grad = bucket.host_grad[span.start : end]
+            else:
+                assert bucket.grad is not None
+                grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
+                grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
+                arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
+            if place is not None and bucket.kind.reads_weights:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
             params.append(param)
             weights.append(weight)
             cursor += _whole_blocks(span.numel)
-        assert arrived is not None  # of the last copy: the others were made before it
-        return _Chunk(spans, chunk_grads, params, weights, place, arrived)
-
-    def _states_of(self, span: Span) -> dict[str, torch.Tensor]:
-        return {key: flat[span.start : span.start + span.numel] for key, flat in self._states[span.bucket].items()}
+        return _Chunk(part, spans, chunk_grads, params, weights, place, arrived)
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements."""
+        """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements, of none one empty list."""
         chunk: list[Span] = []
         room = self._chunk_numel
         for span in spans:
-            start, left = span.start, span.numel
-            while left:
-                numel = min(left, room)
-                chunk.append(Span(span.bucket, start, numel, span.hyper))
-                start, left, room = start + numel, left - numel, room - _whole_blocks(numel)
+            done = 0
+            while done < span.numel:
+                part = span.part(done, min(span.numel - done, room))
+                chunk.append(part)
+                done, room = done + part.numel, room - _whole_blocks(part.numel)
                 if room <= 0:
                     yield chunk
                     chunk, room = [], self._chunk_numel
-        if chunk:
+        if chunk or not spans:
             yield chunk
 
 
@@ -205,3 +249,16 @@ def _part(place: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> to
     """Return elements [start, start + numel) of a place in staging, as values of `dtype`."""
     first = start * _ITEM_BYTES
     return place[first : first + numel * dtype.itemsize].view(dtype)
+
+
+def warn_of_pageable(copies: _C.HostTier) -> None:
+    """Say once what it costs if memory of the tier should be pinned and is not."""
+    if copies.pin_refusal:
+        logger.warning(
+            "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the same bits, but copies of them "
+            "do not overlap with anything, and whoever needs them waits (%s; expected a higher limit of locked memory, "
+            '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
+            copies.bytes_refused,
+            copies.bytes_refused + copies.bytes_pinned,
+            copies.pin_refusal,
+        )

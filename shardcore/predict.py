@@ -8,6 +8,7 @@ real ranks. Not predicted: activations, buffers of the model, and what shard() a
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,13 @@ from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
-from shardcore.engine.store import DeviceStore
 from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
 from shardcore.engine.use import use_row_bytes
 from shardcore.engine.weights import keepers_of
-from shardcore.offload import staging_bytes
+from shardcore.offload_split import cuts_of
 from shardcore.optim import AdamOptimizer
+from shardcore.predict_tiers import LeavingGrads, MetaStates
 from shardcore.topology import Topology
 from shardcore.units import plan_units
 
@@ -47,7 +48,7 @@ class Prediction:
     """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
 
     resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the
-    peak; but buffers change their kind: `most` has the most bytes of gradients and of communication at any time of a step.
+    peak; but buffers change their kind: `most` has the most bytes of gradients and of communication on the device at any time.
     transfers: of one step, messages that all backends send (gloo also announces each gather with 16 bytes).
     """
 
@@ -70,19 +71,6 @@ class _Place(Comm):
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
 
 
-class _Store(DeviceStore):
-    """States on meta that stand for those of a tier."""
-
-    def __init__(self, buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool], tier: str) -> None:
-        super().__init__(buckets, amsgrad)
-        self.tier, self.buckets = tier, buckets
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0 if self.tier == "device" else staging_bytes(self.buckets)
-
-
 def predict(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -97,7 +85,8 @@ def predict(
 
     model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
     parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order.
+    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as it begins, as 1.
     Raises ValueError or TypeError for what shard would refuse.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
@@ -128,10 +117,11 @@ def predict(
     kept = build.kept_params(model, chosen["keep_fp32"])
     builder = build.Builder(comm, lifetimes, DTYPES[chosen["precision"]], kept, _META)
     buckets = builder.plan(model, specs, adam)
+    tiers = offload_options(chosen["offload"], stage)
     for bucket in buckets:
         builder.allocate(bucket)
-    amsgrad = {bucket: bool(adam.param_groups[bucket.group]["amsgrad"]) for bucket in buckets if bucket.group is not None}
-    tier = offload_options(chosen["offload"]).optimizer or "device"
+        bucket.weight_tier = tiers.params or "device"
+    updated = [bucket for bucket in buckets if bucket.group is not None]
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     frozen = [
         torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META)
@@ -153,8 +143,9 @@ def predict(
         ),
         keepers_of(chosen["reshard_after_forward"]),
         chosen["precision"] == "fp16" and chosen["loss_scale"] != 1.0,
-        _Store(list(amsgrad), amsgrad, tier),
+        MetaStates(updated, tiers),
         frozen,
+        cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
     )
     rehearsal.run()
     numel = sum(param.numel() for param in model.parameters())
@@ -173,8 +164,9 @@ class _Rehearsal:
     policy: ReducePolicy
     keepers: int  # see keepers_of
     scaled: bool  # losses are: gradients are unscaled in the reduction, in a world of one, too
-    store: _Store
+    store: MetaStates
     frozen: Sequence[torch.Tensor]
+    cuts: Mapping[Bucket, int]  # see GradHome
     pool: BufferPool = field(default_factory=lambda: BufferPool(_META))
     gathered: BufferPool = field(default_factory=lambda: BufferPool(_META))
     shown: dict[Bucket, torch.Tensor] = field(default_factory=dict)  # stage 0's param.grad
@@ -191,6 +183,8 @@ class _Rehearsal:
         self._in_flight: list[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         self._held_bytes = 0  # the sum of _in_grads
         self._known = False
+        alone, owners = self.comm.world_size == 1 and not self.scaled, len(self.comm.topology.owners(self.comm.rank))
+        self._host = LeavingGrads(self.cuts, self.policy, alone, owners, self.pool, self._count)
 
     def run(self) -> None:
         """Take steps until the pools have their size: they grow in the first ones."""
@@ -217,9 +211,9 @@ class _Rehearsal:
     def report(self) -> MemoryReport:
         """Return what is allocated now."""
         gathered = None if self.lifetimes.full_weight_resident else self.gathered
-        return MemoryReport(
-            tuple(memory_lines(self.buckets, self.lifetimes, self.store, self.pool, gathered, self.frozen, self.shown.get))
-        )
+        adding = self._host.scratch_bytes
+        lines = memory_lines(self.buckets, self.lifetimes, self.store, self.pool, gathered, adding, self.frozen, self.shown.get)
+        return MemoryReport(tuple(lines))
 
     def _send(self, purpose: str, whole_bytes: int, ranks: Sequence[int]) -> None:
         """Count a collective of `ranks` over `whole_bytes`, of which each of them has, or is to have, an equal part."""
@@ -243,7 +237,8 @@ class _Rehearsal:
     # --- weights (stage 3), as Weights does it ---------------------------------------------------------------------
 
     def _move_weights(self) -> None:
-        if self.lifetimes.full_weight_resident or len(self.comm.sharers) == 1:
+        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        if self.lifetimes.full_weight_resident or not apart:
             return
         passing = [unit for unit in self.units if not unit.stays]
         known, self._known = self._known, True  # in the first pass no unit is gathered ahead, and none is known to be the last
@@ -306,6 +301,9 @@ class _Rehearsal:
                 self._launch(waiting.pop(0))
         self._drain(0)
         if reducing:
+            self._host.drain()
+            self._note(self._order[-1])
+        if reducing:
             self._send("agree on used parameters", use_row_bytes(len(self._arrivals)) * self.comm.world_size, self._everyone)
         if self.lifetimes.owns_everything:
             for bucket in self._order:
@@ -346,6 +344,11 @@ class _Rehearsal:
     def _finish(self, bucket: Bucket, sent: torch.Tensor) -> None:
         as_sums = sent.dtype == self.policy.grad_dtype
         alone = self.comm.world_size == 1
+        if bucket in self.cuts:
+            self._leave(
+                bucket, sent, alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums)
+            )
+            return
         if alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums):
             self._replace_grad(bucket, sent)
         else:
@@ -359,11 +362,21 @@ class _Rehearsal:
             self._send("gather gradients", bucket.owned_numel * dtype.itemsize, owners)
         bucket.reduced = True
         if sent is not bucket.grad:
-            if self.lifetimes.full_grad_resident and sent.dtype not in bucket.resident:
-                bucket.resident[sent.dtype] = sent
-            else:
-                self.pool.give(sent)
+            self._release(bucket, sent)
         self._note(bucket)
+
+    def _leave(self, bucket: Bucket, sent: torch.Tensor, as_it_is: bool) -> None:
+        source = self._host.reduce(bucket, sent, as_it_is, partial(self._release, bucket))
+        self._send("gather gradients", source.nbytes, self.comm.topology.owners(self.comm.rank))
+        bucket.reduced = True
+        self._note(bucket)
+
+    def _release(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        if self.lifetimes.full_grad_resident and whole.dtype not in bucket.resident:
+            bucket.resident[whole.dtype] = whole
+            self._count(bucket)
+        else:
+            self.pool.give(whole)
 
     def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:
         if bucket.grad is not None:
@@ -371,7 +384,7 @@ class _Rehearsal:
         bucket.grad = grad
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        passing = not self.lifetimes.full_grad_resident and self.comm.world_size > 1
+        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.cuts)
         return take_full(bucket, dtype, self.pool, passing)
 
     def _hide_grads(self) -> None:

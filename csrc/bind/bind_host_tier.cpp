@@ -69,7 +69,10 @@ struct Copies {
       std::deque<Kept>& in_flight = kept[static_cast<int>(direction)];
       if (in_flight.empty()) continue;
       const int64_t completed = tier->stream(direction).completed();
-      while (!in_flight.empty() && in_flight.front().number <= completed) in_flight.pop_front();
+      while (!in_flight.empty() && in_flight.front().number <= completed) {
+        const Kept done = std::move(in_flight.front());  // its end may hand the GIL to a thread that comes here, too
+        in_flight.pop_front();
+      }
     }
   }
 

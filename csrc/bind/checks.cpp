@@ -7,8 +7,10 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <memory>
 
 #include "core/cpu_isa.h"
+#include "core/thread_pool.h"
 
 #ifndef INTRA_OP_PARALLEL
 #error "ATen/Parallel.h would run serially: compile with -fopenmp (csrc/flags.txt)"
@@ -229,10 +231,15 @@ class TorchExecutor final : public Executor {
   std::atomic<pid_t> owner_{0};  // who called at::parallel_for first; 0: nobody yet, then a child may
 };
 
+thread_local std::unique_ptr<ThreadPool> own_threads;
+
 }  // namespace
+
+void use_threads(int count) { own_threads = std::make_unique<ThreadPool>(count); }
 
 Executor& torch_executor() {
   static TorchExecutor executor;
+  if (own_threads != nullptr) return *own_threads;
   return executor;
 }
 

@@ -93,8 +93,11 @@ DType float_dtype(const Where& where, const at::Tensor& tensor);
 // Tell autograd that an in-place write happened.
 void mark_written(const at::Tensor& tensor);
 
-// at::parallel_for: torch.set_num_threads holds.
+// at::parallel_for, where torch.set_num_threads holds, unless the calling thread has threads of its own.
 Executor& torch_executor();
+
+// Let kernels that the calling thread runs use `count` threads of its own, itself included, until it ends.
+void use_threads(int count);
 
 void bind_adam(py::module_& module);
 void bind_ops(py::module_& module);

@@ -55,5 +55,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       },
       pybind11::arg("name"));
   module.def("cpu_isas", &shardcore::cpu_isas);
+  module.def(
+      "use_threads",
+      [](const pybind11::handle& count) {
+        const shardcore::bind::Where where{"use_threads", "count"};
+        const int64_t number = shardcore::bind::int_of(where, count);
+        if (number < 1 || number > 4096) shardcore::bind::value_error(where, number, "; expected 1 to 4096 threads");
+        shardcore::bind::use_threads(static_cast<int>(number));
+      },
+      pybind11::arg("count"));
   module.def("build_info", &build_info);
 }

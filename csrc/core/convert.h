@@ -61,8 +61,13 @@ SHARDCORE_HD uint16_t f32_to_f16(float x) {
 }
 
 // A split master: a bfloat16 weight (f32_to_bf16 of the master) and the int16 that makes it the float32 master again, lossless.
+// Others may write the weight in between. All they can write but zero goes with any remainder; zero with one below zero, which
+// no master leaves (it would have the bits of a NaN), is zero.
 SHARDCORE_HD float split_to_f32(uint16_t weight, int16_t remainder) {
-  return bits_float((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+  const uint32_t high = static_cast<uint32_t>(weight) << 16;
+  const int32_t rest = remainder;
+  const int32_t low = ((high << 1) == 0) & (rest < 0) ? 0 : rest;
+  return bits_float(high + static_cast<uint32_t>(low));
 }
 
 SHARDCORE_HD int16_t split_remainder(float master) { return static_cast<int16_t>(float_bits(master) & 0xffffu); }

@@ -1,4 +1,4 @@
-"""Where a backward begins and ends.
+"""Where a backward begins and ends, and where each parameter's gradient comes.
 
 Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
 loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
@@ -8,8 +8,11 @@ when it is gone without having been called, the backward failed.
 
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class _Callback:
@@ -45,3 +48,18 @@ class Boundary:
     def failed(self) -> bool:
         """Whether the last backward ended in an error."""
         return self._callback is not None and self._callback() is None
+
+
+def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Callable[[T], None]) -> None:
+    """Call `before(owner)` before autograd adds to `param.grad`, and `after(owner)` when it has.
+
+    The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
+    """
+    weak = weakref.ref(owner)
+
+    def call(what: Callable[[T], None]) -> None:
+        if (here := weak()) is not None:
+            what(here)
+
+    param.register_hook(lambda grad: call(before))  # type: ignore[no-untyped-call]
+    param.register_post_accumulate_grad_hook(lambda param: call(after))  # type: ignore[no-untyped-call]

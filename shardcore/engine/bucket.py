@@ -12,6 +12,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import as_bytes
+from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
@@ -103,7 +104,9 @@ class Bucket:
 
     weight: (layout.numel,) in `dtype`, whole; the parameters look at it. Empty while the weights are only in shards.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
+    weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
+    host_grad: the end of it where gradients leave for host memory (engine/host_grads.py); `grad` is what comes before, if any.
     sq_norm: its squared norm (high, low) over this rank's shard.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
@@ -118,17 +121,21 @@ class Bucket:
         layout: FlatLayout,
         owned: tuple[int, int],
         trainable: bool = True,
+        kind: StateKind = NO_STATES,
     ) -> None:
-        """Describe the bucket; `owned` is the range of the whole buffer that this rank updates."""
+        """Describe the bucket; `owned` is the range of the whole buffer that this rank updates; `kind`: of its states."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self.trainable = trainable
+        self.trainable, self.kind = trainable, kind
         self.weight = self.owned_weight = _NOWHERE
+        self.weight_tier = "device"
+        self.tier: _C.HostTier | None = None
         self.grad: torch.Tensor | None = None
+        self.host_grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False
@@ -138,11 +145,6 @@ class Bucket:
     def owned_numel(self) -> int:
         """Length of the owned range in elements, padding included."""
         return self.owned[1] - self.owned[0]
-
-    @property
-    def needs_master(self) -> bool:
-        """Whether the weights are of lower precision than the float32 that is optimized."""
-        return self.group is not None and self.dtype != torch.float32
 
     def keep_whole(self, weight: torch.Tensor) -> None:
         """Keep the whole weights in this memory for good."""
@@ -155,7 +157,9 @@ class Bucket:
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
-        if self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
+        if self.tier is not None and self.weight.numel():
+            self.tier.to_tier(self.owned_weight, self.owned_slice(self.weight)).synchronize()
+        elif self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
             self.owned_weight.copy_(self.owned_slice(self.weight))
 
     def check_in_place(self, op: str) -> None:
@@ -176,10 +180,27 @@ class Bucket:
         start, end = self.layout.shard_range(place)
         return flat[start - self.owned[0] : end - self.owned[0]]
 
-    def owned_views(self, flat: torch.Tensor) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
-        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range."""
+    def grads(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
+        near = [] if self.grad is None else [(0, self.grad)]
+        return near if self.host_grad is None else [*near, (self.owned_numel - self.host_grad.numel(), self.host_grad)]
+
+    def own_grads(self, place: int) -> list[torch.Tensor]:
+        """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
+        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(place))
+        return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
+
+    def owned_grad(self) -> torch.Tensor | None:
+        """Return the reduced gradient (owned_numel,); a copy on the CPU where it lies on two tiers."""
+        parts = [part for _, part in self.grads()]
+        return torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else next(iter(parts), None)
+
+    def owned_views(self, flat: torch.Tensor, start: int = 0) -> Iterable[tuple[Managed, Piece, torch.Tensor]]:
+        """Yield each owned parameter piece with its view of `flat`, a buffer of the owned range, or of it from `start` on."""
         for piece in self.pieces:
-            yield self.params[piece.slot], piece, flat[piece.start : piece.start + piece.numel]
+            first, end = piece.start - start, piece.start - start + piece.numel
+            if end > 0 and first < flat.numel():
+                yield self.params[piece.slot], piece, flat[max(0, first) : end]
 
     def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """Return each parameter's slot of a long-lived whole-bucket buffer. Kept: they cost more to make than to fill."""

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardcore._native import _C
 from shardcore.comm import Comm, plain
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
+from shardcore.engine.kinds import NO_STATES, kind_of
 from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit, closed_message
 from shardcore.layout import FlatLayout, plan_flat
-from shardcore.optim import PARAM_DTYPES, import_state
+from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_state
 from shardcore.units import UnitSpec
 
 
@@ -89,8 +90,9 @@ def check_states(optimizer: torch.optim.Optimizer, builder: "Builder") -> None:
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
-                master = "fp32" if builder.dtype_of(param) != torch.float32 else None
-                import_state("shard", f"the optimizer's state of param_groups[{index}] params[{number}]", state, param, master)
+                kind = kind_of(group, builder.dtype_of(param))
+                where = f"the optimizer's state of param_groups[{index}] params[{number}]"
+                import_state("shard", where, export_state(state, param), param, kind.master, kind.state_dtype)
 
 
 def signature(
@@ -180,7 +182,12 @@ class Builder:
             for (dtype, group, trainable), params in members.items():
                 layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
                 owned = self._owned(layout)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable))
+                kind = NO_STATES
+                if group is not None:
+                    options = optimizer.param_groups[group]
+                    check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
+                    kind = kind_of(options, dtype)
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable, kind))
         return buckets
 
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
@@ -189,12 +196,14 @@ class Builder:
         first, last = self.comm.topology.owned(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
-    def allocate(self, bucket: Bucket) -> None:
-        """Give the bucket memory for its weights."""
+    def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:
+        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given."""
         if self.lifetimes.full_weight_resident:
             bucket.keep_whole(allocate(bucket.layout.numel, bucket.dtype, self.device))
-        else:
+        elif tier is None:
             bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
+        else:
+            bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(bucket.owned_numel, bucket.dtype), tier, "cpu"
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
@@ -213,13 +222,17 @@ class Builder:
             self.comm.broadcast(values)
         resident = self.lifetimes.full_weight_resident
         target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
-        if bucket.dtype == exact:
+        if bucket.dtype != exact:
+            rounded = target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
+            _C.cast([rounded], [source])
+            source = rounded
+        if bucket.tier is not None:
+            bucket.tier.to_tier(target, source).synchronize()
+        elif source is not target:
             target.copy_(source)
-        else:
-            _C.cast([target], [source])
         for managed in real:
             self.place(bucket, managed)
-        if bucket.group is not None and "master" in store.states(bucket):
+        if bucket.kind.master is not None:
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 
     def place(self, bucket: Bucket, managed: Managed) -> None:
@@ -228,7 +241,8 @@ class Builder:
             become(managed.param, managed.slice_of(bucket.weight))
         else:
             message = closed_message(managed.name, bucket.unit)
-            become(managed.param, _C.closed(managed.param.shape, bucket.owned_weight, message))
+            like = torch.empty(0, dtype=bucket.dtype, device=self.device)
+            become(managed.param, _C.closed(managed.param.shape, like, message))
         managed.place, managed.version = managed.place_now(), managed.param._version
 
     @torch.no_grad()

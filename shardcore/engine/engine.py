@@ -5,10 +5,9 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 """
 
 import logging
-import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +16,12 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
+from shardcore.engine.host_grads import GradHome, sq_norm_of
+from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
+from shardcore.engine.pace import Pace
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore
@@ -51,17 +53,23 @@ class Engine:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
+        lazy: LazyStep | None,
+        home: GradHome | None = None,
+        pace: Pace | None = None,
+        resplit: Callable[[float], Mapping[Bucket, int]] | None = None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
-        weights: what makes weights whole around their use, None where they always are.
+        weights: what makes weights whole around their use, None where they always are. lazy: what runs a step after it has
+        returned, None where steps are complete then. home: see Reducer. pace: chooses the share of the store's states that is
+        in host memory, which `resplit` then moves; it returns where in each bucket's owned range that begins.
         """
         self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
-        self.weights, self.scaler = weights, scaler
+        self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
         self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings)
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -77,6 +85,11 @@ class Engine:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None, for the same reason."""
         return _nothing, ()
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete; on CUDA in the order of the current stream."""
+        if self.lazy is not None:
+            self.lazy.finish()
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -109,17 +122,27 @@ class Engine:
             self.weights.close_all()
         self.reducer.reduce_pending()
         try:
+            self.synchronize()
             self._check_step()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, StepError) as error:
             problem = problem or error
+        if self.pace is not None:
+            self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
-        norm = self.updater.step(grad_scale, limit, problem, self.scaler.scale)
-        self.reducer.end_step()
-        if norm is not None and math.isfinite(norm):
-            self.scaler.after_update()
-            if self.weights is not None:
-                self.weights.renew()
-        elif norm is not None:
+        order = self.lazy.order if self.lazy is not None else ()
+        norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
+        if plan is not None and self.lazy is None:
+            self.updater.apply(plan)
+        with held_back_interrupts() if self.lazy is not None else nullcontext():  # counted and handed over, or neither
+            if plan is not None:
+                self.updater.count(plan)
+                if self.lazy is not None:
+                    self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
+                self.scaler.after_update()
+            self.reducer.end_step()
+        if plan is not None and self.weights is not None:
+            self.weights.renew()
+        elif plan is None and norm is not None:
             self.optimizer.skipped_steps += 1
             logger.warning(
                 "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)%s",
@@ -179,6 +202,9 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
+        if set_to_none and self.pace is not None and self._resplit is not None and (ratio := self.pace.take()) is not None:
+            self.synchronize()
+            self.reducer.host.recut(self._resplit(ratio))
         for _, param in self.unmanaged:
             param.grad = None
 
@@ -191,6 +217,7 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
         scale = state_dict.get("loss_scale")
+        self.synchronize()
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
@@ -229,10 +256,10 @@ class Engine:
         self.reducer.reduce_pending()
         views = []
         for bucket in self.updater.buckets:
-            if bucket.reduced and bucket.grad is not None:
+            for start, part in bucket.grads() if bucket.reduced else ():
                 views += [
                     (bucket, managed, view)
-                    for managed, _, view in bucket.owned_views(bucket.grad)
+                    for managed, _, view in bucket.owned_views(part, start)
                     if managed.has_grad and (chosen is None or managed.param in chosen)
                 ]
         norm = self._norm_of_views(views)
@@ -240,14 +267,14 @@ class Engine:
         if coefficient != 1.0 and views:
             torch._foreach_mul_([view for _, _, view in views], coefficient)
             for bucket in {bucket: None for bucket, _, _ in views}:
-                assert bucket.grad is not None
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.comm.topology.place(self.comm.rank))])
+                place = self.comm.topology.place(self.comm.rank)
+                bucket.sq_norm = sq_norm_of(bucket.own_grads(place), self.device)
             self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
         own = [view for _, _, view in views]
-        part = _C.sq_norm(own) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
+        part = sq_norm_of(own, self.device) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
         if self.lifetimes.owns_everything:
             return _C.norm_from_sq(part.cpu())
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
@@ -263,8 +290,9 @@ class Engine:
         problem: Exception | None = None
         what = None
         try:
+            self.synchronize()
             what = check()
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, StepError) as error:
             problem = error
         here = zlib.crc32((what or "").encode())
         row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
@@ -294,9 +322,10 @@ class Engine:
         self.together("full_grad", check)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
-        if not managed.has_grad or bucket.grad is None:
+        grad = bucket.owned_grad()
+        if not managed.has_grad or grad is None:
             return None
-        return managed.slice_of(self.whole(bucket, bucket.grad)).clone()
+        return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
 
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
@@ -304,7 +333,7 @@ class Engine:
 
         def check() -> str:
             bucket, managed = self._of("full_state", param)
-            known = ["step", *(self.store.states(bucket) if bucket.group is not None else {})]
+            known = ["step", *(bucket.kind.keys if bucket.group is not None else ())]
             if key not in known:
                 raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
             self.updater.accept_weight_edits()
@@ -314,8 +343,7 @@ class Engine:
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
-        states = self.store.states(bucket)
-        return managed.slice_of(self.whole(bucket, states[key])).clone()
+        return managed.slice_of(self.whole(bucket, self.store.read(bucket, key))).clone()
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
@@ -336,8 +364,8 @@ class Engine:
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
-        if bucket.needs_master:
-            return self.whole(bucket, self.store.states(bucket)["master"])
+        if bucket.kind.master is not None:
+            return self.whole(bucket, self.store.read(bucket, "master"))
         return bucket.weight if self.lifetimes.full_weight_resident else self.whole(bucket, bucket.owned_weight)
 
 

@@ -5,7 +5,7 @@ Messages of NCCL cannot be told apart by tags: there nothing is told (Comm.annou
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardcore.comm import Comm, Notice, different_ways, first_difference
 
@@ -21,9 +21,12 @@ _POINTS = (BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
 class Meetings:
     """Announces where this rank is: at one of the points above, or at the weights of a unit (stage 3)."""
 
-    def __init__(self, comm: Comm, units: Sequence[str]) -> None:
-        """Announce over `comm`; `units` are the names of all units, in the same order on every rank."""
-        self._comm = comm
+    def __init__(self, comm: Comm, units: Sequence[str], before: Callable[[], None] = lambda: None) -> None:
+        """Announce over `comm`; `units` are the names of all units, in the same order on every rank.
+
+        before: makes what is to be announced before the next meeting.
+        """
+        self._comm, self._before = comm, before
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
 
     def start(self, point: str) -> Notice | None:
@@ -40,6 +43,7 @@ class Meetings:
 
     def meet(self, point: str, order: Sequence[str] = ()) -> None:
         """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective."""
+        self._before()
         notice = self._comm.announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
         if self._comm.check(notice, self._names.__getitem__):
             return

@@ -61,6 +61,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     engine = getattr(model, "_shardcore_engine", None)
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
+    engine.synchronize()
     handout = engine.reducer.handout
     return MemoryReport(
         tuple(
@@ -70,6 +71,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
                 engine.store,
                 engine.reducer.pool,
                 engine.weights.pool if engine.weights is not None else None,
+                engine.reducer.host.scratch_bytes,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
                 shown=handout.shown if handout is not None else lambda bucket: None,
             )
@@ -83,32 +85,34 @@ def memory_lines(
     store: StateStore,
     pool: BufferPool,
     gathered: BufferPool | None,
+    adding_bytes: int,
     frozen: Sequence[torch.Tensor],
     shown: Callable[[Bucket], torch.Tensor | None],
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.predict asks on meta).
 
-    pool: the reducer's; gathered: of whole weights, None where they are resident; frozen: weights in no bucket;
-    shown: see HandedOut.shown.
+    pool: the reducer's; gathered: of whole weights, None where they are resident; adding_bytes: where gradients come to that
+    are added in host memory; frozen: weights in no bucket; shown: see HandedOut.shown.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
         unit = bucket.unit or "root"
-        yield MemoryLine(
-            unit, "weights", "device", _bytes(bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight)
-        )
+        kept = bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight
+        yield MemoryLine(unit, "weights", bucket.weight_tier, _bytes(kept))
         in_grads = gradient_bytes(bucket, shown(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
+        if bucket.host_grad is not None:
+            yield MemoryLine(unit, "gradients", "cpu", bucket.host_grad.untyped_storage().nbytes())
         if bucket.group is not None:
-            for key, flat in store.states(bucket).items():
-                yield MemoryLine(unit, "master" if key == "master" else "states", store.tier, _bytes(flat))
+            for tier, key, size in store.stored(bucket):
+                yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
     yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for param in frozen))
     if gathered is not None:
-        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes)
+        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
-    if store.scratch_bytes:
-        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes)
+    if store.scratch_bytes + adding_bytes:
+        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + adding_bytes)
 
 
 def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:

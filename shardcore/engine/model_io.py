@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
-from shardcore.engine.weights import tensors_in
+from shardcore.engine.order import tensors_in
 
 
 def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
@@ -28,6 +28,10 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
             for part in engine.weights.callable_parts(unit):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))
+    if engine.lazy is not None:
+        model.__dict__["train"] = _Train(model, engine)
+        for index, unit in enumerate(engine.lazy.units):  # before the user's own hooks, which may read weights, too
+            unit.module.register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
     model.register_forward_hook(_AfterForward(engine))
     for module in model.modules():
         if any(param in engine.managed for param in module.parameters()):
@@ -59,6 +63,19 @@ class _ZeroGrad(_EngineHook):
             type(self.model).zero_grad(self.model, set_to_none)
 
 
+class _Train(_EngineHook):
+    """`model.train`, and so `model.eval`: whoever changes the mode finds new weights, also behind references held before."""
+
+    def __init__(self, model: nn.Module, engine: Engine | None) -> None:
+        super().__init__(engine)
+        self.model = model
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        if self.engine is not None and mode != self.model.training:
+            self.engine.synchronize()
+        return type(self.model).train(self.model, mode)
+
+
 class _BeforeForward(_EngineHook):
     def __init__(self, engine: Engine | None, input_dtype: torch.dtype | None) -> None:
         super().__init__(engine)
@@ -69,6 +86,8 @@ class _BeforeForward(_EngineHook):
             self.engine.reducer.settle()
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.begin_forward()
+        if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
+            self.engine.pace.begin_forward()
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -79,8 +98,12 @@ class _BeforeForward(_EngineHook):
 
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.engine is not None and self.engine.pace is not None:
+            self.engine.pace.end_forward()
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.end_forward()
+        if self.engine is not None and self.engine.lazy is not None:
+            self.engine.lazy.end_forward()
         if self.engine is None or not torch.is_grad_enabled():
             return
         begin = self.engine.reducer.begin_backward
@@ -93,6 +116,12 @@ class _UnitHook(_EngineHook):
     def __init__(self, engine: Engine | None, index: int) -> None:
         super().__init__(engine)
         self.index = index
+
+
+class _BeforeWeights(_UnitHook):
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.engine is not None and self.engine.lazy is not None:
+            self.engine.lazy.before_forward(self.index)
 
 
 class _BeforeUnit(_UnitHook):
@@ -168,6 +197,7 @@ class _LoadIntoMaster(_EngineHook):
     ) -> None:
         if self.engine is None:
             return
+        self.engine.synchronize()
         self._given = []
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(

@@ -1,8 +1,13 @@
-"""Passes over a model: the order in which units are used, learned in one and expected in the next; whether it is a backward."""
+"""Passes over a model: the order in which units are used, learned in one and expected in the next; whether it is a backward;
+the tensors that go in and come out.
+"""
 
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 
@@ -50,3 +55,20 @@ class Order(Generic[T]):
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+    else:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -14,20 +14,21 @@ every rank; also where the bucket is still here, or the order of sums would depe
 """
 
 import logging
-import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Notice, Traffic, wait_all
-from shardcore.engine.boundary import Boundary
+from shardcore.engine.boundary import Boundary, watch
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
+from shardcore.engine.host_grads import GradHome, HostGrads
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import BACKWARD, Meetings
 from shardcore.engine.trace import scope
@@ -50,16 +51,20 @@ class Reducer:
         weights: Weights | None,
         scaler: LossScaler,
         meetings: Meetings,
+        lazy: LazyStep | None,
+        home: GradHome | None = None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
-        scaler: says what gradients arrive multiplied by; the reduced ones are not.
+        scaler: says what gradients arrive multiplied by; the reduced ones are not. lazy: may still read them after a step.
+        home: where these go, if not here.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler, self._meetings = scaler, meetings
+        self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
         self.pool = BufferPool(device, self._forget)
+        self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
         self._exchange = Exchange(comm, self.pool, self._finish, self._check_way, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
@@ -80,30 +85,12 @@ class Reducer:
         self._gathers: list[dist.Work] = []
         for order, bucket in enumerate(self.buckets):
             for slot in range(len(bucket.params)):
-                self._watch(order, slot)
+                param = bucket.params[slot].param
+                watch(param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:
             bucket.forget_views(memory)
-
-    def _watch(self, order: int, slot: int) -> None:
-        """Hook a parameter: before autograd adds to `param.grad`, and after.
-
-        The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
-        """
-        param: Any = self.buckets[order].params[slot].param
-        weak = weakref.ref(self)
-
-        def before(grad: torch.Tensor) -> None:
-            if (reducer := weak()) is not None:
-                reducer.begin_backward()
-
-        def after(param: torch.Tensor) -> None:
-            if (reducer := weak()) is not None:
-                reducer._on_grad(order, slot)
-
-        param.register_hook(before)
-        param.register_post_accumulate_grad_hook(after)
 
     # --- one backward -------------------------------------------------------------------------------------------------
 
@@ -112,6 +99,8 @@ class Reducer:
         self.settle()
         if self._boundary.under_way:
             return
+        if self.lazy is not None:
+            self.lazy.finish()
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
@@ -150,7 +139,10 @@ class Reducer:
             if telling and self._reducing and not self.comm.spoiled:
                 self._reduce_rest()
         self._exchange.abandon()
+        if self.comm.spoiled:
+            self._gathers.clear()
         self._wait_gathers()
+        self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
         backwards = self.backwards + 1
@@ -204,11 +196,12 @@ class Reducer:
             self._reduce_rest()
 
     def reduce_pending(self) -> None:
-        """Reduce what was only summed locally so far: step() called before the declared number of backwards."""
+        """Reduce what was only summed locally so far (step() came after fewer backwards than declared); wait for copies."""
         if self._local_sums:
             self._next = 0
             self._sent_any = False
             self._reduce_rest()
+        self.host.arrive()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
@@ -227,6 +220,7 @@ class Reducer:
             self._late_params.clear()
             self._exchange.drain()
         self._wait_gathers()
+        self.host.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
@@ -266,7 +260,7 @@ class Reducer:
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Take a whole-bucket buffer for local gradients."""
-        passing = not self.lifetimes.full_grad_resident and self.comm.world_size > 1
+        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host)
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -299,11 +293,19 @@ class Reducer:
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
         world = self.comm.world_size
-        as_it_is = world == 1 and not self.scaler.active and not bucket.reduced
-        if as_it_is and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype):
+        factor = 1.0 / (world * self.scaler.scale)
+        alone = world == 1 and not self.scaler.active
+        as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
+        late = whole is self._late.get(bucket)
+        if bucket in self.host:
+            unchanged = alone and (as_it_is or late)
+            self.host.reduce(bucket, whole, last, factor, unchanged, partial(self._release_full, bucket))
+            bucket.reduced = True
+            return
+        if alone and as_it_is:
             self._replace_grad(bucket, whole)  # nothing to sum: the gradient as it is
             bucket.sq_norm = _C.sq_norm([whole])
-        elif world == 1 and whole is self._late.get(bucket) and not self.scaler.active:
+        elif alone and late:
             assert bucket.grad is not None
             bucket.sq_norm = _C.sq_norm([bucket.grad.add_(whole)])  # what has no late part stays as it is
         else:
@@ -312,7 +314,6 @@ class Reducer:
                 self._replace_grad(bucket, whole)  # its pieces have left: the same memory takes the result
             grad = self._sum_buffer(bucket)
             topology, rank = self.comm.topology, self.comm.rank
-            factor = 1.0 / (world * self.scaler.scale)
             with scope("sum", bucket.unit):
                 bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
             owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
@@ -354,8 +355,11 @@ class Reducer:
                 )
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros."""
+        """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""
+        if not set_to_none and self.lazy is not None:
+            self.lazy.finish()
         self.settle()
+        self.host.arrive()  # zeros must not be overwritten
         self.backwards = 0
         self._stepped = self.dropped = self._failed = self.scaler.unscaled = False
         self._local_sums = False
@@ -367,8 +371,9 @@ class Reducer:
                 bucket.wire = None
             if set_to_none:
                 bucket.reduced = False
-            elif bucket.reduced and bucket.grad is not None:
-                bucket.grad.zero_()
+            elif bucket.reduced:
+                for _, grad in bucket.grads():
+                    grad.zero_()
             bucket.sq_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
         for managed in self.params:
             managed.used = False

@@ -7,7 +7,9 @@ tensors under their own names, which DTensors, plain tensors and other world siz
 protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -110,19 +112,25 @@ def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[t
             start += length
 
 
-def shards_of(bucket: Bucket, managed: Managed, flat: torch.Tensor) -> torch.Tensor:
-    """Copy what this rank has of a parameter from `flat`, a buffer of the owned range."""
+# (start, numel) -> those elements of a buffer of the owned range
+ReadOwned = Callable[[int, int], torch.Tensor]
+
+
+def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
+    """Copy what this rank has of a parameter."""
     ranges = [
-        (piece.param_start, flat[piece.start : piece.start + piece.numel].clone())
+        (piece.param_start, read(piece.start, piece.numel).clone())
         for piece in bucket.pieces
         if bucket.params[piece.slot] is managed
     ]
-    shape = managed.param.shape
-    return Shards(shape, flat.dtype, ranges) if managed.param.numel() else flat.new_empty(shape)
+    shape, none = managed.param.shape, read(0, 0)
+    return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
 
 
-def _values(engine: Engine, bucket: Bucket) -> torch.Tensor:
-    return engine.store.states(bucket)["master"] if bucket.needs_master else bucket.owned_weight
+def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
+    if bucket.kind.master is None:
+        return lambda start, numel: bucket.owned_weight[start : start + numel]
+    return partial(engine.store.read, bucket, "master")
 
 
 @torch.no_grad()
@@ -137,7 +145,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
         if bucket is None:
             found[tensor] = tensor.detach().clone()
         else:
-            found[tensor] = shards_of(bucket, engine.managed[tensor], _values(engine, bucket))  # type: ignore[index]
+            found[tensor] = shards_of(bucket, engine.managed[tensor], _read_weights(engine, bucket))  # type: ignore[index]
     return {name: found[tensor] for name, tensor in _named(engine.model)}
 
 
@@ -180,9 +188,9 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
         found[f"{name}.step"] = step_tensor(managed.step)
-        for key, flat in engine.store.states(bucket).items():
+        for key in bucket.kind.keys:
             if key != "master":  # it is in the model's state
-                found[f"{name}.{key}"] = shards_of(bucket, managed, flat)
+                found[f"{name}.{key}"] = shards_of(bucket, managed, partial(engine.store.read, bucket, key))
     return found
 
 
@@ -192,7 +200,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     keys = {
         f"{name}.{key}": (bucket, managed)
         for name, bucket, managed in _updated(engine)
-        for key in ("step", *engine.store.states(bucket))
+        for key in ("step", *bucket.kind.keys)
         if key != "master"
     }
 
@@ -203,6 +211,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, managed, state[name])
 
     engine.together(_OP, check)
+    rounded: list[str] = []
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
         if key == "step":
@@ -211,7 +220,14 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         read = _reader(state[name])
         for piece in bucket.pieces:
             if bucket.params[piece.slot] is managed:
-                engine.store.write(bucket, key, piece.start, read(piece.param_start, piece.numel))
+                values = read(piece.param_start, piece.numel)
+                engine.store.write(bucket, key, piece.start, values)
+                kept = engine.store.read(bucket, key, piece.start, piece.numel)
+                if name not in rounded and not torch.equal(kept.to(values), values):
+                    rounded.append(name)
+    if rounded:
+        more = f" (and {len(rounded) - 1} more like it)" if len(rounded) > 1 else ""
+        warnings.warn(f"{_OP}: {rounded[0]} is rounded to what this optimizer keeps{more}", UserWarning, stacklevel=3)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

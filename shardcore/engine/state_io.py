@@ -9,7 +9,7 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.updater import Updater
-from shardcore.optim import export_groups, import_groups, import_state, step_tensor
+from shardcore.optim import export_groups, export_state, import_groups, import_state, step_tensor
 
 _OP = "load_state_dict"
 
@@ -59,8 +59,8 @@ class OptimizerStateIO:
             stepped = [managed for managed in bucket.params if managed.step > 0]
             if not stepped:
                 continue
-            for key in sorted(self.updater.store.states(bucket)):  # the order of collectives must not depend on anything else
-                whole = self.whole(bucket, self.updater.store.states(bucket)[key])
+            for key in bucket.kind.keys:
+                whole = self.whole(bucket, self.updater.store.read(bucket, key))
                 for managed in stepped:
                     entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
                     entry[key] = managed.slice_of(whole).clone()
@@ -77,21 +77,25 @@ class OptimizerStateIO:
         self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
         saved = self._by_param(groups, state_dict)
         lost: list[str] = []
-        for managed, bucket in self._optimized():  # checks only: the results go, so that one parameter is whole at a time
-            lost += self._import(managed, bucket, saved)[1]
+        taken: dict[Managed, Mapping[str, Any]] = {}
+        for managed, bucket in self._optimized():
+            taken[managed], lost_here = self._import(managed, bucket, saved)
+            lost += lost_here
         if lost:
             more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
             warnings.warn(f"{_OP}: {lost[0]}{more}", UserWarning, stacklevel=4)
         for group, new_options in zip(groups, options, strict=True):
             group.update(new_options)
         for managed, bucket in self._optimized():
-            self._scatter(managed, bucket, self._import(managed, bucket, saved)[0])
+            self._scatter(managed, bucket, taken[managed])
 
     def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take over the states that an optimizer had before it was sharded."""
+        """Take over the states that an optimizer had before it was sharded, without remainders (joined_state)."""
         for managed, bucket in self._optimized():
             if states.get(managed.param):
-                self._scatter(managed, bucket, self._import(managed, bucket, states)[0])
+                param: torch.Tensor = managed.param
+                exported = {param: export_state(states[param], param)}
+                self._scatter(managed, bucket, self._import(managed, bucket, exported)[0])
 
     def _optimized(self) -> list[tuple[Managed, Bucket]]:
         return [(managed, bucket) for bucket in self.updater.buckets for managed in bucket.params]
@@ -113,19 +117,23 @@ class OptimizerStateIO:
     def _import(
         self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
     ) -> tuple[dict[str, Any], list[str]]:
-        entry = saved.get(managed.param, {})
-        state, lost = import_state(
-            _OP, f"state of {managed.name}", entry, managed.param, "fp32" if bucket.needs_master else None
-        )
-        return dict(state), lost
+        """Check a parameter's saved state; return it without what is not kept, and in words what that is, and what is rounded.
+
+        What is returned are the tensors as given: whole ones are made for the check alone, for one parameter at a time.
+        """
+        entry, kind = saved.get(managed.param, {}), bucket.kind
+        state, lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, kind.master, kind.state_dtype)
+        taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}
+        return taken, lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
+        """Keep this rank's part of a state as a state dict shows it."""
         managed.step = int(state["step"]) if state else 0
-        for key in self.updater.store.states(bucket):
+        for key in bucket.kind.keys:
             values = state.get(key)
             if values is None and key == "master":
                 continue
-            flat = torch.zeros(managed.param.numel(), device="cpu") if values is None else values.reshape(-1)
+            flat = torch.zeros(managed.param.numel(), device="cpu") if values is None else values.detach().reshape(-1)
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue

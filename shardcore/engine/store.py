@@ -1,32 +1,42 @@
 """Where optimizer states live and where Adam runs on them.
 
-A store holds, for each bucket, flat float32 tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and
-the master weights. The device store keeps them beside the weights; shardcore.offload has the cpu tier. Both feed the same
-kernel the same numbers, so the tier never shows in the bits.
+A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and the master
+weights, kept as the bucket's kind says (engine/kinds.py). The device store keeps them beside the weights; shardcore.offload has
+the cpu tier. Both feed the same kernel the same numbers, so the tier never shows in the bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket, Managed, allocate
-from shardcore.optim import PARAM_DTYPES
-
-# (numel, dtype) -> a zero-filled flat tensor
-Allocate = Callable[[int, torch.dtype], torch.Tensor]
+from shardcore.engine.kinds import Kept, kept_values, range_of, values_of
+from shardcore.engine.trace import scope
+from shardcore.optim import PARAM_DTYPES, SCALES
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step."""
+    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step.
+
+    key: what random bits hang on: (the parameter's index over all groups, which of its elements is the first here). Where
+    none are drawn a span may hold several parameters.
+    """
 
     bucket: Bucket
     start: int
     numel: int
     hyper: int
+    key: tuple[int, int] = (0, 0)
+
+    def part(self, offset: int, numel: int) -> "Span":
+        """Return elements [offset, offset + numel) of the span; cut at 256-element boundaries."""
+        index, first = self.key
+        return Span(self.bucket, self.start + offset, numel, self.hyper, (index, first + offset))
 
 
 class StateStore(Protocol):
@@ -38,39 +48,52 @@ class StateStore(Protocol):
     def scratch_bytes(self) -> int:
         """Bytes beside the states: what steps work in."""
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """Update states, masters and the owned weights from the buckets' reduced gradients."""
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """Bytes on the device that weights of another tier are updated in."""
 
-    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
-        """Return the bucket's state tensors by key; each (owned_numel,) float32, live."""
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
+
+        Each part is updated when its turn in the iteration comes; what is yielded tells when its weights have arrived, None:
+        they have, on CUDA in the order of the current stream. Gradients are read ahead.
+        """
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Return part of one of `bucket.kind.keys`, as state dicts show it; by default all of the owned range.
+
+        (numel,) float32, or bfloat16 of bfloat16 moments; on any device, perhaps live: not to be written. The owned weights
+        have to be as the last step, or `accept_weight_edits`, left them. Start and end as in engine/kinds.py.
+        """
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite part of a state with `values` (flat, any float dtype, any device)."""
+        """Overwrite part of a state with `values` (flat, any float dtype, any device); of a master, not its rounded weights."""
 
-
-def state_keys(amsgrad: bool, master: bool) -> list[str]:
-    """Return the keys of the tensors that a bucket keeps."""
-    return ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad + ["master"] * master
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
 
 def step_spans(
     stepper: _C.AdamStepper,
     hypers: Sequence[_C.AdamHyper],
-    hyper_index: Sequence[int],
+    spans: Sequence[Span],
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
-    states: Sequence[Mapping[str, torch.Tensor]],
+    states: Sequence[Kept],
 ) -> None:
-    """Run the Adam kernel once over parallel lists; `states[i]` has the keys of `state_keys`."""
+    """Run the Adam kernel once over parallel lists."""
     stepper.step(
         params,
         grads,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         hypers,
-        hyper_index,
-        masters=[state.get("master") for state in states],
+        [span.hyper for span in spans],
+        masters=[state.get("master", state.get("remainder")) for state in states],
         max_exp_avg_sqs=[state.get("max_exp_avg_sq") for state in states],
+        keys=[span.key for span in spans],
+        exp_avg_scales=[state.get(SCALES["exp_avg"]) for state in states],
+        exp_avg_sq_scales=[state.get(SCALES["exp_avg_sq"]) for state in states],
     )
 
 
@@ -79,14 +102,11 @@ class DeviceStore:
 
     tier = "device"
 
-    def __init__(self, buckets: Sequence[Bucket], amsgrad: Mapping[Bucket, bool]) -> None:
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         """Allocate zero states for `buckets` on their weights' device."""
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
-        self._states = {
-            bucket: {
-                key: allocate(bucket.owned_numel, torch.float32, bucket.owned_weight.device)
-                for key in state_keys(amsgrad[bucket], bucket.needs_master)
-            }
+        self._states: dict[Bucket, Kept] = {
+            bucket: bucket.kind.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
             for bucket in buckets
         }
 
@@ -95,16 +115,38 @@ class DeviceStore:
         """See StateStore."""
         return 0
 
-    def states(self, bucket: Bucket) -> Mapping[str, torch.Tensor]:
+    @property
+    def weight_scratch_bytes(self) -> int:
         """See StateStore."""
-        return self._states[bucket]
+        return 0
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """See StateStore."""
+        return read_part(self._states[bucket], bucket, key, start, numel)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        self._states[bucket][key][start : start + values.numel()].copy_(values)
+        kept = range_of(self._states[bucket], start, values.numel())
+        for name, source in kept_values(bucket.kind, key, values).items():
+            kept[name].copy_(source)
+
+    def take(self, bucket: Bucket, kept: Kept) -> None:
+        """Overwrite the bucket's states with those that another store kept."""
+        for key, flat in kept.items():
+            self._states[bucket][key].copy_(flat)
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore."""
+        for spans in parts:
+            self.step(spans, hypers)
+            yield None
 
     def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
-        """See StateStore. Queued on the current stream on CUDA."""
+        """Update one part. Queued on the current stream on CUDA."""
         if not spans:
             return
         params, grads, states = [], [], []
@@ -113,8 +155,35 @@ class DeviceStore:
             end = span.start + span.numel
             params.append(span.bucket.owned_weight[span.start : end])
             grads.append(span.bucket.grad[span.start : end])
-            states.append({key: flat[span.start : end] for key, flat in self._states[span.bucket].items()})
-        step_spans(self._steppers[spans[0].bucket], hypers, [span.hyper for span in spans], params, grads, states)
+            states.append(range_of(self._states[span.bucket], span.start, span.numel))
+        step_spans(self._steppers[spans[0].bucket], hypers, spans, params, grads, states)
+
+
+def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
+    """Let a store update one part after the other; yields the index of each when its weights have arrived.
+
+    That is one part behind: while its weights travel the next is updated. units: what each part is of, None: of all.
+    """
+    on_their_way: _C.CopyEvent | None = None
+    for index, unit in enumerate(units):
+        with scope("adam", unit):
+            left = next(steps)
+        if index:
+            if on_their_way is not None:
+                on_their_way.wait()
+            yield index - 1
+        on_their_way = left
+    next(steps, None)  # it ends: let go earlier, it would wait for copies as after an error
+    if on_their_way is not None:
+        on_their_way.wait()
+    if units:
+        yield len(units) - 1
+
+
+def read_part(kept: Kept, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
+    """Read from the states of a bucket, where they are kept. See StateStore.read."""
+    end = bucket.owned_numel if numel is None else start + numel
+    return values_of(range_of(kept, start, end - start), key, bucket.owned_weight[start:end])
 
 
 # (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device
@@ -140,7 +209,7 @@ def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadP
 @torch.no_grad()
 def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
     """Set the part of a parameter and its master that this rank owns."""
-    master = bucket.group is not None and "master" in store.states(bucket)
+    master = bucket.kind.master is not None
     for piece in bucket.pieces:
         if bucket.params[piece.slot] is managed:
             part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)

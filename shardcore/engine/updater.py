@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,15 +11,28 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.store import Span, StateStore, part_of, set_weights
+from shardcore.engine.store import Span, StateStore, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
-NORM_ROW_BYTES = 8 * 4  # what a rank sends before a step: its squared norm (two numbers), whether it refuses, a digest
+# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and its order.
+NORM_ROW_BYTES = 8 * 5
 
 # Options of a group that say what a step computes, and those that say which states there are.
-_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction")
+_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
 _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step that all ranks take: which ranges of each bucket get which scalars, as the groups' options were.
+
+    same_order: the order of units that was passed to `decide` is the same on every rank.
+    """
+
+    spans: Mapping[Bucket, Sequence[Span]]
+    hypers: Sequence[_C.AdamHyper]
+    same_order: bool
 
 
 class Updater:
@@ -36,57 +50,60 @@ class Updater:
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
+        # Their numbers key random bits, as in an unsharded optimizer.
+        self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
-    def step(
-        self, grad_scale: float, max_norm: float | None, problem: Exception | None = None, loss_scale: float = 1.0
-    ) -> float | None:
-        """Update every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
+    def decide(
+        self,
+        grad_scale: float,
+        max_norm: float | None,
+        problem: Exception | None = None,
+        loss_scale: float = 1.0,
+        order: Sequence[str] = (),
+    ) -> tuple[float | None, Plan | None]:
+        """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
-        Where the norm is not finite nothing is updated. The gradients are multiplied by `grad_scale` and, if `max_norm` is
+        Where the norm is not finite there is no plan. The gradients are multiplied by `grad_scale` and, if `max_norm` is
         given, by the clip coefficient of their global norm; `loss_scale` is what they were divided by. Collective. `problem`
         is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers, the options
-        of a group, or the parameters that have gradients differ between ranks.
+        of a group, or the parameters that have gradients differ between ranks. `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
-        norm = self._agreed_norm(active, problem, terms) * abs(grad_scale)
+        norm, same_order = self._agreed_norm(active, problem, terms, zlib.crc32("\n".join(order).encode()))
+        norm *= abs(grad_scale)
         if not active:
-            return None
+            return None, None
         self.last_norm = norm
         if not math.isfinite(norm):
-            return norm
+            return norm, None
         scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers = self._plan(active, scale)
+        return norm, Plan(spans, hypers, same_order)
+
+    @torch.no_grad()
+    def apply(self, plan: Plan) -> None:
+        """Update weights and states. Bucket by bucket, so that the new weights of one travel while the next is computed."""
+        buckets, parts = list(plan.spans), list(plan.spans.values())
         if self.lifetimes.owns_everything:
-            with scope("adam"):
-                self.store.step([span for bucket in active for span in spans[bucket]], hypers)
-        elif self.lifetimes.full_weight_resident:
-            self._step_and_gather(active, spans, hypers)
-        else:
-            for bucket in active:
-                with scope("adam", bucket.unit):
-                    self.store.step(spans[bucket], hypers)
-        updated = list(self._with_grad(active))
+            buckets, parts = [], [[span for part in parts for span in part]]  # nothing is gathered: one call of the kernel
+        works = []
+        for index in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
+            if self.lifetimes.full_weight_resident and buckets:
+                with scope("gather", buckets[index].unit):
+                    works += self.comm.all_gather(buckets[index].weight, Traffic.STEP, self.comm.sharers)
+        wait_all(works)
+
+    def count(self, plan: Plan) -> None:
+        """Learn that the plan's parameters are updated once more, here or on the lazy step's worker."""
+        updated = list(self._with_grad(plan.spans))
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in updated])
         for managed in updated:
             managed.step += 1
             managed.version = managed.param._version
-        return norm
-
-    def _step_and_gather(
-        self, active: Sequence[Bucket], spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper]
-    ) -> None:
-        """Bucket by bucket, so that the new weights of one travel while the next is computed."""
-        works = []
-        for bucket in active:
-            with scope("adam", bucket.unit):
-                self.store.step(spans[bucket], hypers)
-            with scope("gather", bucket.unit):
-                works += self.comm.all_gather(bucket.weight, Traffic.STEP, self.comm.sharers)
-        wait_all(works)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
@@ -105,8 +122,13 @@ class Updater:
                         "(states are laid out once: set it before shard)"
                     )
 
-    def _agreed_norm(self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None]) -> float:
-        """Return the float32 norm of the averaged gradients over all ranks; raise on all if one refuses or differs."""
+    def _agreed_norm(
+        self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None], order: int
+    ) -> tuple[float, bool]:
+        """Return the float32 norm of the averaged gradients over all ranks, and whether all passed the same `order`.
+
+        Raises on all ranks if one refuses or differs in its terms.
+        """
         parts = (
             torch.stack([bucket.sq_norm for bucket in active]).cpu()
             if active
@@ -114,7 +136,7 @@ class Updater:
         )
         told = self._told(terms) if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
-        said = torch.tensor([problem is not None, digest], dtype=torch.float64, device="cpu")
+        said = torch.tensor([problem is not None, digest, order], dtype=torch.float64, device="cpu")
         rows = self.comm.gather_rows(torch.cat([_C.sq_norm_add(parts), said]).to(self.comm.device), Traffic.STEP).cpu()
         if problem is not None:
             raise problem
@@ -124,7 +146,7 @@ class Updater:
         if (rows[:, 3] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-        return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous()))
+        return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous())), bool((rows[:, 4] == order).all())
 
     def _told(self, terms: Mapping[str, float | None]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
@@ -139,7 +161,10 @@ class Updater:
         return [*(f"{name}={value}" for name, value in terms.items()), *options, *params]
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
-        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros)."""
+        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
+
+        Where random bits are drawn each parameter has spans of its own: they are keyed by it.
+        """
         hypers: list[_C.AdamHyper] = []
         index_of: dict[tuple[int, int], int] = {}
         plan: dict[Bucket, list[Span]] = {}
@@ -160,8 +185,10 @@ class Updater:
                 if previous == hyper:
                     spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, hyper)
                 else:
-                    spans.append(Span(bucket, piece.start, piece.numel, hyper))
-                previous = hyper
+                    spans.append(
+                        Span(bucket, piece.start, piece.numel, hyper, (self._number[managed.param], piece.param_start))
+                    )
+                previous = -1 if bucket.kind.random else hyper
         return plan, hypers
 
     @staticmethod
@@ -185,10 +212,9 @@ class Updater:
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
-        master = self.store.states(bucket).get("master")
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
-            if managed in edited and master is not None:
-                old = master[piece.start : piece.start + piece.numel].to(values.device)
+            if managed in edited and bucket.kind.master is not None:
+                old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))

@@ -14,20 +14,20 @@ Note [Recomputation]: with activation checkpointing forward hooks run inside bac
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.gather import Gatherer
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
-from shardcore.engine.order import Order, in_backward
+from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, closed_message
 
@@ -35,19 +35,28 @@ from shardcore.engine.unit import Unit, closed_message
 class Weights:
     """Decides when each unit's weights are whole on this rank, and moves them."""
 
-    def __init__(self, units: Sequence[Unit], comm: Comm, device: torch.device, reshard_after_forward: bool | int) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        reshard_after_forward: bool | int,
+        lazy: LazyStep | None = None,
+    ) -> None:
         """Serve `units`, whose parameters are closed and whose shards are in place.
 
         reshard_after_forward: whether weights are let go between forward and backward; or how many consecutive ranks keep
-        them together, a part each.
+        them together, a part each. lazy: may still update the shards after a step.
         """
-        self.units, self.comm = list(units), comm
-        self.meetings = Meetings(comm, [unit.name for unit in units])
+        self.units, self.comm, self.lazy = list(units), comm, lazy
+        self.meetings = Meetings(comm, [unit.name for unit in units], self._start_owed)
+        self._owed: Unit | None = None  # see _start_ahead
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._gatherer = Gatherer(list(self._unit_of), comm, device)
         self._forward, self._backward = Order[Unit](), Order[Unit]()
         self._scratch: list[tuple[Unit, Managed]] = []
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
@@ -74,13 +83,33 @@ class Weights:
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
+    def _start_ahead(self, unit: Unit) -> None:
+        """Gather a unit that is used soon. If its weights are not updated yet, do it before the next gather or meeting.
+
+        Not now or never, by how fast this rank's Adam is: all ranks gather the same units in the same order.
+        """
+        if self.lazy is None or self.lazy.has_arrived(unit.buckets):
+            self._start(unit)
+        else:
+            self._owed = unit
+
+    def _start_owed(self) -> None:
+        if self._owed is not None:
+            self._start(self._owed)
+
     def _start(self, unit: Unit) -> None:
+        if self._owed is not unit:
+            self._start_owed()
         if unit.open or unit.gathers is not None:
             return
+        if self.lazy is not None:
+            self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
+            self._owed = None
         unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
         with scope("gather", unit.name), torch.no_grad():
+            arrivals = []
             for bucket in unit.buckets:
-                if len(self.comm.sharers) == 1:
+                if not self._gatherer.apart:
                     bucket.weight = bucket.owned_weight
                     continue
                 bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
@@ -90,14 +119,15 @@ class Weights:
                     self.pool.give(part)
                     unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
                 else:
-                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                    unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
+                    arrivals.append((bucket, self._gatherer.bring(bucket)))
+            for bucket, arrived in arrivals:
+                unit.gathers += self._gatherer.gather(bucket, arrived)
             unit.kept = None
 
     def _wait(self, unit: Unit) -> None:
         gathers, unit.gathers = unit.gathers or [], None
         self.meetings.check(unit.notice)
-        wait_all(gathers)
+        self._gatherer.wait(gathers)
 
     @contextmanager
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
@@ -144,7 +174,7 @@ class Weights:
                 with self._lying_here(bucket, "letting go"):
                     _C.withdraw([m.param for m in bucket.params], [closed_message(m.name, unit.name) for m in bucket.params])
             memory = bucket.let_go()
-            if len(self.comm.sharers) > 1:
+            if self._gatherer.apart:
                 self.pool.give(memory)
         unit.open = False
 
@@ -170,13 +200,14 @@ class Weights:
     @torch.no_grad()
     def renew(self) -> None:
         """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
-        works = []
+        works: list[Any] = []
         for bucket in (bucket for unit in self.units if unit.held for bucket in unit.buckets):
-            if len(self.comm.sharers) > 1:
+            if self.lazy is not None:
+                self.lazy.wait([bucket])
+            if self._gatherer.apart:
                 with scope("gather", bucket.unit):
-                    bucket.owned_slice(bucket.weight).copy_(bucket.owned_weight)
-                    works += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self.comm.sharers)
-        wait_all(works)
+                    works += self._gatherer.gather(bucket, self._gatherer.bring(bucket))
+        self._gatherer.wait(works)
 
     @contextmanager
     def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
@@ -198,6 +229,7 @@ class Weights:
 
         What is being gathered (a forward that failed left it) has the old values: it is let go.
         """
+        self._start_owed()
         for unit in self.units:
             if unit.gathers is not None:
                 self._close(unit)
@@ -218,7 +250,7 @@ class Weights:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def _use(self, unit: Unit) -> None:
-        if len(self.comm.sharers) > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+        if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
                 f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
@@ -227,7 +259,7 @@ class Weights:
         self._open(unit)
         order.use(unit)
         if order.next is not None:
-            self._start(order.next)
+            self._start_ahead(order.next)
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
@@ -339,20 +371,3 @@ class Weights:
 def keepers_of(reshard_after_forward: bool | int) -> int:
     """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
     return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for entry in fields(value):
-            yield from tensors_in(getattr(value, entry.name, None))
-    else:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))

@@ -6,15 +6,36 @@ and clipping have one meaning.
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
 from shardcore.optim.engine import Engine, Gradients
-from shardcore.optim.exchange import export_groups, export_state, import_groups, import_state, import_states
+from shardcore.optim.exchange import export_groups, export_state, import_groups, import_state, import_states, joined_state
 from shardcore.optim.norm import clip_grad_norm_, global_norm
-from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_options, check_param, hyper_of
+from shardcore.optim.options import (
+    MASTERED_DTYPES,
+    PARAM_DTYPES,
+    check_dtype,
+    check_options,
+    check_param,
+    draws_random_bits,
+    hyper_of,
+)
 from shardcore.optim.scale import check_max_norm
 from shardcore.optim.state import ParamState, StepCount, new_state, step_tensor
+from shardcore.optim.storage import (
+    MASTER_STORAGE,
+    MOMENTS,
+    SCALES,
+    joined_master,
+    moment_values,
+    new_moments,
+    split_remainder,
+    stored_moment,
+)
 
 __all__ = [
     "MASTERED_DTYPES",
+    "MASTER_STORAGE",
+    "MOMENTS",
     "PARAM_DTYPES",
+    "SCALES",
     "AdamOptimizer",
     "CPUAdam",
     "Engine",
@@ -22,10 +43,12 @@ __all__ = [
     "Gradients",
     "ParamState",
     "StepCount",
+    "check_dtype",
     "check_max_norm",
     "check_options",
     "check_param",
     "clip_grad_norm_",
+    "draws_random_bits",
     "export_groups",
     "export_state",
     "global_norm",
@@ -33,6 +56,12 @@ __all__ = [
     "import_groups",
     "import_state",
     "import_states",
+    "joined_master",
+    "joined_state",
+    "moment_values",
+    "new_moments",
     "new_state",
+    "split_remainder",
     "step_tensor",
+    "stored_moment",
 ]

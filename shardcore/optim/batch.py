@@ -7,24 +7,19 @@ side, and ``commit`` puts them in place only after every kernel call has been ac
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, local_part
-from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, dtype_name, hyper_of
+from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, draws_random_bits, dtype_name, hyper_of
 from shardcore.optim.scale import DeviceScale, capturing
 from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
-from shardcore.optim.storage import MOMENT_DTYPES, new_moments, zeros
+from shardcore.optim.storage import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
-# What a state keeps beside a weight for the option "master".
-_MASTERS: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
-    None: (None, None),
-    "fp32": ("master", torch.float32),
-    "split": ("remainder", torch.int16),
-}
 
 
 @dataclass(slots=True)
@@ -192,7 +187,7 @@ class Update:
                 call.with_masters |= master is not None
                 call.with_max |= amsgrad
                 call.with_scales |= dtypes.scaled
-                call.with_keys |= group["stochastic_rounding"] or state_dtype != "fp32"
+                call.with_keys |= draws_random_bits(group)
             state = states.get(owner)
             if type(state) is not ParamState or len(state) < 3:
                 state = self._new_states[owner] = self._adopt(key[0], param, state, state_dtype)
@@ -236,7 +231,7 @@ class Update:
 
     def _master(self, index: int, state: ParamState, param: torch.Tensor, kind: str | None) -> torch.Tensor | None:
         """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
-        key, dtype = _MASTERS[kind] if param.dtype in MASTERED_DTYPES else _MASTERS[None]
+        key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
         for other in ("master", "remainder"):
             found, expected = state.extra(other), dtype if other == key else None
             if found is not None and getattr(found, "dtype", None) is not expected:
@@ -266,7 +261,7 @@ class Update:
         else:
             adopted = ParamState()
             adopted.count = self._zero
-            adopted.update(new_moments(param, state_dtype))
+            adopted.update(new_moments(param.shape, state_dtype, partial(zeros, device=param.device)))
         return adopted
 
     def _extra(self, state: ParamState, key: str, param: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:

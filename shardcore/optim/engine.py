@@ -9,7 +9,7 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 class ScalesLoss:
-    """What an optimizer offers of loss scaling, which shardcore.shard(precision="fp16") does and all else leaves out."""
+    """What an optimizer offers for options of shardcore.shard (fp16's loss scaling, overlap_step) and all else leaves out."""
 
     _engine: "Engine | None" = None
 
@@ -27,6 +27,16 @@ class ScalesLoss:
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
         return loss if self._engine is None else self._engine.scale_loss(loss)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
+
+        There, what asks the model for weights waits by itself. References to parameters that were taken before the step, and
+        `param_groups`, have the new weights after this call (an average of the weights over such references needs it, one over
+        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
+        """
+        if self._engine is not None:
+            self._engine.synchronize()
 
 
 class Engine(Protocol):
@@ -48,6 +58,7 @@ class Engine(Protocol):
     @property
     def loss_scale(self) -> float: ...
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
+    def synchronize(self) -> None: ...
     def zero_grad(self, set_to_none: bool) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...

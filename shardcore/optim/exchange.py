@@ -28,7 +28,7 @@ from shardcore.optim.storage import MOMENTS, SCALES, joined_master, moment_value
 # Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
 _TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
-_OWN = ("master", "state_dtype", "capturable")
+_OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
 _KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
 _TORCH_NAMES = (
@@ -60,8 +60,8 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     """Return, for each group, the options that loading ``saved`` (torch's or ours) gives it; nothing is changed.
 
     decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
-    how to store and run (master, state_dtype, capturable) stay this optimizer's. Raises ValueError or TypeError for another
-    number of groups or parameters, for a key that neither knows, and for a value that no step can use.
+    how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
+    TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
     """
     if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
         raise TypeError(
@@ -93,18 +93,21 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     return imported
 
 
-def export_state(state: ParamState, param: torch.Tensor) -> dict[str, Any]:
+def export_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     """Return a state for a state dict: a plain dict with a step tensor of its own.
 
     8-bit moments become the float32 values they stand for, a remainder the float32 master; other tensors are the live ones.
     """
-    exported: dict[str, Any] = {}
-    for key in state:
-        if key == "remainder":
-            exported["master"] = joined_master(param, state[key])
-        elif key not in SCALES.values():
-            exported[key] = moment_values(state, key)
-    return exported
+    joined = joined_state(state, param)
+    return {key: moment_values(joined, key) for key in joined if key not in SCALES.values()}
+
+
+def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return a state as a plain dict that no longer needs its weights: with a float32 master in place of a remainder."""
+    joined = dict(state)
+    if "remainder" in joined:
+        joined["master"] = joined_master(param, joined.pop("remainder"))
+    return joined
 
 
 def import_state(

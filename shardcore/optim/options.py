@@ -118,7 +118,7 @@ def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
     check_options(op, group, where)
     if group["master"] == "split" or group["stochastic_rounding"]:
         for i, p in enumerate(group["params"]):
-            _check_dtype(op, f"{where}params[{i}]", p, group)
+            check_dtype(op, f"{where}params[{i}]", p.dtype, group)
 
 
 def check_groups(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
@@ -192,18 +192,23 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
         )
 
 
-def _check_dtype(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+def check_dtype(op: str, name: str, dtype: torch.dtype, group: Mapping[str, Any]) -> None:
     """Raise ValueError for a parameter whose dtype its group's options cannot serve."""
-    if param.dtype is torch.float16 and group["master"] == "split":
+    if dtype is torch.float16 and group.get("master") == "split":
         raise ValueError(
             f"{op}: {name} has dtype float16 with master='split'; expected bfloat16 "
             "(a remainder makes no float32 of float16), or master='fp32'"
         )
-    if param.dtype is torch.float16 and group["stochastic_rounding"]:
+    if dtype is torch.float16 and group.get("stochastic_rounding"):
         raise ValueError(
             f"{op}: {name} has dtype float16 with stochastic_rounding=True; expected bfloat16 "
             "(float16 weights are rounded to nearest only), or stochastic_rounding=False"
         )
+
+
+def draws_random_bits(group: Mapping[str, Any]) -> bool:
+    """Whether a step of this group (of torch.optim, too) may depend on random bits, so that its tensors need keys."""
+    return bool(group.get("stochastic_rounding", False)) or group.get("state_dtype", "fp32") != "fp32"
 
 
 def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":

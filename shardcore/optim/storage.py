@@ -4,7 +4,7 @@ State dicts show them as torch.optim does: codes as the float32 values that they
 master that it makes with its weight. Both ways are exact: what was exported comes back to the same values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,13 @@ from shardcore.layout import BLOCK
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
+
+# What is kept beside a weight for the option "master": its key and dtype.
+MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
+    None: (None, None),
+    "fp32": ("master", torch.float32),
+    "split": ("remainder", torch.int16),
+}
 
 # From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
 _HUGE_BYTES = 4 << 20
@@ -44,13 +51,15 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def new_moments(param: torch.Tensor, state_dtype: str) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter that made no step yet."""
+def new_moments(
+    shape: torch.Size, state_dtype: str, make: Callable[[torch.Size, torch.dtype], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the moments of a parameter of this shape that made no step yet; `make` gives zero-filled tensors."""
     dtypes = MOMENT_DTYPES[state_dtype]
-    moments = {key: zeros(param.shape, getattr(dtypes, key), param.device) for key in MOMENTS}
+    moments = {key: make(shape, getattr(dtypes, key)) for key in MOMENTS}
     if dtypes.scaled:
-        blocks = torch.Size([-(-param.numel() // BLOCK)])
-        moments |= {SCALES[key]: zeros(blocks, torch.float32, param.device) for key in MOMENTS}
+        blocks = torch.Size([-(-shape.numel() // BLOCK)])
+        moments |= {SCALES[key]: make(blocks, torch.float32) for key in MOMENTS}
     return moments
 
 

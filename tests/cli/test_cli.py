@@ -83,6 +83,12 @@ def test_estimate(capsys):
     sizes = {"weights": 4 * numel, "gradients": 4 * numel, "master": 0, "states": 8 * numel, "communication": 0}
     assert entry["bytes"] == {"device": sizes}
     assert entry["transfers"] == []
+    tiers = ["--offload", "cpu", "--offload-gradients", "--offload-params", "--ratio", "0.5", "--stage", "3", "--json"]
+    assert cli.main(["estimate", "examples.llama:llama_7b", *tiers]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["bytes"]["cpu"]["weights"] == 2 * numel
+    for kind, each in (("master", 4), ("states", 8), ("gradients", 2)):
+        assert entry["bytes"]["cpu"][kind] == entry["bytes"]["device"][kind] == each * numel / 2
     nodes = ["--world-size", "16", "--ranks-per-node", "4", "--hybrid", "--keep", "2", "--stage", "3", "--json"]
     assert cli.main(["estimate", "examples.llama:llama_7b", *nodes]) == 0
     (entry,) = json.loads(capsys.readouterr().out)

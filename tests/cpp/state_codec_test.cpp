@@ -32,6 +32,24 @@ TEST(state_codec, split_is_lossless) {
   EXPECT_NE(bits_float((static_cast<uint32_t>(f32_to_bf16(up)) << 16) + static_cast<uint16_t>(split_remainder(up))), up);
 }
 
+// Others may set a weight between two steps: the master stays a number near it, zero included.
+TEST(state_codec, any_finite_weight_goes_with_any_remainder) {
+  for (const int remainder : {-32768, -5, -1, 0, 1, 32767}) {
+    const auto rest = static_cast<int16_t>(remainder);
+    for (uint32_t weight = 0; weight < 0x10000u; ++weight) {
+      const auto set = static_cast<uint16_t>(weight);
+      const float value = bf16_to_f32(set);
+      if (!std::isfinite(value)) continue;
+      const float master = split_to_f32(set, rest);
+      ASSERT_LE(std::fabs(master - value), std::fabs(value) / 128 + 1e-40f) << std::hex << weight << " " << remainder;
+    }
+    for (const uint16_t zero : {uint16_t{0}, uint16_t{0x8000}}) {
+      const float sum = bits_float((static_cast<uint32_t>(zero) << 16) + static_cast<uint32_t>(remainder));
+      EXPECT_EQ(std::isnan(sum), remainder < 0);  // the twin without the rule
+    }
+  }
+}
+
 // What was stored is stored again without change: state dicts travel as float32.
 TEST(state_codec, codes_survive_a_trip_through_float32) {
   for (int exponent = -126; exponent <= 127; ++exponent) {

@@ -113,7 +113,7 @@ def test_bytes_really_move_through_the_tier() -> None:
     assert copies.bytes_to_tier - before[0] == 2 * spans  # bf16 gradients as they are: one rank, no accumulation
     assert copies.bytes_from_tier - before[1] == 2 * spans  # bf16 weights
     for bucket in engine.buckets:
-        master = engine.store.states(bucket)["master"]
+        master = engine.store.read(bucket, "master")
         assert master.untyped_storage().data_ptr() != bucket.weight.untyped_storage().data_ptr()
 
 

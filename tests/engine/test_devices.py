@@ -16,7 +16,12 @@ import shardcore
 from shardcore.offload import CpuStore
 from tests.engine.models import batch_of, hash_of_training, loss_of, make_net
 
-OFFLOAD = {"optimizer": "cpu"}
+OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
+SPLIT = OFFLOAD | {"ratio": 0.6}
+LEAVING = SPLIT | {"gradients": "cpu"}
+STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
+# By stage: what shard() takes there.
+OFFLOADS = [(SPLIT,), (LEAVING,), (LEAVING, OFFLOAD | {"gradients": "cpu"}), (STREAMING, STREAMING | {"ratio": 0.6})]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -49,7 +54,7 @@ def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> s
 
 @pytest.mark.parametrize("options", [{"precision": "fp32"}, {"accumulate": 2}, {"precision": "fp16", "loss_scale": 256.0}])
 def test_one_hash_over_stages_and_over_where_states_are_stepped(device: torch.device, options: dict[str, Any]) -> None:
-    hashes = {trained(device, stage, offload, **options) for stage in range(4) for offload in (None, OFFLOAD)}
+    hashes = {trained(device, stage, offload, **options) for stage in range(4) for offload in (None, OFFLOAD, *OFFLOADS[stage])}
     assert len(hashes) == 1
 
 

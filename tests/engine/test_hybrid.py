@@ -28,6 +28,9 @@ def _start(rank: int, layout: str, **run: Any) -> tuple[Any, Any]:
     return model, optimizer
 
 
+LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
+
+
 def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]) -> list[str]:
     return [hash_of_training(*_start(rank, layout, **run)) for run in runs]
 
@@ -37,8 +40,9 @@ def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each
     """The way of adding is configuration, the sharding is not: hybrid or not, stage, tier, and what a few ranks keep."""
     common = {"accumulate": accumulate, "steps": 3 if accumulate == 1 else 2, "shard": {"sync_each": sync_each}}
     runs = [{"stage": stage, **common} for stage in (0, 1, 2, 3)]
-    runs.append({"stage": 2, **common, "shard": {**common["shard"], "offload": {"optimizer": "cpu"}}})
+    runs.append({"stage": 2, **common, "shard": {**common["shard"], "offload": LEAVING}})
     runs.append({"stage": 3, **common, "shard": {**common["shard"], "reshard_after_forward": 2}})
+    runs += [{"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}} for stage in (1, 3)]
     hashes = {value for layout in (MESH, NODES) for of_rank in run_ranks(4, _hashes, layout, runs) for value in of_rank}
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}

@@ -51,7 +51,7 @@ def test_a_function_makes_the_bits_of_building(stage: int, precision: str, froze
 def test_offload_and_torchs_optimizer() -> None:
     hashes = set()
     for on_meta in (False, True):
-        for offload in (None, {"optimizer": "cpu"}):
+        for offload in (None, {"optimizer": "cpu"}, {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"}):
             torch.manual_seed(3)
             model = meta() if on_meta else Net()
             theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)

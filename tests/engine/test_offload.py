@@ -85,6 +85,8 @@ def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
     tier_with(monkeypatch, late=True)
     run.shard["offload"] = CPU_TIER
     assert hash_of_training(*train(0, run)[:2]) == expected
+    run.shard["overlap_step"] = True  # on its worker
+    assert hash_of_training(*train(0, run)[:2]) == expected
 
 
 WAITS = {
@@ -160,7 +162,7 @@ def test_no_step_allocates_in_the_tier_and_all_is_predicted(monkeypatch: pytest.
             optimizer.zero_grad()
         assert len(taken) == made
         store = optimizer._engine.store
-        states = sum(flat.nbytes for bucket in optimizer._engine.buckets for flat in store.states(bucket).values())
+        states = sum(size for bucket in optimizer._engine.buckets for _, _, size in store.stored(bucket))
         assert store.scratch_bytes == staging_bytes(optimizer._engine.buckets)
         assert store.copies.bytes_allocated == states + store.scratch_bytes
         predicted = predict(make_net(), None, 2, world_size=1, precision=precision, accumulate=2, offload=CPU_TIER)
@@ -264,7 +266,7 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
         needed = []
         host_bytes = shardcore.api.host_bytes
         patch.setattr("shardcore.api.host_bytes", lambda *a: needed.append(host_bytes(*a)) or needed[-1])
-        patch.setattr("shardcore.api.free_bytes", lambda: int(share * world_size * sum(needed)))
+        patch.setattr("shardcore.neighbours.free_bytes", lambda: int(share * world_size * sum(needed)))
         model = make_net()
         before = [(id(p), p.data_ptr()) for p in model.parameters()]
         try:

@@ -29,11 +29,39 @@ def adam(model: nn.Module) -> Any:
         ({"offload": {"optimizer": "disk"}}, ValueError, r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\""),
         ({"offload": {"optimizer": "nvme"}}, NotImplementedError, "nvme"),
         ({"offload": {"optimiser": "cpu"}}, ValueError, "unknown key 'optimiser'"),
-        ({"offload": {"weights": "cpu"}}, NotImplementedError, "weights"),
+        (
+            {"offload": {"optimizer": "cpu", "ratio": 1.5}},
+            ValueError,
+            "ratio.* is 1.5; expected a number from 0 to 1, the share",
+        ),
+        ({"offload": {"optimizer": "cpu", "ratio": float("nan")}}, ValueError, "is nan; expected a number from 0 to 1"),
+        ({"offload": {"optimizer": "cpu", "ratio": True}}, TypeError, "is True; expected a number from 0 to 1"),
+        ({"offload": {"optimizer": "cpu", "ratio": "auto"}}, ValueError, "device_memory_limit.* is None with the ratio 'auto'"),
+        (
+            {"offload": {"optimizer": "cpu", "device_memory_limit": 1}},
+            ValueError,
+            "is 1 with the ratio 1.0; expected",
+        ),
+        ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps whole weights"),
+        ({"offload": {"params": "cpu"}, "stage": 3}, NotImplementedError, '"params" without "optimizer"'),
+        ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
+        ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0}, ValueError, "at stage 0, where p.grad shows them"),
+        ({"offload": {"gradients": "cpu"}}, ValueError, 'optimizer.* is None; expected "cpu"'),
         ({"offload": "cpu"}, TypeError, "offload is 'cpu'"),
         ({"offload": {"optimizer": "cpu", "pin_memory": 1}}, TypeError, "pin_memory"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": 1.5}}, TypeError, "is 1.5; expected a whole number"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": True}}, TypeError, "is True; expected a whole number"),
+        (
+            {"offload": {"optimizer": "cpu", "cpu_threads": 1.5}, "overlap_step": True},
+            TypeError,
+            "is 1.5; expected a whole number",
+        ),
+        (
+            {"offload": {"optimizer": "cpu", "cpu_threads": 0}, "overlap_step": True},
+            ValueError,
+            "is 0; expected 1 to 4096",
+        ),
+        ({"offload": {"optimizer": "cpu", "cpu_threads": 2}}, ValueError, "is 2 but overlap_step is False"),
         ({"offload": {"optimizer": "cpu", "pin_memory_limit": -1}}, ValueError, "is -1; expected 0 bytes or"),
         (
             {"offload": {"optimizer": "cpu", "pin_memory": False, "pin_memory_limit": 4096}},
@@ -59,7 +87,6 @@ def adam(model: nn.Module) -> Any:
         ({"accumulate": 0}, ValueError, "accumulate is 0; expected at least 1"),
         ({"accumulate": 1.5}, TypeError, "accumulate is 1.5"),
         ({"sync_each": "yes"}, TypeError, "sync_each is 'yes'"),
-        ({"overlap_step": True}, NotImplementedError, "overlap_step"),
         ({"reduction": "fast"}, ValueError, 'reduction is \'fast\'; expected "nccl" or "ordered"'),
         ({"units": "every"}, ValueError, 'units is "every"'),
         ({"keep_fp32": ["nothing.here"]}, ValueError, "matches no parameter"),
@@ -88,8 +115,6 @@ def test_models_and_optimizers() -> None:
         shardcore.shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
     with pytest.raises(ValueError, match=r"param_groups\[0\] has parameter 0 .* that is not the model's"):
         shardcore.shard(model, adam(make_net()))
-    with pytest.raises(ValueError, match="stochastic_rounding is True"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters(), stochastic_rounding=True))
     loss_of(model, batch_of(0, 0, 0)).backward()
     with pytest.raises(ValueError, match="already has a gradient; expected None"):
         shardcore.shard(model, adam(model))

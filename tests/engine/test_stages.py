@@ -196,20 +196,20 @@ def _trained_stale(rank: int, world_size: int) -> str:
         return _trained(rank, world_size, "net", 3)
 
 
-def _compiled(rank: int, world_size: int, how: str, stage: int) -> str:
+def _compiled(rank: int, world_size: int, how: str, stage: int, overlap: bool) -> str:
     model = make_net()
     for index, block in enumerate(model.blocks):
         if how == "in place":
             block.compile(backend="aot_eager")
         else:
             model.blocks[index] = torch.compile(block, backend="aot_eager")
-    return hash_of_training(*train(rank, Run(stage=stage, steps=3), model)[:2])
+    return hash_of_training(*train(rank, Run(stage=stage, steps=3, shard={"overlap_step": overlap}), model)[:2])
 
 
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_compiled_blocks(how: str) -> None:
-    hashes = [set(run_ranks(2, _compiled, how, stage)) for stage in (2, 3)]
-    assert hashes[0] == hashes[1]
+    hashes = [set(run_ranks(2, _compiled, how, stage, overlap)) for stage, overlap in ((2, False), (2, True), (3, False))]
+    assert hashes[0] == hashes[1] == hashes[2]
     assert len(hashes[0]) == 1
 
 

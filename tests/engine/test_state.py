@@ -17,7 +17,11 @@ RUNS = [
     for precision in ("fp32", "bf16")
     for offload in (None, {"optimizer": "cpu"})
 ]
-IDS = [f"stage{r.stage}-{r.precision}-{'cpu' if r.shard['offload'] else 'device'}" for r in RUNS]
+RUNS += [
+    Run(stage=2, precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}, steps=3),
+    *(Run(stage=3, precision=p, shard={"offload": {"optimizer": "cpu", "params": "cpu"}}, steps=3) for p in ("fp32", "bf16")),
+]
+IDS = [f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}" for r in RUNS]
 
 
 def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:

@@ -14,6 +14,9 @@ from shardcore.config import BatchSizes, read_config
 BASE = {"train_micro_batch_size_per_gpu": 1}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
 
+PARAM_AT_2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+PARAM_ALONE = {"stage": 3, "offload_param": {"device": "cpu"}}
+
 
 def _nested(path: str, value: Any) -> dict[str, Any]:
     """{"a": {"b": value}} for "a.b", with what makes a whole configuration around it."""
@@ -22,6 +25,8 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         config["optimizer"] = {"type": "Adam"}
     if path.startswith("zero_optimization.offload_optimizer.") and not path.endswith(".device"):
         config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
+    if path.startswith("zero_optimization.offload_param."):
+        config["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     if path.startswith("fp16.") and path != "fp16.enabled":
         config["fp16"] = {"enabled": True}
     *sections, key = path.split(".")
@@ -63,6 +68,10 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
         ("zero_optimization.offload_optimizer.device", "cpu", "offload", "cpu"),
         ("zero_optimization.offload_optimizer.device", "none", "offload", None),
         ("zero_optimization.offload_optimizer.pin_memory", True, "pin_memory", True),
+        ("zero_optimization.offload_optimizer.ratio", 0.25, "ratio", 0.25),
+        ("zero_optimization.offload_param.device", "cpu", "params", "cpu"),
+        ("zero_optimization.offload_param.device", "none", "params", None),
+        ("zero_optimization.offload_param.pin_memory", False, "params", "cpu"),
         ("optimizer.type", "Adam", "optimizer", ADAM),
         ("optimizer.type", "AdamW", "optimizer", ADAM),
         ("optimizer.type", "adamw", "optimizer", ADAM),
@@ -154,6 +163,26 @@ def test_defaults() -> None:
         ("zero_optimization.offload_optimizer.device", None, TypeError, '.device has None; expected "cpu" or "none"'),
         ("zero_optimization.offload_optimizer", {}, ValueError, "offload_optimizer.device is missing"),
         ("zero_optimization.offload_optimizer.pin_memory", 1, TypeError, "pin_memory has 1; expected true or false"),
+        ("zero_optimization.offload_optimizer.ratio", 1.5, ValueError, "ratio has 1.5; expected a number from 0 to 1"),
+        (
+            "zero_optimization.offload_param.device",
+            "nvme",
+            NotImplementedError,
+            'offload_param.device has "nvme", which is not',
+        ),
+        (
+            "zero_optimization.offload_param.pin_memory",
+            True,
+            ValueError,
+            "offload_param.pin_memory has True; expected False, as",
+        ),
+        (
+            "zero_optimization",
+            PARAM_AT_2,
+            ValueError,
+            'offload_param.device has "cpu"; expected "none", or zero_optimization.stage 3',
+        ),
+        ("zero_optimization", PARAM_ALONE, NotImplementedError, 'without zero_optimization.offload_optimizer.device "cpu"'),
         ("optimizer", {"params": {}}, ValueError, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
         ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),
         ("optimizer.type", "Lamb", ValueError, 'optimizer.type has \'Lamb\'; expected "Adam" or "AdamW"'),

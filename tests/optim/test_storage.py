@@ -146,6 +146,21 @@ def test_exchange_with_torch_both_ways(state_dtype):
     train(optimizer, params, 1)
 
 
+def test_split_weights_that_are_set_to_zero_are_zero():
+    """Half of them have remainders below zero, which would make NaN with the bits of a zero."""
+    param = params_of(1000, dtype=torch.bfloat16)[0]
+    optimizer = CPUAdam([param], lr=0.01, master="split")
+    param.grad = torch.randn(1000).bfloat16()
+    optimizer.step()
+    assert (optimizer.state[param]["remainder"] < 0).any()
+    with torch.no_grad():
+        param.mul_(torch.tensor([0.0, -0.0]).repeat(500))
+    param.grad = torch.zeros(1000, dtype=torch.bfloat16)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert (param == 0).all()
+
+
 def test_a_split_master_that_is_loaded_sets_the_weights():
     params, optimizer = made({"master": "fp32"})
     train(optimizer, params, 3)

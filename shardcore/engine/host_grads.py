@@ -1,0 +1,281 @@
+"""Reduced gradients that live in host memory: they leave in backward, and what comes later is added to them there.
+
+Of each bucket's owned range the part from its cut on leaves; what is before stays (`Bucket.grad`), for kernels of the device.
+
+Note [Leaving]: a gradient leaves as it would lie on the device: in grad_dtype, or as it is where there was nothing to sum. At
+most IN_FLIGHT of them hold device memory. Before one more takes some, the stream waits for the oldest copy, and its memory
+goes back to the pool. So what is taken follows from the order of buckets alone, never from timing.
+Note [Adding]: `out + float32(scale * sum)`, rounded once, is what `ordered_sum` computes on the device. Here the product comes
+in float32, whatever grad_dtype is, and the same function adds it, as a sum of one piece; so the bits are the same. The host
+waits for that copy, and adds while backward is still queued or under way. The norm is that of the sum, from the same pass.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardcore._native import _C
+from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
+from shardcore.engine.exchange import Parts
+
+IN_FLIGHT = 2
+
+
+def home_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.dtype:
+    """Return the dtype of a bucket's reduced gradient, in training as declared; `alone`: no sum over ranks, no scale."""
+    return policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
+
+
+def adding_bytes(numels: Iterable[int], policy: ReducePolicy) -> int:
+    """Return the bytes of the places where micro-steps come to that are added; `numels`: what leaves of each bucket."""
+    if policy.accumulate == 1 or not policy.sync_each:
+        return 0
+    return IN_FLIGHT * max(numels, default=0) * torch.float32.itemsize
+
+
+def home_bytes(buckets: Iterable[Bucket], policy: ReducePolicy, alone: bool) -> int:
+    """Return the bytes of host memory that gradients of these owned ranges take. See home_dtype."""
+    numels = {bucket: bucket.owned_numel for bucket in buckets}
+    kept = sum(numel * home_dtype(bucket, policy, alone).itemsize for bucket, numel in numels.items())
+    return kept + adding_bytes(numels.values(), policy)
+
+
+def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the squared norm (high, low) on `device` of tensors that may lie on several."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    return _sum_of([_C.sq_norm(of_device) for of_device in by_device.values()], device)
+
+
+def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if len(squares) == 1:
+        return squares[0].to(device)
+    return _C.sq_norm_add(torch.stack([part.cpu() for part in squares])).to(device)
+
+
+@dataclass(frozen=True)
+class GradHome:
+    """Where reduced gradients go: `copies` leads there. cuts: where in a bucket's owned range the part begins that leaves."""
+
+    copies: _C.HostTier
+    cuts: Mapping[Bucket, int]
+
+
+@dataclass
+class _Leaving:
+    """A gradient on its way: `source` (owned_numel,) is on the device until `give` takes it back.
+
+    adds: to what is there, as_it_is: as torch would, else as ordered_sum. gathers: what has to end before it is whole. place:
+    where its copy arrives; arrived: when, None until that is queued.
+    """
+
+    bucket: Bucket
+    source: torch.Tensor
+    give: Callable[[torch.Tensor], None]
+    adds: bool
+    as_it_is: bool
+    gathers: list[dist.Work]
+    place: torch.Tensor | None = None
+    arrived: _C.CopyEvent | None = None
+
+
+class HostGrads:
+    """The host's part of reduced gradients (`Bucket.host_grad`), and the only way to it."""
+
+    def __init__(self, home: GradHome | None, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
+        """Allocate for what training needs as it was declared: of each bucket what comes after its cut; nothing without a home.
+
+        pool: where device memory comes from and goes to. scaled: whether losses are, so that gradients are always unscaled.
+        """
+        self._copies: _C.HostTier | None = None if home is None else home.copies
+        self._cuts: dict[Bucket, int] = {} if home is None else dict(home.cuts)
+        self._comm, self._policy, self._pool = comm, policy, pool
+        self._memory: dict[Bucket, torch.Tensor] = {}
+        for bucket in self._cuts:
+            bucket.host_grad = self._view(bucket, home_dtype(bucket, policy, comm.world_size == 1 and not scaled))
+        numels = [self._numel(bucket) for bucket in self._cuts]
+        place_bytes = adding_bytes(numels, policy) // IN_FLIGHT
+        self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if numels else 0)]
+        self._turn = 0
+        self._leaving: deque[_Leaving] = deque()
+        self._last: _C.CopyEvent | None = None
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        """Whether the bucket's gradients leave."""
+        return bucket in self._cuts
+
+    def recut(self, cuts: Mapping[Bucket, int]) -> None:
+        """Let less leave from now on, if any does: what comes after these cuts. No gradient is there."""
+        if self._copies is None:
+            return
+        dtypes = {bucket: grad.dtype for bucket in self._cuts if (grad := bucket.host_grad) is not None}
+        for bucket in self._cuts:
+            bucket.host_grad = None
+            del self._memory[bucket]
+        self._cuts = dict(cuts)
+        for bucket in self._cuts:
+            bucket.host_grad = self._view(bucket, dtypes[bucket])
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the places for what is added."""
+        return sum(place.nbytes for place in self._places)
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def reduce(
+        self,
+        bucket: Bucket,
+        whole: torch.Tensor,
+        last: Parts,
+        factor: float,
+        as_it_is: bool,
+        release: Callable[[torch.Tensor], None],
+    ) -> None:
+        """Let a bucket's gradient leave, or be added to what `Bucket.reduced` says is there already.
+
+        whole, last: see Exchange; factor: what the sum is multiplied by; as_it_is: `whole` is the gradient, and is set or added
+        as torch would; release: takes `whole` back.
+        """
+        adds = bucket.reduced
+        self._make_room()
+        if as_it_is:
+            source, give = whole, release
+            bucket.sq_norm = _C.sq_norm([whole])
+        else:
+            source, give = (
+                self._pool.take(bucket.owned_numel, torch.float32 if adds else self._policy.grad_dtype),
+                self._pool.give,
+            )
+            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._place))
+            release(whole)
+        gathers = self._comm.all_gather(source, Traffic.BACKWARD, self._owners) if len(self._owners) > 1 else []
+        self._leaving.append(_Leaving(bucket, source, give, adds, as_it_is, gathers))
+        if not gathers:
+            self._start(self._leaving[-1])
+
+    def drain(self) -> None:
+        """Let all that leaves go: no device memory is held any more, on CUDA in the order of the current stream."""
+        self._make_room(0)
+
+    def arrive(self) -> None:
+        """Wait on the host until what has left is there, so that it may be read."""
+        if self._last is not None:
+            self._last.synchronize()
+
+    def abandon(self) -> None:
+        """Drop what is on its way: its backward has failed."""
+        for leaving in self._leaving:
+            if leaving.arrived is None:
+                wait_all(leaving.gathers)
+        if self._copies is not None:
+            self._copies.drain()
+        for leaving in self._leaving:
+            leaving.give(leaving.source)
+        self._leaving.clear()
+
+    # --- one gradient -------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> int:
+        return self._comm.topology.place(self._comm.rank)
+
+    @property
+    def _owners(self) -> Sequence[int]:
+        return self._comm.topology.owners(self._comm.rank)
+
+    def _numel(self, bucket: Bucket) -> int:
+        return bucket.owned_numel - self._cuts[bucket]
+
+    def _empty(self, size: int) -> torch.Tensor:
+        assert self._copies is not None
+        return self._copies.empty(size, torch.uint8)
+
+    def _view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bucket's host memory as values of `dtype`; it grows if training is not as it was declared."""
+        size = self._numel(bucket) * dtype.itemsize
+        if bucket not in self._memory or self._memory[bucket].numel() < size:
+            self._memory[bucket] = self._empty(size)
+        return self._memory[bucket][:size].view(dtype)
+
+    def _adding_place(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        turn = self._turn % IN_FLIGHT
+        if self._places[turn].numel() < numel * dtype.itemsize:
+            self._places[turn] = self._empty(numel * dtype.itemsize)
+        return self._places[turn][: numel * dtype.itemsize].view(dtype)
+
+    def _make_room(self, keep: int = IN_FLIGHT - 1) -> None:
+        for leaving in self._leaving:
+            if leaving.arrived is None:
+                wait_all(leaving.gathers)
+                self._start(leaving)
+        while len(self._leaving) > keep:
+            self._end(self._leaving.popleft())
+
+    def _start(self, leaving: _Leaving) -> None:
+        """Queue the copy of a gradient that is whole, and give the device its part."""
+        bucket, source, cut = leaving.bucket, leaving.source, self._cuts[leaving.bucket]
+        self._turn += 1
+        if not leaving.adds:
+            leaving.place = bucket.host_grad = self._view(bucket, source.dtype)
+            if cut:
+                self._near(bucket, source.dtype).copy_(source[:cut])
+        else:
+            leaving.place = self._adding_place(self._numel(bucket), source.dtype)
+        assert self._copies is not None
+        leaving.arrived = self._last = self._copies.to_tier(leaving.place, source[cut:])
+
+    def _end(self, leaving: _Leaving) -> None:
+        """Give the device memory of one that has left back, and add what was to be added."""
+        assert leaving.arrived is not None
+        if leaving.adds:
+            leaving.arrived.synchronize()
+            self._add(leaving)
+        else:
+            leaving.arrived.wait()
+        leaving.give(leaving.source)
+
+    def _add(self, leaving: _Leaving) -> None:
+        bucket, cut = leaving.bucket, self._cuts[leaving.bucket]
+        if not leaving.as_it_is:
+            self._convert(bucket)
+        parts = [(bucket.host_grad, leaving.place)] + [(bucket.grad, leaving.source[:cut])] * (cut > 0)
+        squares = []
+        for total, part in parts:
+            assert total is not None
+            assert part is not None
+            if leaving.as_it_is:
+                total.add_(part)
+            else:
+                squares.append(_C.ordered_sum(part, 1, 1.0, total, accumulate=True))
+        device = leaving.source.device
+        if leaving.as_it_is or len(self._owners) > 1:  # of what several ranks own, each takes the norm of its piece
+            bucket.sq_norm = sq_norm_of(bucket.own_grads(self._place), device)
+        else:
+            bucket.sq_norm = _sum_of(squares, device)
+
+    def _near(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory of the device's part, in this dtype."""
+        if bucket.grad is None or bucket.grad.dtype != dtype:
+            if bucket.grad is not None:
+                self._pool.give(bucket.grad)
+            bucket.grad = self._pool.keep(self._cuts[bucket], dtype)
+        return bucket.grad
+
+    def _convert(self, bucket: Bucket) -> None:
+        """Bring a first gradient that was kept as it was into the dtype that sums have."""
+        dtype, far, near = self._policy.grad_dtype, bucket.host_grad, bucket.grad
+        assert far is not None
+        if far.dtype != dtype:
+            del self._memory[bucket]
+            bucket.host_grad = self._view(bucket, dtype)
+            _C.cast([bucket.host_grad], [far])
+        if near is not None and near.dtype != dtype:
+            bucket.grad = self._pool.keep(near.numel(), dtype)
+            _C.cast([bucket.grad], [near])
+            self._pool.give(near)

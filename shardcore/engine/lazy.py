@@ -1,0 +1,385 @@
+"""The lazy step (overlap_step=True): Adam runs on a thread of its own, and each read of weights waits for those it reads.
+
+`step()` has decided everything (norm, clipping, scalars) when it hands its plan over; what is left is the same arithmetic in
+another order of buckets, which no bit depends on. While a bucket's weights are on their way, `_parameters` of the modules that
+have them are `Waiting` dicts, so whatever asks a module for a parameter waits: forward, parameters(), state_dict, deepcopy,
+`module.weight`. Once they are there the module has its own dict again, so neither copies nor torch.compile meet the other.
+
+Note [Order]: buckets are updated in the order in which the last forward of the model used their units. Ranks gather in that
+order, so it has to be the same on all of them: a digest of it travels with each step's norm, and where ranks differ all take
+the order of units instead.
+Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and whoever needs them waits for that.
+No other thread has a collective on this engine's group meanwhile, since all that have one finish the step first. Only where
+other collectives might run at the same time in another order on another rank, which NCCL may not survive, the thread that
+waits starts the gathers, at points that are the same on every rank. At stage 3 the gather of a unit waits for its update.
+Note [Streams]: torch's current stream belongs to a thread. The worker's begins after an event of the stream that step() was
+called on, and each stream that waits for a bucket waits for an event of the worker's.
+"""
+
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.engine.bucket import Bucket, Lifetimes
+from shardcore.engine.order import in_backward
+from shardcore.engine.store import Span, StateStore
+from shardcore.engine.trace import scope
+from shardcore.engine.unit import Unit
+
+Parameters = dict[str, nn.Parameter | None]
+
+
+class StepError(RuntimeError):
+    """A step failed after `step()` had returned: some weights are of the step before, some are not."""
+
+
+class Waiting(Parameters):
+    """`module._parameters` while some of them are on their way: what reads or changes it waits first."""
+
+    def __init__(self, own: Parameters, wait: Callable[[], None]) -> None:
+        """Stand in for `own` until `wait` returns, which puts `own` back."""
+        super().__init__(own)
+        self._own, self._wait = own, wait
+
+    def now(self) -> Parameters:
+        """Wait; returns what this stands for."""
+        self._wait()
+        return self._own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Wait, and be copied as what this stands for."""
+        return dict, (self.now(),)
+
+
+def _waits(name: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **options: getattr(self.now(), name)(*arguments, **options)
+
+
+# All methods of dict but those that tell names only.
+for _name in ("__getitem__", "__setitem__", "__delitem__", "__eq__", "__or__", "__ror__", "__ior__"):
+    setattr(Waiting, _name, _waits(_name))
+for _name in ("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):
+    setattr(Waiting, _name, _waits(_name))
+
+
+@dataclass(eq=False)
+class _Reader:
+    """A module with parameters of its own in `buckets`."""
+
+    module: nn.Module
+    buckets: list[Bucket]
+
+
+@dataclass(eq=False)
+class _Update:
+    """One bucket on its way.
+
+    done: Adam has run, on CUDA up to `event`, and its weights are there when `left` is done (None: they are). gathers:
+    collectives under way that nobody waited for; None: not started.
+    """
+
+    bucket: Bucket
+    spans: Sequence[Span]
+    done: "Future[None]" = field(default_factory=Future)
+    event: torch.cuda.Event | None = None
+    left: _C.CopyEvent | None = None
+    gathers: Iterator[dist.Work] | None = None
+
+
+class LazyStep:
+    """Runs the steps of one engine on a worker, and knows what has not arrived yet."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        store: StateStore,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        device: torch.device,
+        num_threads: int,
+    ) -> None:
+        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `num_threads` threads."""
+        self.units, self.store, self.comm, self.lifetimes, self.device = list(units), store, comm, lifetimes, device
+        self.num_threads = num_threads
+        self.steps = 0
+        self._failure: tuple[str, BaseException] | None = None
+        self._gathers = lifetimes.full_weight_resident and len(comm.sharers) > 1 and not lifetimes.owns_everything
+        self._worker_gathers = self._gathers and not comm.uses_nccl
+        self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
+        self._readers: dict[Bucket, list[_Reader]] = {bucket: [] for unit in units for bucket in unit.buckets}
+        bucket_of = {managed.param: bucket for bucket in self._readers for managed in bucket.params}
+        for module in model.modules():
+            own = [bucket_of[param] for param in module._parameters.values() if param in bucket_of]
+            if own:
+                reader = _Reader(module, list(dict.fromkeys(own)))
+                for bucket in reader.buckets:
+                    self._readers[bucket].append(reader)
+        self._used: dict[Unit, None] = {}  # since the last forward of the whole model ended, in order
+        self._order: list[Unit] = []
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._start_anew()
+        _alive.add(self)
+        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        for method in ("before_forward", "end_forward"):
+            setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
+
+    def _start_anew(self) -> None:
+        self._lock = threading.RLock()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardcore-step")
+
+    # --- the order ----------------------------------------------------------------------------------------------------
+
+    def before_forward(self, index: int) -> None:
+        """Note that unit `index` is used, and wait for its weights."""
+        unit = self.units[index]
+        if not in_backward():
+            self._used.setdefault(unit)
+        self.wait(unit.buckets)
+
+    def end_forward(self) -> None:
+        """End a forward of the whole model: what it did not use is waited for, too. See Note [Order]."""
+        if in_backward():
+            return
+        self._order, self._used = list(self._used), {}
+        self.finish()
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the units in the order of the last forward; ranks compare it."""
+        return [unit.name for unit in self._order]
+
+    # --- the step -----------------------------------------------------------------------------------------------------
+
+    def hand_over(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper], same_order: bool) -> None:
+        """Let the worker update what `spans` says; nothing may be pending. same_order: `order` is the same on every rank."""
+        assert not self._pending
+        units = dict.fromkeys([*(self._order if same_order else []), *self.units])
+        updates = [_Update(bucket, spans[bucket]) for unit in units for bucket in unit.buckets if bucket in spans]
+        began: torch.cuda.Event | None = None
+        if self._stream is not None:
+            began = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            began.record(torch.cuda.current_stream(self.device))
+        gather = self.comm.all_gather if self._worker_gathers else None
+        work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
+        self.steps += 1
+        self._pending = {update.bucket: update for update in updates}
+        try:
+            self._worker.submit(_update_all, self.num_threads, *work)
+        except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
+            _update_all(None, *work)
+        for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
+            self._let_wait(reader)
+
+    def _let_wait(self, reader: _Reader) -> None:
+        own = reader.module._parameters
+        reader.module.__dict__["_parameters"] = Waiting(own, lambda: self.wait(reader.buckets))
+
+    # --- waiting ------------------------------------------------------------------------------------------------------
+
+    def has_arrived(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether `wait` would not have to wait for the worker."""
+        return all(self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending)
+
+    def finish(self) -> None:
+        """Wait for all that is pending. On CUDA all of this is in the order of the current stream."""
+        self.wait(list(self._pending))
+
+    def wait(self, buckets: Iterable[Bucket]) -> None:
+        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on.
+
+        May be interrupted anywhere, also by a signal handler that waits itself: all of this can be done again.
+        """
+        self._raise_failure()
+        if not self._pending:
+            return
+        with self._lock:
+            for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
+                self._wait_for_adam(update)
+                if self._gathers:
+                    self._wait_for_gather(update)
+                for reader in self._readers[update.bucket]:
+                    if not any(bucket in self._pending for bucket in reader.buckets if bucket is not update.bucket):
+                        self._put_back(reader)
+                self._pending.pop(update.bucket, None)
+
+    def _wait_for_adam(self, update: _Update) -> None:
+        error = update.done.exception()
+        if error is not None:
+            self._fail("updating", update, error)
+        if update.left is not None:
+            try:
+                update.left.wait()
+            except RuntimeError as problem:
+                self._fail("copying", update, problem)
+        if update.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(update.event)
+
+    def _wait_for_gather(self, last: _Update) -> None:
+        """Wait for a bucket's gather; start it, and those before it, if the worker does not. See Note [Who gathers]."""
+        for update in () if self._worker_gathers else self._pending.values():
+            if update.gathers is None:
+                self._wait_for_adam(update)
+                with held_back_interrupts():
+                    update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
+            if update is last:
+                break
+        try:
+            wait_all(last.gathers or ())
+        except Exception as error:
+            self._fail("gathering", last, error)
+
+    def _fail(self, doing: str, update: _Update, error: BaseException) -> None:
+        message = (
+            f"step {self.steps}: {doing} the weights of {update.bucket.unit or 'the root'} failed after step() had returned "
+            f"({type(error).__name__}: {error}); expected it to succeed (some weights are new, some are not: make the model "
+            "anew and load its last saved state)"
+        )
+        for other in self._pending.values():
+            other.done.exception()  # the worker goes on gathering, see _update_all; then this thread may have collectives again
+        self._failure = message, error
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            message, cause = self._failure
+            raise StepError(message) from cause
+
+    @staticmethod
+    def _put_back(reader: _Reader) -> None:
+        waiting = reader.module._parameters
+        if isinstance(waiting, Waiting):
+            reader.module.__dict__["_parameters"] = waiting._own
+
+    # --- fork ---------------------------------------------------------------------------------------------------------
+
+    def before_fork(self) -> None:
+        """Finish what is pending: a child has no worker. What fails is said at the next call."""
+        with suppress(Exception):
+            if self._gathers and not self._worker_gathers:  # the others may not be asked to gather now
+                for update in self._pending.values():
+                    self._wait_for_adam(update)
+            else:
+                self.finish()
+
+    def after_fork(self) -> None:
+        """Work in a forked child: the worker and who held the lock stayed with the parent."""
+        self._start_anew()
+
+
+def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> Iterator[dist.Work]:
+    with scope("gather", bucket.unit):
+        return iter(all_gather(bucket.weight, Traffic.STEP, sharers))
+
+
+@torch.no_grad()
+def _update_all(
+    num_threads: int | None,
+    store: StateStore,
+    updates: Sequence[_Update],
+    hypers: Sequence[_C.AdamHyper],
+    all_gather: Callable[..., list[dist.Work]] | None,
+    sharers: Sequence[int],
+    stream: torch.cuda.Stream | None,
+    began: torch.cuda.Event | None,
+) -> None:
+    """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
+
+    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses. num_threads: of the worker,
+    None on the caller's thread.
+    """
+    if updates[0].done.done():  # the caller did it, as no thread started
+        return
+    error: BaseException | None = None
+    steps = store.steps([update.spans for update in updates], hypers)
+    for update in updates:
+        try:
+            if error is None:
+                _use_own_threads(num_threads)
+                with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
+                    if stream is not None and began is not None:
+                        stream.wait_event(began)
+                    update.left = next(steps)
+                    if all_gather is not None and update.left is not None:
+                        update.left.wait()
+                    if stream is not None:
+                        update.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        update.event.record(stream)
+        except BaseException as problem:
+            error = problem
+        try:
+            if all_gather is not None:
+                update.gathers = _gather(all_gather, update.bucket, sharers)
+        except BaseException as problem:
+            error = error or problem
+        if error is None and update is updates[-1]:
+            error = _end(steps)
+        if error is None:
+            update.done.set_result(None)
+        else:
+            update.done.set_exception(error)
+
+
+def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
+    """Let a store end its steps (see store.arrivals); returns what went wrong."""
+    try:
+        next(steps, None)
+    except BaseException as error:
+        return error
+    return None
+
+
+_on_thread = threading.local()
+
+
+def _use_own_threads(count: int | None) -> None:
+    """Let kernels of this thread use threads of its own, from its first step on. RuntimeError if the system has no more."""
+    if count is not None and not hasattr(_on_thread, "count"):
+        _C.use_threads(count)
+        _on_thread.count = count
+
+
+@contextmanager
+def held_back_interrupts() -> Iterator[None]:
+    """Let Ctrl-C take effect at the end only: what is inside is done as a whole."""
+    old = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(old):
+        yield
+        return
+    came: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+        if came:
+            old(*came[0])
+
+
+# os.register_at_fork keeps what it is given for good; engines come and go.
+_alive: "weakref.WeakSet[LazyStep]" = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for lazy in list(_alive):
+        lazy.before_fork()
+
+
+def _after_fork() -> None:
+    for lazy in list(_alive):
+        lazy.after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

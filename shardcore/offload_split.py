@@ -1,0 +1,222 @@
+"""Optimizer states of which a share stays on the device: each bucket's owned range is cut in two at a 256-element block.
+
+Both parts are buckets of their own (`parts_of`), so a DeviceStore serves the first ones and a CpuStore the others, with one
+kernel and the same numbers. No block is cut, so the cut never shows in the bits.
+
+Weights that lie in host memory come to the device for its part of a step and go back, through a scratch as large as the largest
+such part. The CPU's part is updated where it lies.
+
+Note [Which way ratio goes]: it is the share that the CPU updates, as in DeepSpeed's Twin-Flow. 1 puts all states into host
+memory, 0 leaves all beside the weights.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from shardcore._native import _C
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.store import DeviceStore, Span
+from shardcore.layout import BLOCK
+from shardcore.offload import CpuStore
+
+
+def parts_of(bucket: Bucket, ratio: float) -> tuple[Bucket, Bucket]:
+    """Return the parts of the owned range that the device and the CPU update, as buckets: they look at the same parameters.
+
+    The CPU has `ratio` of its blocks, rounded. Weights and gradients are the bucket's own: `SplitStore` points at them.
+    """
+    start, end = bucket.owned
+    blocks = bucket.owned_numel // BLOCK
+    cut = start + (blocks - round(ratio * blocks)) * BLOCK
+
+    def part(first: int, last: int) -> Bucket:
+        owned = first, last
+        return Bucket(
+            bucket.unit, bucket.dtype, bucket.group, bucket.params, bucket.layout, owned, bucket.trainable, bucket.kind
+        )
+
+    return part(start, cut), part(cut, end)
+
+
+def cuts_of(buckets: Iterable[Bucket], ratio: float) -> dict[Bucket, int]:
+    """Return where in each bucket's owned range the CPU's part begins, of those that have one."""
+    cuts = {bucket: parts_of(bucket, ratio)[0].owned_numel for bucket in buckets}
+    return {bucket: cut for bucket, cut in cuts.items() if cut < bucket.owned_numel}
+
+
+def device_bytes(buckets: Iterable[Bucket], ratio: float) -> int:
+    """Return the bytes of states that stay on the device, of buckets that have any."""
+    return sum(bucket.kind.nbytes(parts_of(bucket, ratio)[0].owned_numel) for bucket in buckets)
+
+
+def scratch_bytes(parts: Iterable[Bucket]) -> int:
+    """Return the bytes on the device in which these parts' weights are updated, one after the other, if they lie elsewhere."""
+    return max((part.owned_numel * part.dtype.itemsize for part in parts), default=0)
+
+
+def host_store(
+    buckets: Sequence[Bucket],
+    device: torch.device,
+    pin_memory: bool,
+    pin_memory_limit: int | None,
+    *,
+    ratio: float,
+    grads_leave: bool,
+    weights_here: bool,
+    changes: bool,
+) -> "CpuStore | SplitStore":
+    """Return a store that has `ratio` of the states in host memory; `changes`: until `resplit`. See CpuStore."""
+    arguments = buckets, device, pin_memory, pin_memory_limit
+    if ratio == 1.0 and not changes:
+        return CpuStore(*arguments, grads_leave=grads_leave, weights_here=weights_here)
+    return SplitStore(*arguments, ratio=ratio, grads_leave=grads_leave, weights_here=weights_here)
+
+
+class SplitStore:
+    """A DeviceStore of the first part of each bucket's owned range, and a CpuStore of the rest."""
+
+    tier = "cpu"
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        device: torch.device,
+        pin_memory: bool,
+        pin_memory_limit: int | None = None,
+        *,
+        ratio: float,
+        grads_leave: bool = False,
+        weights_here: bool = False,
+    ) -> None:
+        """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes]."""
+        self._device, self._weights_here = device, weights_here
+        self._left: _C.CopyEvent | None = None
+        self._spent_s = 0.0
+        self._cut(buckets, ratio)
+        far = [far for _, far in self._parts.values()]
+        pinning = pin_memory, pin_memory_limit
+        self.on_cpu = CpuStore(far, device, *pinning, grads_leave=grads_leave, weights_here=weights_here)
+
+    def _cut(self, buckets: Iterable[Bucket], ratio: float) -> None:
+        """Make the parts, and the device's zero states."""
+        self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
+        size = scratch_bytes([near for near, _ in self._parts.values()])
+        self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device) if self._weights_here else None
+        for bucket in self._parts:
+            self._point(bucket)
+        self.on_device = DeviceStore([near for near, _ in self._parts.values()])
+
+    def seconds(self) -> float:
+        """Return the time of all steps so far."""
+        return self._spent_s
+
+    def resplit(self, ratio: float) -> dict[Bucket, int]:
+        """Move states to the device, which has none so far, so that `ratio` of them stay in host memory. See cuts_of."""
+        old = self._parts
+        self._cut(old, ratio)
+        for bucket, (_, whole) in old.items():
+            near, far = self._parts[bucket]
+            assert whole.owned_numel == bucket.owned_numel
+            self.on_device.take(near, self.on_cpu.give_up(whole, far))
+        return cuts_of(self._parts, ratio)
+
+    def _point(self, bucket: Bucket) -> None:
+        """Let both parts look at the bucket's weights and gradient as they lie now."""
+        near, far = self._parts[bucket]
+        cut = near.owned_numel
+        near.owned_weight, far.owned_weight = bucket.owned_weight[:cut], bucket.owned_weight[cut:]
+        if self._scratch is not None:
+            near.owned_weight = self._scratch[: cut * bucket.dtype.itemsize].view(bucket.dtype)
+        near.grad = None if bucket.grad is None else bucket.grad[:cut]
+        far.grad = None if bucket.grad is None else bucket.grad[cut:]
+        far.host_grad = bucket.host_grad
+
+    @property
+    def copies(self) -> _C.HostTier:
+        """The only way to and from host memory."""
+        return self.on_cpu.copies
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return self.on_cpu.scratch_bytes
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """See StateStore. What both parts have of it is put together in host memory."""
+        self._point(bucket)
+        self._parts[bucket][0].owned_weight = bucket.owned_weight[: self._parts[bucket][0].owned_numel]  # not the scratch
+        near, far = self._parts[bucket]
+        cut, end = near.owned_numel, bucket.owned_numel if numel is None else start + numel
+        if end <= cut:
+            return self.on_device.read(near, key, start, end - start)
+        if start >= cut:
+            return self.on_cpu.read(far, key, start - cut, end - start)
+        first = self.on_device.read(near, key, start, cut - start)
+        return torch.cat([first.cpu(), self.on_cpu.read(far, key, 0, end - cut).cpu()])
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        near, far = self._parts[bucket]
+        yield from self.on_device.stored(near)
+        yield from self.on_cpu.stored(far)
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """See StateStore."""
+        near, far = self._parts[bucket]
+        room = max(0, min(near.owned_numel - start, values.numel()))
+        self.on_device.write(near, key, start, values[:room])
+        if room < values.numel():
+            self.on_cpu.write(far, key, start + room - near.owned_numel, values[room:])
+
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore. The device's share of a part is queued once the first chunks are on their way to the CPU."""
+        begun_s = time.perf_counter()
+        buckets = {span.bucket: None for part in parts for span in part}
+        for bucket in buckets:
+            self._point(bucket)
+        near = [[span for span in map(self._near, part) if span.numel] for part in parts]
+        far = [[span for span in map(self._far, part) if span.numel] for part in parts]
+        update = self.on_device.step if self._scratch is None else self._step_in_scratch
+        yield from self.on_cpu.steps(far, hypers, lambda index: update(near[index], hypers))
+        if self._left is not None:
+            self._left.synchronize()
+        for part in (part for bucket in buckets for part in self._parts[bucket]):
+            part.grad = part.host_grad = None  # or they would hold memory that its pool has given up
+        self._spent_s += time.perf_counter() - begun_s
+
+    def _step_in_scratch(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+        """Update weights of host memory on the device, a bucket at a time: those that the step reads come, all go back."""
+        home = {near: bucket for bucket, (near, _) in self._parts.items()}
+        for near, of_bucket in groupby(spans, key=lambda span: span.bucket):
+            here = list(of_bucket)
+            places = [slice(span.start, span.start + span.numel) for span in here]
+            weight = home[near].owned_weight
+            if near.kind.reads_weights:
+                for place in places:
+                    self.copies.from_tier(near.owned_weight[place], weight[place]).wait()
+            self.on_device.step(here, hypers)
+            for place in places:
+                self._left = self.copies.to_tier(weight[place], near.owned_weight[place])
+            assert self._left is not None
+            self._left.wait()  # before the next bucket takes the scratch
+
+    def _near(self, span: Span) -> Span:
+        """Return what the device updates of a span, perhaps nothing."""
+        part, _ = self._parts[span.bucket]
+        return replace(span.part(0, max(0, min(part.owned_numel - span.start, span.numel))), bucket=part)
+
+    def _far(self, span: Span) -> Span:
+        """Return what the CPU updates of a span, perhaps nothing."""
+        near, part = self._parts[span.bucket]
+        skipped = max(0, min(near.owned_numel - span.start, span.numel))
+        rest = span.part(skipped, span.numel - skipped)
+        return replace(rest, bucket=part, start=rest.start - near.owned_numel)

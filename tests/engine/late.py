@@ -1,0 +1,85 @@
+"""Schedules of the lazy step's worker that tests choose, so that a wait that is missing shows in the bits."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from shardcore.engine.lazy import LazyStep
+from tests.engine.models import Run, batch_of, loss_of, train
+
+
+class LateStore:
+    """A store on whose worker a bucket is updated only when someone waits for it, or for one behind it: as late as allowed."""
+
+    def __init__(self, lazy: LazyStep) -> None:
+        self._lazy, self._store, self._wait = lazy, lazy.store, lazy._wait_for_adam
+        self._allowed: dict[int, threading.Event] = {}
+        lazy.store = self  # type: ignore[assignment]
+        lazy._wait_for_adam = self._waited  # type: ignore[method-assign]
+
+    def _event(self, update: Any) -> threading.Event:
+        return self._allowed.setdefault(id(update), threading.Event())
+
+    def _waited(self, update: Any) -> None:
+        for other in self._lazy._pending.values():
+            self._event(other.spans).set()
+            if other is update:
+                break
+        self._wait(update)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        inner = self._store.steps(parts, hypers)
+        for spans in parts:
+            if threading.current_thread() is not threading.main_thread():
+                assert self._event(spans).wait(30), "nobody waited"
+                del self._allowed[id(spans)]
+            yield next(inner)
+        yield from inner
+
+
+class SlowStore:
+    """A store on whose worker each bucket takes a while."""
+
+    def __init__(self, lazy: LazyStep, seconds: float = 0.02) -> None:
+        self._store, self._seconds = lazy.store, seconds
+        lazy.store = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        for left in self._store.steps(parts, hypers):
+            time.sleep(self._seconds)
+            yield left
+
+
+def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Module | None = None) -> tuple[Any, Any]:
+    """Shard a model without training it."""
+    run = Run(**{**vars(run), "steps": 0, "shard": {**run.shard, "overlap_step": overlap}})
+    model, optimizer, _ = train(rank, run, model)
+    if overlap and late:
+        LateStore(optimizer._engine.lazy)
+    return model, optimizer
+
+
+def micro_steps(model: Any, optimizer: Any, rank: int, step: int, accumulate: int, overflow: bool = False) -> list[float]:
+    losses = []
+    for micro in range(accumulate):
+        x, y = batch_of(step, micro, rank)
+        loss = loss_of(model, (x * float("inf") if overflow and micro == accumulate - 1 else x, y)) / accumulate
+        optimizer.scale_loss(loss).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def stepped(model: Any, optimizer: Any, rank: int, step: int) -> list[float]:
+    losses = micro_steps(model, optimizer, rank, step, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses

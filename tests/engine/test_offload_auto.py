@@ -1,0 +1,90 @@
+"""`"ratio": "auto"`: what the first steps measured chooses the device's share, the same on every rank, and changes no bit."""
+
+import logging
+from typing import Any
+
+import pytest
+
+import shardcore
+from shardcore.engine.pace import MEASURED_STEPS, Pace, choose_ratio
+from shardcore.offload_split import SplitStore
+from tests.engine.models import Run, hash_of_training, train
+from tests.engine.test_offload_tiers import GRADS, PARAMS
+from tests.ranks import run_ranks
+
+AUTO = {"ratio": "auto", "device_memory_limit": 1 << 30}
+
+
+def test_the_least_share_of_the_device_that_hides_and_fits() -> None:
+    def kept(ratio: float) -> int:
+        return round(1000 * (1 - ratio))
+
+    assert choose_ratio(2.0, 0, kept) == choose_ratio(1.0, 1000, kept) == 1.0
+    assert choose_ratio(0.51, 1000, kept) == 0.5  # rounded to more on the device
+    assert choose_ratio(0.0, 1000, kept) == 0.0
+    assert choose_ratio(0.5, 250, kept) == 0.75  # the limit comes first
+    assert choose_ratio(0.0, 0, kept) == 1.0
+
+
+def _chosen(rank: int, world_size: int, stage: int, offload: Any, limit: int) -> tuple[str, list[float], int]:
+    """Rank r's forward takes 0.3 s and the CPU's step r + 1 half seconds."""
+    ratios: list[float] = []
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        patch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.3))
+        patch.setattr(SplitStore, "seconds", lambda store: calls.append(1) or len(calls) * 0.5 * (rank + 1))
+        resplit = SplitStore.resplit
+        patch.setattr(SplitStore, "resplit", lambda store, ratio: (ratios.append(ratio), resplit(store, ratio))[1])
+        shard = {"offload": offload | {"device_memory_limit": limit}, "clip_grad_norm": 0.5}
+        model, optimizer, _ = train(rank, Run(stage, MEASURED_STEPS + 3, 2, "bf16", shard=shard))
+    report = shardcore.memory_report(model)
+    kept = sum(line.bytes for line in report.lines if line.kind in ("master", "states") and line.tier == "device")
+    assert optimizer._engine.store.copies.bytes_allocated == report.by_tier["cpu"]
+    return hash_of_training(model, optimizer), ratios, kept
+
+
+def _plain(rank: int, world_size: int) -> str:
+    run = Run(2, MEASURED_STEPS + 3, 2, "bf16", shard={"clip_grad_norm": 0.5})
+    return hash_of_training(*train(rank, run)[:2])
+
+
+@pytest.mark.parametrize(("stage", "tiers"), [(1, {"optimizer": "cpu"}), (3, GRADS | PARAMS)])
+def test_ranks_choose_one_ratio_and_the_bits_stay(stage: int, tiers: dict[str, Any]) -> None:
+    expected = run_ranks(2, _plain if stage > 1 else _summed_once)
+    for limit, ratio in ((1 << 30, 19 / 64), (0, 59 / 64)):  # no bucket has so many blocks that 5/64 of them were one
+        for rank, (found, ratios, kept) in enumerate(run_ranks(2, _chosen, stage, AUTO | tiers, limit)):
+            assert ratios == [ratio]
+            assert (kept > 0) == (limit > 0)
+            assert found == expected[rank]
+
+
+def _summed_once(rank: int, world_size: int) -> str:
+    run = Run(1, MEASURED_STEPS + 3, 2, "bf16", shard={"clip_grad_norm": 0.5})
+    return hash_of_training(*train(rank, run)[:2])
+
+
+def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="shardcore"):
+        model, optimizer, _ = train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO}))
+    (text,) = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
+    engine = optimizer._engine
+    kept = sum(line.bytes for line in shardcore.memory_report(model).lines if (line.kind, line.tier) == ("states", "device"))
+    assert f"keeps {kept} bytes of states" in text
+    assert 0 < engine.pace._forward_s < 1
+    assert 0 < engine.pace._step_s < 1
+
+
+def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _plain(0, 1)
+    monkeypatch.setattr("shardcore.engine.pace.choose_ratio", lambda *_: 0.5)
+    run = Run(2, MEASURED_STEPS + 3, 2, "bf16", shard={"clip_grad_norm": 0.5, "offload": {"optimizer": "cpu"} | AUTO})
+    assert hash_of_training(*train(0, run)[:2]) == expected
+    write = SplitStore.resplit
+
+    def forgetful(store: SplitStore, ratio: float) -> Any:
+        cuts = write(store, ratio)
+        next(iter(store.on_device._states.values()))["exp_avg"].zero_()
+        return cuts
+
+    monkeypatch.setattr(SplitStore, "resplit", forgetful)
+    assert hash_of_training(*train(0, run)[:2]) != expected

@@ -1,0 +1,84 @@
+"""Weights in host memory (stage 3): when shards come, what edits and steps do to them, and twins that forget one."""
+
+from typing import Any
+
+import pytest
+
+import shardcore
+from shardcore.engine.bucket import Bucket
+from shardcore.offload_split import SplitStore
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+from tests.engine.test_offload import Watched, tier_with
+from tests.engine.test_offload_tiers import GRADS, PARAMS, hashes_of, partly_frozen
+from tests.ranks import run_ranks
+
+
+def test_weights_stream_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one rank: each unit comes for its forward and for its backward, the last one once; a step moves nothing at all."""
+    tier_with(monkeypatch)
+    run = Run(stage=3, steps=2, precision="bf16", shard={"offload": PARAMS | GRADS})
+    model, optimizer, _ = train(0, run, partly_frozen())
+    engine = optimizer._engine
+    sizes = {unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.weights.units}
+    in_weights = {"device": 0, "cpu": 0}
+    for line in shardcore.memory_report(model).lines:
+        if line.kind == "weights":
+            in_weights[line.tier] += line.bytes
+    assert in_weights == {"device": sizes[""] + 2 * sizes["blocks.0"], "cpu": sum(sizes.values())}
+    copies = engine.store.copies
+    moved = [copies.bytes_from_tier]
+    loss_of(model, batch_of(5, 0, 0)).backward()
+    moved += [copies.bytes_from_tier, copies.bytes_to_tier]
+    optimizer.step()
+    moved += [copies.bytes_from_tier, copies.bytes_to_tier]
+    twice = [name for name in sizes if name not in ("", "blocks.3")]
+    assert moved[1] - moved[0] == sum(sizes.values()) + sum(sizes[name] for name in twice)
+    assert moved[3:] == moved[1:3]
+
+
+def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    tier_with(monkeypatch, lambda tier: Watched(tier, log), late=True)
+    model, _, _ = train(0, Run(stage=3, steps=2, shard={"offload": PARAMS}))
+    for index, block in enumerate(model.blocks):
+        block.norm.register_forward_hook(lambda *_, index=index: log.append(f"block {index}"))
+    log.clear()
+    model(batch_of(0, 0, 0)[0])
+    come = ["from_tier", "from_tier.wait"]
+    assert log == [*come, *come, "from_tier", "block 0", "from_tier.wait", "from_tier", "block 1", "from_tier.wait", "block 2"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_frozen_weights_in_host_memory_and_late_copies_give_the_same_bits(world_size: int) -> None:
+    expected = run_ranks(world_size, _frozen, None, False)
+    assert run_ranks(world_size, _frozen, PARAMS | GRADS | {"ratio": 0.6}, True) == expected
+
+
+def _frozen(rank: int, world_size: int, offload: Any, late: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            tier_with(patch, late=True)
+        run = Run(stage=3, steps=3, precision="bf16", accumulate=2, shard={"offload": offload})
+        return hash_of_training(*train(rank, run, partly_frozen())[:2])
+
+
+def _no_wait(patch: pytest.MonkeyPatch) -> None:
+    """The unit's forward does not wait for its shard."""
+    tier_with(patch, lambda tier: Watched(tier, [], lambda made: made == "from_tier.wait"), late=True)
+
+
+def _no_edit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Bucket, "take_edits", lambda bucket: None)
+
+
+def _not_back(patch: pytest.MonkeyPatch) -> None:
+    """The device's share of new weights does not go back to host memory."""
+    patch.setattr(SplitStore, "_step_in_scratch", lambda store, spans, hypers: store.on_device.step(spans, hypers))
+
+
+@pytest.mark.parametrize("twin", [_no_wait, _no_edit, _not_back])
+def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(twin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(3, 2, precision="bf16", shard={"offload": PARAMS | {"ratio": 0.6}})
+    good = hashes_of(0, 1, [run])
+    twin(monkeypatch)
+    assert hashes_of(0, 1, [run]) != good

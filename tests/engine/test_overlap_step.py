@@ -1,0 +1,337 @@
+"""The lazy step: the same bits as a step that is complete when it returns, and every read waits for what it reads."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore.comm import wait_all
+from shardcore.engine.lazy import LazyStep, Waiting
+from tests.choice import combinations
+from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
+from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
+from tests.ranks import run_ranks
+
+OFFLOAD = {"optimizer": "cpu"}
+STEPS, OVERFLOW = 5, 2
+
+
+def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[float]]:
+    overlap = schedule is not None
+    model, optimizer = start(rank, run, overlap, late=rank == 0 or schedule != "one late")
+    if schedule == "the caller gathers":  # as on NCCL
+        optimizer._engine.lazy._worker_gathers = False
+    losses = []
+    for step in range(run.steps):
+        losses += micro_steps(model, optimizer, rank, step, run.accumulate, overflow=step == OVERFLOW and rank == 0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = float("nan")  # step() has read it
+        optimizer.zero_grad()
+    assert optimizer.skipped_steps >= 1
+    if overlap:
+        assert optimizer._engine.lazy.steps == run.steps - optimizer.skipped_steps > 0  # a skipped step hands nothing over
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    return model, optimizer, losses
+
+
+def _outcome(rank: int, world_size: int, run: Run, schedule: str | None) -> tuple[str, str]:
+    model, optimizer, losses = _trained(rank, run, schedule)
+    return hash_of_training(model, optimizer), repr(losses)
+
+
+SCHEDULES = ["one late", "both late", "the caller gathers"]
+GRID = combinations([0, 1, 2, 3], [None, "cpu"], ["fp32", "bf16", "fp16"], [(1, None), (3, True), (3, False)], SCHEDULES)
+
+
+@pytest.mark.parametrize(("stage", "tier", "precision", "order", "schedule"), GRID)
+def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: str, order: Any, schedule: str) -> None:
+    """On one rank or both the weights come as late as the waits allow; a late rank alone must not change the collectives."""
+    options = {"offload": tier and {"optimizer": tier}, "clip_grad_norm": 0.5, "sync_each": order[1]}
+    options |= {"loss_scale": shardcore.LossScale(initial_power=6)} if precision == "fp16" else {}
+    run = Run(stage=stage, steps=STEPS, accumulate=order[0], precision=precision, shard=options)
+    assert run_ranks(2, _outcome, run, schedule) == run_ranks(2, _outcome, run, None)
+
+
+def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool) -> str:
+    """Train while forward leaves out a wait for Adam (of one unit) or for gathers, which is then made at forward's end."""
+    wait, left = LazyStep.wait, []
+
+    def but_for_one(self: LazyStep, buckets: Any) -> None:
+        buckets = list(buckets)
+        if {bucket.unit for bucket in buckets} != {"blocks.1"}:
+            wait(self, buckets)
+
+    def finish(self: LazyStep) -> None:
+        wait(self, list(self._pending))
+        while left:
+            wait_all(left.pop().gathers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LazyStep, "finish", finish)
+        if missing == "wait":
+            patch.setattr(LazyStep, "wait", but_for_one)
+        elif missing == "gather":
+            patch.setattr(LazyStep, "_wait_for_gather", lambda self, update: left.append(update))
+        model, optimizer = start(rank, Run(stage=stage), overlap, late=missing == "wait")
+        if missing == "gather" and rank == 1:
+            SlowStore(optimizer._engine.lazy)
+        losses = [loss for step in range(3) for loss in stepped(model, optimizer, rank, step)]
+        optimizer.synchronize()
+        return repr(losses)
+
+
+@pytest.mark.parametrize(("missing", "stage"), [("wait", 0), ("wait", 2), ("wait", 3), ("gather", 1)])
+def test_a_wait_that_is_left_out_changes_the_losses(missing: str, stage: int) -> None:
+    expected = run_ranks(2, _without, "nothing", stage, False)
+    assert run_ranks(2, _without, missing, stage, True)[0] != expected[0]
+
+
+# --- reads ------------------------------------------------------------------------------------------------------------
+
+
+def _in_full_params(model: Any, optimizer: Any, held: Any) -> list[torch.Tensor]:
+    with shardcore.full_params(model):
+        return [param.detach().clone() for param in held]
+
+
+def _after_mode(model: Any, optimizer: Any, held: Any) -> list[torch.Tensor]:
+    model.eval()
+    return list(held)
+
+
+def _loaded(model: Any, optimizer: Any, held: Any) -> list[torch.Tensor]:
+    """Loading one weight leaves the others as the step makes them."""
+    model.load_state_dict({"gain": torch.tensor(2.0)}, strict=False)
+    return list(held)[1:]
+
+
+def _synchronized(model: Any, optimizer: Any, held: Any) -> list[torch.Tensor]:
+    optimizer.synchronize()
+    return list(held)
+
+
+X = batch_of(99, 0, 0)[0]
+HIDDEN = torch.linspace(-1, 1, 24).repeat(2, 1).to(torch.bfloat16)
+READS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "forward": lambda model, *_: [model(X)],
+    "a unit's forward": lambda model, *_: [model.blocks[1](HIDDEN)],
+    "parameters": lambda model, *_: list(model.parameters()),
+    "named_parameters": lambda model, *_: [param for _, param in model.named_parameters()],
+    "a submodule's parameters": lambda model, *_: list(model.blocks[2].parameters()),
+    "an attribute": lambda model, *_: [model.head.weight],
+    "a layer inside a unit": lambda model, *_: [model.blocks[0].up(HIDDEN)],
+    "deepcopy": lambda model, *_: list(copy.deepcopy(model).parameters()),
+    "pickle": lambda model, *_: list(pickle.loads(pickle.dumps(model)).parameters()),
+    "state_dict": lambda model, *_: list(model.state_dict().values()),
+    "a submodule's state_dict": lambda model, *_: list(model.blocks[1].state_dict().values()),
+    "load_state_dict": _loaded,
+    "eval": _after_mode,
+    "optimizer.state_dict": lambda model, optimizer, _: [
+        entry[key] for _, entry in sorted(optimizer.state_dict()["state"].items()) for key in sorted(entry)
+    ],
+    "sharded_state_dict": lambda model, *_: [
+        part for value in shardcore.sharded_state_dict(model).values() for _, part in getattr(value, "ranges", [])
+    ],
+    "full_params": _in_full_params,
+    "full_state": lambda model, _, held: [shardcore.full_state(held[1], "exp_avg")],
+    "synchronize": _synchronized,
+}
+AT_STAGE_3 = [
+    *("forward", "a unit's forward", "state_dict", "optimizer.state_dict", "sharded_state_dict", "full_params", "full_state")
+]
+
+
+def _after_a_step(read: str, stage: int, offload: Any, overlap: bool, steps: int = 2) -> list[torch.Tensor]:
+    model, optimizer = start(0, Run(stage=stage, precision="bf16", shard={"offload": offload}), overlap)
+    held = list(model.parameters())
+    for step in range(steps):
+        stepped(model, optimizer, 0, step)
+    values = [value.detach().clone() for value in READS[read](model, optimizer, held)]
+    optimizer.synchronize()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "read"),
+    [(2, OFFLOAD, read) for read in READS] + [(3, None, read) for read in AT_STAGE_3] + [(0, None, "parameters")],
+)
+def test_every_read_waits(stage: int, offload: Any, read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _after_a_step(read, stage, offload, overlap=False)
+    found = _after_a_step(read, stage, offload, overlap=True)
+    assert len(found) == len(expected) > 0
+    assert all(map(torch.equal, found, expected))
+    assert not all(map(torch.equal, expected, _after_a_step(read, stage, offload, overlap=False, steps=1)))
+
+
+def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The broken twin of the test above."""
+    monkeypatch.setattr(LazyStep, "_let_wait", lambda self, reader: None)
+    for read in ("parameters", "an attribute", "a layer inside a unit", "deepcopy"):
+        old = _after_a_step(read, 2, OFFLOAD, overlap=False, steps=1)
+        assert all(map(torch.equal, _after_a_step(read, 2, OFFLOAD, overlap=True), old)), read
+
+
+class _Recurrent(torch.nn.Module):
+    """An LSTM, which reads a list of its weights, and a hook of the user's that reads weights before the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.seen = torch.nn.LSTM(4, 4), []
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+        self.blocks[1].held = [self.blocks[1].weight]
+        self.blocks[1].register_forward_pre_hook(lambda module, _: self.seen.append(module.held[0].sum().item()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[1](self.blocks[0](self.rnn(x)[0]))
+
+
+def _recurrent(overlap: bool, read: Callable[[Any], Any]) -> tuple[float, list[float]]:
+    model: Any = _Recurrent()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=0.1)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32", overlap_step=overlap)
+    if overlap:
+        LateStore(optimizer._engine.lazy)
+    for _ in range(2):
+        model(torch.ones(3, 2, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = read(model).sum().item()
+    optimizer.synchronize()
+    return found, model.seen
+
+
+def test_weights_behind_lists_and_hooks() -> None:
+    reads: list[Callable[[Any], Any]] = [
+        lambda model: model.rnn(torch.ones(3, 2, 4))[0],
+        lambda model: model.blocks[1](torch.ones(4)),
+        lambda model: torch.func.functional_call(model, {"blocks.0.weight": torch.ones(4, 4)}, (torch.ones(3, 2, 4),)),
+    ]
+    for read in reads:
+        assert _recurrent(True, read) == _recurrent(False, read)
+
+
+def test_a_unit_waits_for_its_own_weights_only() -> None:
+    model, optimizer = start(0, Run(stage=2), True)
+    lazy = optimizer._engine.lazy
+    stepped(model, optimizer, 0, 0)
+    next(model.blocks[0].parameters())
+    assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1", "blocks.2"}
+    model.blocks[2].requires_grad_(True)  # a read of all its parameters
+    assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1"}
+    model.train()  # as it was: nothing is read
+    assert lazy._pending
+    copied = copy.deepcopy(model)
+    assert copied.train() is copied
+    assert not lazy._pending
+    assert all(type(module._parameters) is dict for module in copied.modules())
+    assert not any(isinstance(module._parameters, Waiting) for module in model.modules())
+
+
+class _Backwards(torch.nn.Module):
+    """Uses its blocks from the last to the first, or on the `other` rank from the first to the last."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.other = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)), other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks if self.other else reversed(self.blocks):
+            x = torch.tanh(block(x))
+        return x
+
+
+def _in_order(rank: int, world_size: int, stage: int, overlap: bool, differ: bool) -> tuple[list[str], str]:
+    model: Any = _Backwards(differ and rank == 1)
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters(), lr=0.1), stage, precision="fp32", overlap_step=overlap
+    )
+    order = []
+    for _ in range(3):
+        model(torch.ones(2, 4) + rank).sum().backward()
+        with shardcore.full_params(model) if stage == 3 else nullcontext():
+            optimizer.step()
+            order = [bucket.unit for bucket in optimizer._engine.lazy._pending] if overlap and stage < 3 else []
+            if stage == 3:  # held weights are brought in line by the step
+                order = [hash_of([param]) for param in optimizer.param_groups[0]["params"]]
+        optimizer.zero_grad()
+    return order, hash_of_training(model, optimizer)
+
+
+def test_units_are_updated_in_the_order_of_the_last_forward() -> None:
+    """Of the ranks' one order; where they have several, of the model's."""
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    for differ in (False, True):
+        (first, bits), second = run_ranks(2, _in_order, 1, True, differ)
+        assert (first, bits) == second
+        assert first == (blocks if differ else blocks[::-1])
+        assert bits == run_ranks(2, _in_order, 1, False, differ)[0][1]
+
+
+def test_weights_that_are_held_whole_are_new_after_the_step() -> None:
+    assert run_ranks(2, _in_order, 3, True, False) == run_ranks(2, _in_order, 3, False, False)
+
+
+# --- gradients, averages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_in_use_are_left_alone(stage: int) -> None:
+    """Backward of a part alone, zeros, and clipping come after the step that still reads the gradients."""
+
+    def trained(overlap: bool) -> str:
+        model, optimizer = start(0, Run(stage=stage), overlap)
+        for step in range(3):
+            stepped(model, optimizer, 0, step)
+            model.blocks[0](HIDDEN.float()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, batch_of(step, 7, 0)).backward()
+            optimizer.step()
+            shardcore.clip_grad_norm_(model, 1e-3)
+            optimizer.zero_grad()
+        return hash_of_training(model, optimizer)
+
+    assert trained(True) == trained(False)
+
+
+def test_an_average_of_the_weights() -> None:
+    """Over model.parameters() as it is; over references held before with synchronize(), and wrong without."""
+
+    def averaged(overlap: bool, held: bool, synchronize: bool) -> list[torch.Tensor]:
+        model, optimizer = start(0, Run(stage=2), overlap)
+        references = list(model.parameters())
+        average = [param.detach().clone() for param in references]
+        for step in range(3):
+            stepped(model, optimizer, 0, step)
+            if synchronize:
+                optimizer.synchronize()
+            with torch.no_grad():
+                torch._foreach_lerp_(average, references if held else list(model.parameters()), 0.5)
+        optimizer.synchronize()
+        return average
+
+    expected = averaged(False, False, False)
+    for held, synchronize in ((False, False), (True, True)):
+        assert all(map(torch.equal, averaged(True, held, synchronize), expected))
+    assert not all(map(torch.equal, averaged(True, True, False), expected))
+
+
+def test_an_old_graph_cannot_run_backward_on_new_weights() -> None:
+    for overlap in (False, True):
+        model, optimizer = start(0, Run(stage=2), overlap)
+        loss = loss_of(model, batch_of(0, 0, 0))
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

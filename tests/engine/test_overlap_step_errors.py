@@ -1,0 +1,213 @@
+"""The lazy step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardcore.engine.lazy import LazyStep, held_back_interrupts
+from tests.engine.late import SlowStore, start, stepped
+from tests.engine.models import Run, batch_of, hash_of_training
+from tests.ranks import run_ranks
+
+X = batch_of(99, 0, 0)[0]
+
+
+class _Failing:
+    def __init__(self, lazy: LazyStep, unit: str, count: int) -> None:
+        self._store, self._unit, self._left = lazy.store, unit, count
+        lazy.store = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        inner = self._store.steps(parts, hypers)
+        for spans in parts:
+            self._left -= bool(spans) and spans[0].bucket.unit == self._unit
+            if self._left == 0:
+                raise OSError("planted")
+            yield next(inner)
+        yield from inner
+
+
+def _failing(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer = start(rank, Run(stage=stage), True, late=False)
+    if rank == 0:
+        _Failing(optimizer._engine.lazy, "blocks.1", 2)
+    stepped(model, optimizer, rank, 0)
+    stepped(model, optimizer, rank, 1)
+    said = []
+    calls: list[Callable[[], Any]] = [optimizer.step, optimizer.step]
+    if rank == 0:
+        calls += [lambda: model(X), lambda: list(model.blocks[1].parameters()), optimizer.synchronize]
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except (RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error} from {type(error.__cause__).__name__}")
+    optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_error_of_the_worker_surfaces_with_its_origin(stage: int) -> None:
+    mine, others = run_ranks(2, _failing, stage)
+    for text in mine:
+        assert "StepError: step 2: updating the weights of blocks.1 failed" in text
+        assert "OSError: planted" in text
+        assert text.endswith("from OSError")
+    assert all("rank 0 refused the step" in text for text in others)
+
+
+def test_ctrl_c_while_waiting_loses_nothing() -> None:
+    expected = hash_of_training(*_steps_of(start(0, Run(stage=2), False), 3))
+    model, optimizer = start(0, Run(stage=2), True, late=False)
+    gate = threading.Event()
+    steps = optimizer._engine.store.steps
+    optimizer._engine.lazy.store = type("Gate", (), {"steps": lambda self, *a: (gate.wait(30), steps(*a))[1]})()
+    stepped(model, optimizer, 0, 0)
+    main = threading.main_thread().ident
+    assert main is not None
+    for wait in (lambda: model(X), lambda: list(model.parameters()), optimizer.step):
+        timer = threading.Timer(0.05, signal.pthread_kill, (main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        timer.join()
+    gate.set()
+    for index in (1, 2):
+        stepped(model, optimizer, 0, index)
+    assert hash_of_training(model, optimizer) == expected
+
+
+def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, bool]:
+    """A signal handler reads all weights, as one that saves does, while the main thread waits for some."""
+    model, optimizer = start(rank, Run(stage=2), overlap, late=False)
+    read: list[bool] = []
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def handler(*_: Any) -> None:
+        pending = overlap and len(optimizer._engine.lazy._pending) > 0
+        assert list(model.parameters())
+        read.append(pending and not optimizer._engine.lazy._pending)
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    if overlap:
+        SlowStore(optimizer._engine.lazy, 0.05)
+    for step in range(3):
+        stepped(model, optimizer, rank, step)
+        timer = threading.Timer(0.02 * (step + 1), signal.pthread_kill, (main, signal.SIGUSR1))
+        timer.start()
+        model(X)
+        timer.join()
+    signal.signal(signal.SIGUSR1, old)
+    return hash_of_training(model, optimizer), any(read)
+
+
+def test_a_signal_handler_may_read_weights_that_are_waited_for() -> None:
+    lazy, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
+    assert [bits for bits, _ in lazy] == [bits for bits, _ in plain]
+    assert all(read for _, read in lazy), "the handler ran while nothing was waited for"
+
+
+def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
+    for step in range(steps):
+        stepped(*pair, 0, step)
+    return pair
+
+
+def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
+    seen = []
+
+    def whole() -> None:
+        with held_back_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            seen.append("done")
+
+    with pytest.raises(KeyboardInterrupt):
+        whole()
+    assert seen == ["done"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _two(rank: int, world_size: int, overlap: bool) -> list[str]:
+    pairs = [start(rank, Run(stage=stage, seed=stage), overlap, late=rank == 0) for stage in (1, 3)]
+    for step in range(3):
+        for pair in pairs:
+            stepped(*pair, rank, step)
+    return [hash_of_training(*pair) for pair in pairs]
+
+
+def test_two_models_at_once() -> None:
+    assert run_ranks(2, _two, True) == run_ranks(2, _two, False)
+
+
+_SCRIPT = """
+import atexit, os, sys, torch
+from tests.engine.late import SlowStore, start, stepped
+from tests.engine.models import Run, hash_of
+
+plain, other = start(0, Run(stage=2), False)
+for step in range(3):
+    stepped(plain, other, 0, step)
+    print(hash_of(plain.parameters()), flush=True)
+model, optimizer = start(0, Run(stage=2), True, late=False)
+
+
+def at_exit():
+    print("at exit", hash_of(model.parameters()), flush=True)
+    stepped(model, optimizer, 0, 2)  # no thread starts any more
+    print("at exit again", hash_of(model.parameters()), flush=True)
+
+
+atexit.register(at_exit)
+SlowStore(optimizer._engine.lazy, 0.1)
+stepped(model, optimizer, 0, 0)
+child = os.fork()
+if child == 0:
+    print("child", hash_of(model.parameters()), flush=True)
+    stepped(model, optimizer, 0, 1)
+    print("child again", hash_of(model.parameters()), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+stepped(model, optimizer, 0, 1)
+"""
+
+
+def test_fork_and_exit_with_a_step_in_flight() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # torch's own threads do not survive a fork
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second, third, *lines = done.stdout.splitlines()
+    assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", f"at exit again {third}"]
+
+
+def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
+    """Once the step in flight, which uses the engine, is through."""
+    model, optimizer = start(rank, Run(stage=2), True, late=False)
+    stepped(model, optimizer, rank, 0)
+    lazy = weakref.ref(optimizer._engine.lazy)
+    dist.barrier()
+    del model, optimizer
+    workers, deadline = 1, time.monotonic() + 10
+    while (lazy() is not None or workers) and time.monotonic() < deadline:
+        gc.collect()
+        workers = sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
+        time.sleep(0.01)
+    return lazy() is None, workers
+
+
+def test_a_model_that_is_let_go_ends_its_worker() -> None:
+    assert run_ranks(2, _let_go) == [(True, 0)] * 2
