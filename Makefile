@@ -1,5 +1,6 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow")
+# make test-all    all tests, those marked slow, too (hours)
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, PART=sharding); docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
@@ -15,7 +16,7 @@ ARGS ?= -m "not slow"
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test gpu-check lint clean distclean
+.PHONY: help setup demo test test-all gpu-check lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -32,6 +33,9 @@ test: setup
 	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
 		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
 	@$(PICKED) -m pytest tests $(ARGS)
+
+test-all:
+	@$(MAKE) --no-print-directory test ARGS=
 
 gpu-check:
 	@$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))

@@ -1,5 +1,6 @@
 """What may lie on which tier: a share of the states; the same bits wherever it lies, and twins that must not have them."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -89,8 +90,8 @@ def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulat
         common["loss_scale"] = 1024.0
     places = [(0, None), *((stage, offload) for stage in (0, 1, 2, 3) for offload in OFFLOADS if fits(stage, offload))]
     runs = [
-        Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]})
-        for stage, offload in places
+        Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]} | lazy)
+        for (stage, offload), lazy in zip(places, itertools.cycle([{}, {"overlap_step": True}]), strict=False)
     ]
     hashes = run_ranks(world_size, hashes_of, runs)
     assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
@@ -101,21 +102,28 @@ RATIOS = (0, 0.37, 1)
 TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
 
 
-def _grid() -> list[tuple[int, Any, Any]]:
+def _grid() -> list[tuple[int, Any, Any, bool]]:
     offloads = [None, *(tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS)]
     return [
-        (stage, offload, units)
+        (stage, offload, units, overlap_step)
         for stage in (0, 1, 2, 3)
         for offload in offloads
         for units in ("auto", 500)
+        for overlap_step in (False, True)
         if fits(stage, offload or {})
     ]
 
 
 def _after_20_steps(rank: int, world_size: int, places: list[Any], accumulate: int, sync_each: bool | None) -> list[str]:
     found = []
-    for stage, offload, units in places:
-        shard = {"clip_grad_norm": 0.5, "sync_each": sync_each, "offload": offload, "units": units}
+    for stage, offload, units, overlap_step in places:
+        shard = {
+            "clip_grad_norm": 0.5,
+            "sync_each": sync_each,
+            "offload": offload,
+            "units": units,
+            "overlap_step": overlap_step,
+        }
         run = Run(stage, 0, accumulate, "bf16", shard=shard)
         model, optimizer, _ = train(rank, run)
         for step in range(20):
