@@ -303,11 +303,13 @@ def _update_all(
     if updates[0].done.done():  # the caller did it, as no thread started
         return
     error: BaseException | None = None
-    steps = store.steps([update.spans for update in updates], hypers)
+    steps: Iterator[_C.CopyEvent | None] = iter(())
     for update in updates:
         try:
             if error is None:
                 _use_own_threads(num_threads)
+                if update is updates[0]:
+                    steps = store.steps([update.spans for update in updates], hypers)
                 with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
                     if stream is not None and began is not None:
                         stream.wait_event(began)

@@ -60,7 +60,7 @@ def test_one_hash_over_stages_and_over_where_states_are_stepped(device: torch.de
 
 def test_a_step_on_the_cpu_that_forgets_a_copy_is_seen(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(device, 2, None)
-    step = CpuStore.step
-    monkeypatch.setattr(CpuStore, "step", lambda store, spans, hypers: step(store, spans[:-1], hypers))
+    steps = CpuStore.steps
+    monkeypatch.setattr(CpuStore, "steps", lambda store, parts, hypers: steps(store, [part[:-1] for part in parts], hypers))
     assert trained(device, 2, OFFLOAD) != expected
     assert trained(device, 2, None) == expected

@@ -54,14 +54,15 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
     _, optimizer = start(0, Run(stage=2, shard={"units": 10**9}), True, late=False)
     engine = optimizer._engine
-    lazy, step = engine.lazy, engine.store.step
+    lazy, steps = engine.lazy, engine.store.steps
     lazy._stream = _Stream(streams, "worker")
 
-    def logged(spans: Any, hypers: Any) -> None:
-        step(spans, hypers)
-        streams.log.append(f"adam on {streams.current_stream().name}")
+    def logged(parts: Any, hypers: Any) -> Iterator[Any]:
+        for left in steps(parts, hypers):
+            streams.log.append(f"adam on {streams.current_stream().name}")
+            yield left
 
-    lazy.store = type("Logged", (), {"step": staticmethod(logged)})()
+    lazy.store = type("Logged", (), {"steps": staticmethod(logged)})()
     loss_of(engine.model, batch_of(0, 0, 0)).backward()
     streams.log.append("backward")
     optimizer.step()
