@@ -117,12 +117,15 @@ class Engine:
 
     def _step(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
         self.reducer.settle()
+        try:
+            self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
+        except StepError as error:
+            problem = problem or error
         self.meetings.meet(STEP)
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
         try:
-            self.synchronize()
             self._check_step()
         except (ValueError, TypeError, StepError) as error:
             problem = problem or error
@@ -286,13 +289,16 @@ class Engine:
         What `check` returns says which value is read, where there are several: it has to be the same on every rank.
         """
         self.reducer.settle()
-        self.meetings.meet(READ)
         problem: Exception | None = None
         what = None
         try:
-            self.synchronize()
-            what = check()
-        except (ValueError, TypeError, KeyError, StepError) as error:
+            self.synchronize()  # before anything is sent, as in a step
+        except StepError as error:
+            problem = error
+        self.meetings.meet(READ)
+        try:
+            what = None if problem is not None else check()
+        except (ValueError, TypeError, KeyError) as error:
             problem = error
         here = zlib.crc32((what or "").encode())
         row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
