@@ -101,8 +101,9 @@ def shard(
     overlap_step: let `step()` return once norm, clipping and options are fixed, and update weights while training goes on: the
         same bits, unit by unit in the order of the last forward. Each unit's forward waits for its own weights, backward and
         the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict, deepcopy,
-        eval(), full_params, ...). Only references to parameters that were taken before the step need
-        `optimizer.synchronize()`. An error of such a step is raised by the next call that waits, and by all later ones. With
+        eval(), full_params, ...). Only references to parameters that were taken before the step, those in
+        `optimizer.param_groups` among them (schedulers read these), need `optimizer.synchronize()`, and so does
+        `destroy_process_group`. An error of such a step is raised by the next call that waits, and by all later ones. With
         states on a GPU steps are asynchronous anyway, and nothing changes. On NCCL at stages 1 and 2 every rank has to use the
         weights, or call `synchronize`, before any waits for another in a way of its own.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)

@@ -139,6 +139,8 @@ class Engine:
         with held_back_interrupts() if self.lazy is not None else nullcontext():  # counted and handed over, or neither
             if plan is not None:
                 self.updater.count(plan)
+                if self.pace is not None:
+                    self.pace.updated = True
                 if self.lazy is not None:
                     self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
                 self.scaler.after_update()

@@ -67,7 +67,8 @@ def _waits(name: str) -> Callable[..., Any]:
     return lambda self, *arguments, **options: getattr(self.now(), name)(*arguments, **options)
 
 
-# All methods of dict but those that tell names only.
+# All methods of dict but those that tell names only. That `__iter__` is not dict's own makes dict(waiting) call them, too.
+setattr(Waiting, "__iter__", lambda self: iter(self._own))  # noqa: B010
 for _name in ("__getitem__", "__setitem__", "__delitem__", "__eq__", "__or__", "__ror__", "__ior__"):
     setattr(Waiting, _name, _waits(_name))
 for _name in ("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):

@@ -87,6 +87,8 @@ class _BeforeForward(_EngineHook):
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.begin_forward()
         if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
+            if self.engine.pace.measures:
+                self.engine.synchronize()
             self.engine.pace.begin_forward()
         if self.input_dtype is None:
             return None

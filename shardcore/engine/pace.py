@@ -42,6 +42,7 @@ class Pace:
         """Choose for all ranks of `comm`. spent_s: seconds of all steps so far; the rest: see choose_ratio."""
         self._comm, self._device, self._spent_s = comm, device, spent_s
         self._limit_bytes, self._device_bytes = limit_bytes, device_bytes
+        self.updated = False  # the last step updated the weights
         self._steps = 0
         self._before_s = 0.0
         self._forward_s, self._step_s = float("inf"), float("inf")
@@ -50,12 +51,13 @@ class Pace:
         self._chosen: float | None = None
 
     @property
-    def _measures(self) -> bool:
+    def measures(self) -> bool:
+        """Whether the next forward is timed. No step may be under way beside it: its waits would count as forward."""
         return 0 < self._steps < MEASURED_STEPS
 
     def begin_forward(self) -> None:
         """Learn that a forward of the whole model begins."""
-        self._begun = self._now() if self._measures else None
+        self._begun = self._now() if self.measures else None
 
     def end_forward(self) -> None:
         """Learn that it ends."""
@@ -67,11 +69,12 @@ class Pace:
 
     def begin_step(self) -> None:
         """Learn that a step begins, and all before it are complete. Collective where the ratio is chosen."""
+        if not self.updated:  # the last step was skipped, on every rank
+            return
+        self.updated = False
         spent_s = self._spent_s()
         took_s, self._before_s = spent_s - self._before_s, spent_s
-        if took_s == 0:  # the last step was skipped
-            return
-        if self._measures:
+        if self.measures:
             self._step_s = min(self._step_s, took_s)
         self._steps += 1
         if self._steps != MEASURED_STEPS:
@@ -82,7 +85,7 @@ class Pace:
         self._pairs.clear()
         times = torch.tensor([self._forward_s, self._step_s], dtype=torch.float64, device=self._comm.device)
         rows = self._comm.gather_rows(times, Traffic.STEP).tolist()
-        affordable = min(forward_s / step_s for forward_s, step_s in rows)
+        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s in rows)  # 0: the step failed
         self._chosen = choose_ratio(affordable, self._limit_bytes, self._device_bytes)
         if self._comm.rank == 0:
             kept = self._device_bytes(self._chosen)

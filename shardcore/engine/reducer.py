@@ -73,7 +73,7 @@ class Reducer:
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
-        self._failed = False  # a backward failed, and other ranks do not know yet
+        self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
         self._boundary = Boundary()
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
@@ -133,7 +133,7 @@ class Reducer:
         if not self._boundary.failed:
             return
         self._boundary.clear()
-        self._failed = True
+        self._failed = backwards = self.backwards + 1
         telling = self.comm.world_size > 1 and self.weights is None
         with suppress(RuntimeError):  # that a rank failed, or one has left
             if telling and self._reducing and not self.comm.spoiled:
@@ -145,11 +145,10 @@ class Reducer:
         self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
-        backwards = self.backwards + 1
         self.zero()
         self.dropped = True
         if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
-            self._failed, self._local_sums, self.backwards = True, True, backwards
+            self._failed, self._local_sums, self.backwards = backwards, True, backwards
         logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
     def _on_grad(self, order: int, slot: int) -> None:
@@ -209,8 +208,8 @@ class Reducer:
             self._launch_next()
         self._exchange.drain()
         late, failed = agree_on_use(self.comm, self.device, self.params, self._late_params, self._failed)
-        if 0 < len(failed) < self.comm.world_size:
-            self._drop_for(failed[0])
+        if len(set(failed)) > 1:  # else all dropped the same
+            self._drop_for(failed.index(max(failed)))
         if late:
             self._wait_gathers()
             for bucket in self.buckets:
@@ -222,7 +221,7 @@ class Reducer:
         self._wait_gathers()
         self.host.drain()
         self.comm.end_backward()
-        self._local_sums = False
+        self._local_sums, self._failed = False, 0
         self.show_grads()
 
     def _wait_gathers(self) -> None:
@@ -232,6 +231,7 @@ class Reducer:
     def _drop_for(self, rank: int) -> None:
         """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
         self._wait_gathers()
+        self.host.abandon()
         self.comm.end_backward()
         self.zero()
         self.dropped = True
@@ -361,7 +361,8 @@ class Reducer:
         self.settle()
         self.host.arrive()  # zeros must not be overwritten
         self.backwards = 0
-        self._stepped = self.dropped = self._failed = self.scaler.unscaled = False
+        self._stepped = self.dropped = self.scaler.unscaled = False
+        self._failed = 0
         self._local_sums = False
         self._late.clear()
         self._late_params.clear()

@@ -16,17 +16,17 @@ def use_row_bytes(params: int) -> int:
 
 
 def agree_on_use(
-    comm: Comm, device: torch.device, params: Sequence[Managed], late: Collection[Managed], failed: bool
+    comm: Comm, device: torch.device, params: Sequence[Managed], late: Collection[Managed], failed: int
 ) -> tuple[set[Managed], list[int]]:
     """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
 
-    late: those with gradients that came after their bucket was sent; failed: this rank had a backward that did. Returns the
-    parameters that are late on any rank, and the ranks that failed.
+    late: those with gradients that came after their bucket was sent; failed: the number of this rank's last backward that
+    failed, 0 for none. Returns the parameters that are late on any rank, and what each rank said of failures.
     """
-    flags = [_USED * m.used + _LATE * (m in late) for m in params] + [int(failed)]
+    flags = [_USED * m.used + _LATE * (m in late) for m in params] + [min(failed, 255)]
     rows = comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=device), Traffic.BACKWARD).cpu()
     is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
         managed.used = False
-    return {m for m, late_now in zip(params, is_late, strict=True) if late_now}, rows[:, -1].nonzero().flatten().tolist()
+    return {m for m, late_now in zip(params, is_late, strict=True) if late_now}, rows[:, -1].tolist()

@@ -174,6 +174,34 @@ def test_a_backward_that_fails_on_one_rank_is_dropped_on_all(stage: int, where: 
     )
 
 
+def _fails_at(rank: int, world_size: int, accumulate: int, fails: set[tuple[int, int]], options: dict[str, Any]) -> list[str]:
+    model, optimizer = sharded(1, accumulate=accumulate, **options)
+    errors = []
+    for micro in range(accumulate):
+        if (micro, rank) in fails:
+            _fails_once(model.blocks[0].up.weight)
+        errors.append(error_of(lambda micro=micro: loss_of(model, batch_of(1, micro, rank)).backward()))
+    optimizer.zero_grad()
+    for micro in range(accumulate):
+        loss_of(model, batch_of(2, micro, rank)).backward()
+    optimizer.step()
+    return [hash_of_training(model, optimizer), *errors]
+
+
+def test_a_gradient_that_left_for_the_host_is_dropped_with_the_others() -> None:
+    options = {"sync_each": True, "units": [], "offload": {"optimizer": "cpu", "gradients": "cpu"}}
+    failed, good = (run_ranks(2, _fails_at, 2, fails, options) for fails in ({(1, 1)}, set()))
+    assert "a backward of rank 1 ended in an error" in failed[0][2]
+    assert {hashed for hashed, *_ in failed} == {hashed for hashed, *_ in good}
+
+
+def test_ranks_that_failed_in_different_micro_steps_are_told_so() -> None:
+    for _, *errors in run_ranks(2, _fails_at, 3, {(0, 0), (1, 1)}, {"sync_each": False}):
+        assert "a backward of rank 1 ended in an error" in errors[2]
+    for _, *errors in run_ranks(2, _fails_at, 3, {(0, 0), (0, 1)}, {"sync_each": False}):
+        assert errors[2] == "no error"  # all dropped the same
+
+
 def _reads_differ(rank: int, world_size: int) -> list[str]:
     model, optimizer = sharded(precision="bf16")
     errors = [error_of(model.state_dict if rank == 0 else optimizer.state_dict)]
