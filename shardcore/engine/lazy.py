@@ -53,6 +53,10 @@ class Waiting(Parameters):
         super().__init__(own)
         self._own, self._wait = own, wait
 
+    def __iter__(self) -> Iterator[str]:
+        """Tell names, without a wait. (Were it dict's own, dict(waiting) would call no method at all.)"""
+        return iter(self._own)
+
     def now(self) -> Parameters:
         """Wait; returns what this stands for."""
         self._wait()
@@ -67,8 +71,7 @@ def _waits(name: str) -> Callable[..., Any]:
     return lambda self, *arguments, **options: getattr(self.now(), name)(*arguments, **options)
 
 
-# All methods of dict but those that tell names only. That `__iter__` is not dict's own makes dict(waiting) call them, too.
-setattr(Waiting, "__iter__", lambda self: iter(self._own))  # noqa: B010
+# All methods of dict but those that tell names only.
 for _name in ("__getitem__", "__setitem__", "__delitem__", "__eq__", "__or__", "__ror__", "__ior__"):
     setattr(Waiting, _name, _waits(_name))
 for _name in ("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):
