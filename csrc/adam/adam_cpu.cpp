@@ -9,7 +9,8 @@
 
 namespace shardcore {
 namespace {
-constexpr int64_t kGrainBlocks = 64;  // 16K elements: below that a second thread costs more than it brings
+constexpr int64_t kGrainBlocks =
+    128;  // 32K elements, as torch has it: below that waking a second thread costs more than it brings
 }
 
 void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
