@@ -34,7 +34,8 @@ demo: setup
 test: setup
 	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
 		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
-	@$(PICKED) -m pytest tests $$($(PICKED) -c 'import xdist' 2>/dev/null && echo "-n $(WORKERS) --dist loadfile") $(ARGS)
+	@$(PICKED) -m pytest tests $$($(PICKED) -c 'import xdist' 2>/dev/null && \
+		echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(ARGS)
 
 test-all:
 	@$(MAKE) --no-print-directory test ARGS=

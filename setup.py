@@ -72,7 +72,7 @@ def extension_arguments(decision: Decision) -> dict[str, object]:
     macros = [f'-DSHARDCORE_VERSION="{version()}"', f'-DSHARDCORE_CUDA_ARCH_LIST="{decision.arch_list}"']
     extension = (CUDAExtension if decision.cuda else CppExtension)(
         name="shardcore._C",
-        sources=build_config.find_sources(bool(decision.cuda)),
+        sources=build_config.join_bindings(build_config.find_sources(bool(decision.cuda)), int(os.environ["MAX_JOBS"])),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("SHARDCORE_WITH_CUDA", "1")] if decision.cuda else [],
         extra_compile_args={"cxx": flags["cxx"] + macros, "nvcc": flags["nvcc"]},

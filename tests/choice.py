@@ -16,17 +16,22 @@ def some(rows: Iterable[Sequence[Any]], chosen: Iterable[Sequence[Any]]) -> list
 
 
 def combinations(*tables: Iterable[Any], meet: int = 2) -> list[Any]:
-    """Return every combination of one value of each table, for parametrize; those that are not chosen are marked slow.
+    """Return every combination of one value of each table, for parametrize; those that are not in `few` are marked slow."""
+    rows = list(itertools.product(*tables))
+    return some(rows, few(rows, meet))
+
+
+def few(rows: Sequence[tuple[Any, ...]], meet: int = 2) -> list[tuple[Any, ...]]:
+    """Return few of all combinations of some tables' values.
 
     Chosen are, one after the other, those that show most that is new (of several, the one whose values were used least), until
     all values of any `meet` tables have met: with 2 every pair of values of two tables, with 1 only every value.
     """
-    rows = list(itertools.product(*tables))
     shown = {row: set(itertools.combinations(enumerate(row), meet)) for row in rows}
-    left, used, chosen = set().union(*shown.values()), Counter[Any](), []
+    left, used, chosen = set().union(*shown.values()), Counter[Any](), list[tuple[Any, ...]]()
     while left:
         best = max(rows, key=lambda row: (len(shown[row] & left), -sum(used[value] for value in enumerate(row))))
         chosen.append(best)
         left -= shown[best]
         used.update(enumerate(best))
-    return some(rows, chosen)
+    return chosen

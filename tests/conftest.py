@@ -1,7 +1,18 @@
-"""Tests marked gpu need a CUDA device and a build for it; elsewhere they are skipped, and say which of the two is missing."""
+"""What holds for every test: how many threads it has, which file begins, and where tests marked gpu are skipped."""
+
+import os
 
 import pytest
 import torch
+
+FIRST = "tests/test_cpp.py"  # the longest single test; last, it would run alone
+
+
+def pytest_configure() -> None:
+    """Give each of several pytest workers its share of the cores: threads that wait for each other's cores are slow."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def why_no_gpu() -> str | None:
@@ -14,6 +25,8 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest test first; skip tests marked gpu without a CUDA device or a build for it, and say which is missing."""
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     reason = why_no_gpu() if marked else None
     if reason is not None:

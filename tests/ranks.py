@@ -100,10 +100,15 @@ def _send(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...])
     pipe.send(function(*args))
 
 
-def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
-    """Start a process that runs `function(*args)`; both must be picklable."""
+def preload() -> None:
+    """Name what the process has imported from which others are forked."""
     using = [name for name, module in sys.modules.items() if name.startswith("tests.") and hasattr(module, "run_ranks")]
     context.set_forkserver_preload(["torch", "torch._dynamo", "shardcore", *using])  # read at the first start only
+
+
+def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any:
+    """Start a process that runs `function(*args)`; both must be picklable."""
+    preload()
     process = context.Process(target=function, args=args, daemon=daemon)
     process.start()
     return process

@@ -233,3 +233,21 @@ def find_sources(with_cuda: bool, csrc: Path = ROOT / "csrc") -> list[str]:
     if not found:
         raise BuildError(f"build: no sources in {csrc}; expected a full checkout or an sdist that has csrc/")
     return [str(path.relative_to(csrc.parent)) for path in found]
+
+
+def join_bindings(sources: list[str], count: int, root: Path = ROOT) -> list[str]:
+    """Put at most `count` files in build/ that include them in the place of csrc/bind's C++ sources; returns what to compile.
+
+    Reading torch's headers takes most of the time of each, so a file a core is what compiles fastest.
+    """
+    bindings = [source for source in sources if source.startswith("csrc/bind/") and source.endswith(".cpp")]
+    joined = []
+    count = max(1, min(count, len(bindings)))
+    for index in range(count):
+        path = root / f"build/bindings_{index}_of_{count}.cpp"
+        text = "".join(f'#include "{source.removeprefix("csrc/")}"\n' for source in bindings[index::count])
+        path.parent.mkdir(exist_ok=True)
+        if not path.exists() or path.read_text() != text:  # else ninja would compile it again
+            path.write_text(text)
+        joined.append(str(path.relative_to(root)))
+    return joined + [source for source in sources if source not in bindings]

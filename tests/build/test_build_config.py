@@ -234,5 +234,18 @@ def test_sources(tmp_path):
         build_config.find_sources(False, tmp_path / "empty")
 
 
+@pytest.mark.parametrize("count", [0, 1, 2, 16])
+def test_bindings_are_joined_and_the_rest_stays(tmp_path, count):
+    sources = ["csrc/adam/adam.cpp", "csrc/bind/a.cpp", "csrc/bind/b.cpp", "csrc/bind/c.cpp", "csrc/bind/d.cu"]
+    joined = build_config.join_bindings(sources, count, tmp_path)
+    assert joined[-2:] == ["csrc/adam/adam.cpp", "csrc/bind/d.cu"]
+    assert len(joined) - 2 == max(1, min(count, 3))
+    lines = [line for path in joined[:-2] for line in (tmp_path / path).read_text().splitlines()]
+    assert sorted(lines) == [f'#include "bind/{name}.cpp"' for name in "abc"]
+    before = [(tmp_path / path).stat().st_mtime_ns for path in joined[:-2]]
+    assert build_config.join_bindings(sources, count, tmp_path) == joined
+    assert [(tmp_path / path).stat().st_mtime_ns for path in joined[:-2]] == before, "nothing is compiled again"
+
+
 def test_this_checkout_has_sources():
     assert os.path.join("csrc", "bind", "module.cpp") in build_config.find_sources(with_cuda=True)

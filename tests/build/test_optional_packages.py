@@ -45,6 +45,8 @@ def test_every_test_file_is_collected_without_optional_packages(tmp_path):
 class Item:
     """Stands in for a test."""
 
+    nodeid = "tests/test_it.py::test_it"
+
     def __init__(self, marked):
         self.marked, self.markers = marked, []
 

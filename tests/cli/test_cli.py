@@ -46,9 +46,7 @@ def test_info(capsys):
     assert (lines["CUDA"] == "not in this build") == (_C.build_info()["cuda"] == "")
 
 
-def test_it_runs_as_a_module_and_as_a_script():
-    done = subprocess.run([sys.executable, "-m", "shardcore", "info"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("shardcore ")
+def test_the_script_runs_main():
     module, _, function = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["shardcore"].partition(":")
     assert getattr(importlib.import_module(module), function) is cli.main
 
@@ -131,6 +129,7 @@ def test_the_suites_are_those_of_the_checkout(capsys):
 
 
 def test_a_real_suite(tmp_path):
+    """Run as a module."""
     options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
     command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", "--", *options]
     environment = {"PYTHONPATH": str(ROOT), "PATH": ""}

@@ -38,6 +38,7 @@ PART = CPU_TIER | {"ratio": 0.37}
 LEAVING = PART | {"gradients": "cpu"}
 ALL_TIERS = LEAVING | {"params": "cpu"}
 MAX_NORM = 0.5
+STEPS = 3
 # (stage, offload, units, and perhaps overlap_step): what must not show in the bits
 PLACES = [
     (stage, offload, "auto" if stage % 2 == i else 500) for stage in (0, 1, 2, 3) for i, offload in enumerate((None, CPU_TIER))
@@ -99,7 +100,7 @@ def fingerprint(model: nn.Module, optimizer: Any) -> str:
         return hash_of([*model.parameters(), *kept])
 
 
-def unsharded(kind: str, steps: int = 4) -> str:
+def unsharded(kind: str, steps: int = STEPS) -> str:
     model, optimizer = make(kind)
     go(model, optimizer, 0, steps)
     return fingerprint(model, optimizer)
@@ -111,7 +112,7 @@ def _hashes(rank: int, world_size: int, kind: str, places: list[tuple[Any, ...]]
 
 def _trained(kind: str, place: tuple[Any, ...], **more: Any) -> str:
     model, optimizer = sharded(kind, place, **more)
-    go(model, optimizer, 0, 4)
+    go(model, optimizer, 0, STEPS)
     return fingerprint(model, optimizer)
 
 
@@ -211,7 +212,7 @@ SAVED, LOADED = (3, ALL_TIERS, 500, True), (2, None, "auto")
 
 
 def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
-    """Two steps, then the state by each way into another optimizer, then two more steps."""
+    """Two steps, then the state by each way into another optimizer, then one more step."""
     warnings.filterwarnings("error", "load_state_dict|FusedAdam", UserWarning)
     model, optimizer = sharded(kind, SAVED)
     go(model, optimizer, 0, 2)
@@ -220,7 +221,7 @@ def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
     found = {}
 
     def end(way: str, model: nn.Module, optimizer: Any) -> None:
-        go(model, optimizer, 2, 4)
+        go(model, optimizer, 2, STEPS)
         found[way] = fingerprint(model, optimizer)
 
     end("straight on", model, optimizer)

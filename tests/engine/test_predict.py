@@ -196,14 +196,16 @@ def fits(run: Run) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, every: int) -> None:
-    runs = [replace(run, stage=stage) for run in (CASES if world_size == 2 else CASES[stage % every :: every])]
+    if world_size == 2:
+        every = 1 if stage == 3 else min(every, 2)  # some cases are stage 3's alone
+    runs = [replace(run, stage=stage) for run in CASES[stage % every :: every]]
     runs = [run for run in runs if fits(run)]
     for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
             assert differences(predicted(rank, world_size, run), measured) == [], run
 
 
-@pytest.mark.parametrize(("stage",), some(zip(range(4)), [(2,), (3,)]))
+@pytest.mark.parametrize(("stage",), some(zip(range(4)), [(3,)]))
 def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
     runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
     runs = [run for run in runs if fits(run)]

@@ -4,6 +4,17 @@ import sys
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+
+from tests.ranks import preload
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let launch() fork its ranks from a process that has imported torch. What they print is not captured."""
+    preload()
+    start = mp.start_processes
+    monkeypatch.setattr(mp, "start_processes", lambda *args, **how: start(*args, **{**how, "start_method": "forkserver"}))
 
 
 @pytest.fixture

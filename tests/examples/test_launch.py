@@ -35,7 +35,7 @@ def interrupt(rank: Rank) -> int:
 
 
 @pytest.fixture(autouse=True)
-def no_torchrun(monkeypatch):
+def no_torchrun(monkeypatch, forked_ranks):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()

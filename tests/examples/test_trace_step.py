@@ -52,7 +52,7 @@ def test_times_are_united():
 
 
 @pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload"]), (2, [])])
-def test_a_run_on_the_cpu(tmp_path, run_main, nproc, options):
+def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
     common = ["--preset", "tiny", "--batch", "1", "--nproc", str(nproc), "--out", str(tmp_path)]
     run_main(trace_step, *common, *options)
     result = json.loads((tmp_path / "trace_step.json").read_text())

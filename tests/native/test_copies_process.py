@@ -1,9 +1,16 @@
 """What copies in flight meet in their process: its end, in any order, and a fork."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
+
+from shardcore._native import _C
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+from tests.ranks import run_fresh
 
 HEAD = """
 import gc, os, signal, sys, threading, torch
@@ -40,59 +47,57 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("ends", [list(ENDS)[::2], list(ENDS)[1::2]])
-def test_an_interpreter_ends_whatever_is_in_flight(ends):
+def test_an_interpreter_ends_whatever_is_in_flight():
     """Each end in a child of one process: importing torch takes longer than ending."""
-    script = "pid = 0\n"
-    for end in ends:
+    script = "signal.alarm(0)  # each child has its own\n"
+    for end in ENDS:
         script += f"pid = os.fork()\nif pid == 0:\n    signal.alarm(120)\n    {ENDS[end]}\n"
         script += f"else:\n    assert os.waitpid(pid, 0)[1] == 0, {end!r}\n" + "if pid:\n    pass\nelse:\n    sys.exit(0)\n"
     result = run(script)
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("end", ["all at once", "in another module"])
+# The second holds what the first does, and more.
+@pytest.mark.parametrize("end", [pytest.param("all at once", marks=pytest.mark.slow), "in another module"])
 def test_a_first_interpreter_ends_as_well(end):
     result = run(ENDS[end])
     assert (result.returncode, result.stderr) == (0, "")
 
 
-FORK = """
-import hashlib
-from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
-model, optimizer, _ = train(0, Run(steps=2, shard={"offload": {"optimizer": "cpu"}}))
-tier, buffer, (done, running) = begin(late=True)
-done.synchronize()
-def step():
-    loss_of(model, batch_of(2, 0, 0)).backward()
-    optimizer.step()
-    return hash_of_training(model, optimizer).encode()
-torch.set_num_threads(1)
-reader, writer = os.pipe()
-child = os.fork()
-if child == 0:
-    signal.alarm(60)
+def _steps_of_a_child_and_its_parent():
+    """Hashes after a step of the forked child, which copies meanwhile, and after the same step of the parent."""
+    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": {"optimizer": "cpu"}}))
+    tier = _C.HostTier(torch.device("cpu"), late=True)
+    buffer = tier.empty(1000, torch.float32)
+    done, running = tier.to_tier(buffer, torch.ones(1000)), tier.from_tier(torch.zeros(1000), buffer)
     done.synchronize()
-    try:
-        running.synchronize()
-    except RuntimeError as error:
-        assert "from_tier: copy 1 was in flight when this process was forked" in str(error), error
-    else:
-        raise AssertionError("a copy that nobody makes was waited for")
-    back = torch.zeros(1000)
-    tier.from_tier(back, buffer).synchronize()
-    assert back.eq(1.0).all()
-    with torch.autograd.set_multithreading_enabled(False):
-        os.write(writer, step())
-    del tier, buffer, done, running
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-running.synchronize()
-mine = step()
-assert os.read(reader, len(mine)) == mine
-"""
+
+    def step():
+        loss_of(model, batch_of(2, 0, 0)).backward()
+        optimizer.step()
+        return hash_of_training(model, optimizer).encode()
+
+    torch.set_num_threads(1)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        done.synchronize()
+        with pytest.raises(RuntimeError, match="from_tier: copy 1 was in flight when this process was forked"):
+            running.synchronize()
+        back = torch.zeros(1000)
+        tier.from_tier(back, buffer).synchronize()
+        assert back.eq(1.0).all()
+        with torch.autograd.set_multithreading_enabled(False):
+            os.write(writer, step())
+        del tier, buffer, done, running
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    running.synchronize()
+    mine = step()
+    return os.read(reader, len(mine)), mine
 
 
 def test_a_forked_child_steps_to_the_same_bits_without_its_parents_threads():
-    result = run(FORK)
-    assert result.returncode == 0, result.stderr
+    of_child, mine = run_fresh(_steps_of_a_child_and_its_parent)
+    assert of_child == mine

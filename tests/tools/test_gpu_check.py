@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -50,7 +51,11 @@ def statuses(report):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
-    "command", [[sys.executable, "-m", "tools.gpu_check"], ["make", "gpu-check", f"PYTHON={sys.executable}"]]
+    "command",
+    [  # make runs the first
+        pytest.param([sys.executable, "-m", "tools.gpu_check"], marks=pytest.mark.slow),
+        ["make", "gpu-check", f"PYTHON={sys.executable}"],
+    ],
 )
 def test_without_a_gpu_it_says_so_and_exits_2(command):
     done = subprocess.run(command, cwd=gpu_check.ROOT, capture_output=True, text=True, check=False)
@@ -198,11 +203,12 @@ def test_skipped(): pass
 def test_pytests_results_are_read(tmp_path):
     (tmp_path / "test_it.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=junit.xml", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, capture_output=True, check=False)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # quicker, and they count no tests
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
     figures, problem = gpu_check.read_tests(tmp_path)
     assert problem is None
     assert figures == {"passed": 1, "failed": ["test_it::test_bad"], "skipped": {"test_it::test_skipped": "no GPU"}}
-    subprocess.run([*command, "-k", "skipped"], cwd=tmp_path, capture_output=True, check=False)
+    subprocess.run([*command, "-k", "skipped"], cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert gpu_check.read_tests(tmp_path)[1] == "no test passed"
 
 
