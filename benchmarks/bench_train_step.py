@@ -12,6 +12,7 @@ engine). Engines:
     FSDP2 2, 3           fully_shard on each block and the root + fused AdamW; weights kept after forward (2) or not
     FairScale            OSS over fused AdamW + ShardedDataParallel (ZeRO stages 1 and 2)
     DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm, DeepSpeedCPUAdam
+    DeepSpeed 2 + offload   ZeRO-Offload: stage 2 with offload_optimizer on the cpu
     shardcore 0 to 3     the stages, each with the optimizer states in place and on the cpu tier ("+ offload")
 """
 
@@ -109,13 +110,16 @@ def shardcore_step(model: nn.Module, stage: int, offload: bool) -> Step:
     return torch_step(*shardcore.shard(model, optimizer, stage=stage, offload=place, precision="fp32"))
 
 
-def deepspeed_step(model: nn.Module, stage: int, batch: int) -> Step:
+def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> Step:
+    zero: dict[str, object] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}  # on CPU ranks there is nothing to pin for
     config = {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,  # DeepSpeed clips to 1.0 unless told not to
         "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage, "contiguous_gradients": True, "overlap_comm": True},
+        "zero_optimization": zero,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), **OPTIONS), config=config)
 
@@ -141,7 +145,8 @@ def engines(batch: int) -> dict[str, Callable[[nn.Module], Step]]:
         makers[f"shardcore {stage} + offload"] = lambda model, stage=stage: shardcore_step(model, stage, offload=True)
     if deepspeed is not None:
         for stage in (1, 2, 3):
-            makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(model, stage, batch)
+            makers[f"DeepSpeed {stage}"] = lambda model, stage=stage: deepspeed_step(model, stage, batch, offload=False)
+        makers["DeepSpeed 2 + offload"] = lambda model: deepspeed_step(model, 2, batch, offload=True)
     return makers
 
 
