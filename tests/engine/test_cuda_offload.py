@@ -53,7 +53,7 @@ def trained(device: torch.device, stage: int, offload: Any, streams: int = 0, **
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_hash_over_tiers_ratios_stages_and_lazy_steps(device: torch.device, accumulate: int) -> None:
-    some = PLACES if device.type == "cuda" else PLACES[accumulate::9]  # on the CPU other tests have the rest
+    some = PLACES if device.type == "cuda" else PLACES[9 * accumulate :: 18]  # on the CPU other tests have the rest
     expected = trained(device, 0, None, accumulate=accumulate)
     hashes = {
         (stage, str(offload), overlap_step): trained(device, stage, offload, overlap_step=overlap_step, accumulate=accumulate)
@@ -64,9 +64,11 @@ def test_one_hash_over_tiers_ratios_stages_and_lazy_steps(device: torch.device, 
 
 def test_steps_on_several_streams(device: torch.device) -> None:
     expected = trained(device, 0, None)
-    for stage, offload in ((2, GRADS | {"ratio": 0.37}), (3, PARAMS | GRADS)):
-        for overlap_step in (False, True):
+    for stage, offload in ((3, PARAMS | GRADS), (2, GRADS | {"ratio": 0.37})):
+        for overlap_step in (True, False):
             assert trained(device, stage, offload, streams=2, overlap_step=overlap_step) == expected, (stage, overlap_step)
+            if device.type == "cpu":  # has none
+                return
 
 
 def test_copies_come_after_what_was_queued_and_before_what_waits(device: torch.device) -> None:
@@ -135,8 +137,8 @@ def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-3)
     model, optimizer = shardcore.shard(model, optimizer, 3, offload=offload, overlap_step=True)
-    for step in range(4):
-        if step == 2 and device.type == "cuda":
+    for step in range(3):
+        if step == 1 and device.type == "cuda":  # the order of units is known
             torch.cuda.reset_peak_memory_stats()
         x, y = batch_of(step, 0, 0)
         loss_of(model, (x.to(device), y.to(device))).backward()
@@ -153,10 +155,10 @@ def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int
 
 def test_layers_stream_through_a_few_units_of_device_memory(device: torch.device) -> None:
     """Two blocks of weights, and gradients that are on their way; a deeper model takes no more."""
-    few, block = _most_on_device(device, PARAMS | GRADS, 8)
-    many, _ = _most_on_device(device, PARAMS | GRADS, 16)
-    slack = SLACK if device.type == "cuda" else 0
+    shallow, deep, slack = (8, 16, SLACK) if device.type == "cuda" else (5, 8, 0)
+    few, block = _most_on_device(device, PARAMS | GRADS, shallow)
+    many, _ = _most_on_device(device, PARAMS | GRADS, deep)
     assert many <= few + slack
     assert many < 7 * block + slack
-    whole, _ = _most_on_device(device, CPU_TIER, 16)  # the twin, whose weights do not stream
-    assert whole > 16 * block
+    whole, _ = _most_on_device(device, CPU_TIER, deep)  # the twin, whose weights do not stream
+    assert whole > deep * block + slack

@@ -71,9 +71,8 @@ def test_a_run(tmp_path, run_main):
     padded = pytest.approx(2 * numel, rel=0.2)  # to blocks: the model is tiny
     assert gradients["moved_bytes"] == [padded, padded]
     assert params["moved_bytes"][0] == padded
-    assert params["moved_bytes"][1] > 1.3 * numel  # each pass, but for the unit that is last in one and first in the other
+    assert params["moved_bytes"][1] > 1.3 * params["moved_bytes"][0]  # a block in both passes, the other one stays in between
     assert params["parts"]["back"] == 0 < gradients["parts"]["back"]
-    assert params["kept_bytes"]["device"] < gradients["kept_bytes"]["device"]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "offload_train.png").read_bytes().startswith(b"\x89PNG")
 
@@ -100,12 +99,12 @@ def test_what_does_not_fit_is_named_with_what_it_needs(monkeypatch):
 
 
 def test_needs_of_large_models():
-    """A 7B model's states alone are 12 bytes a parameter; on the device two blocks of weights are left."""
+    """16 bytes a parameter, wherever they are: a 7B model's leave a few blocks of weights and gradients on the device."""
     all_of = offload_trainers.engines(batch=1)
     numel = offload_trainers.numel_of("7b")
     assert 6.4e9 < numel < 6.5e9
     assert 1.4e9 < offload_trainers.numel_of("1.5b") < 1.5e9
-    assert all_of["shardcore 2"].need("7b").device == pytest.approx(14 * numel, rel=0.08)
+    assert all_of["shardcore 2"].need("7b").device == pytest.approx(16 * numel, rel=0.01)
     need = all_of["shardcore 3, params, lazy"].need("7b")
     assert need.host == pytest.approx(16 * numel, rel=0.01)
     assert need.device < 3 * GIB
@@ -121,8 +120,14 @@ def test_a_peer_that_fails_and_one_of_ours_that_lacks_memory_are_left_out(tmp_pa
     ours = offload_trainers.engines(1)["shardcore 2"]
     made = {"shardcore 2": ours, "shardcore x": fails(MemoryError("no room")), "peer": fails(OSError("no compiler"))}
     monkeypatch.setattr(bench_offload_train, "engines", lambda batch: made)
+    monkeypatch.setattr(bench_offload_train, "measure", lambda *arguments: "needs more")  # so there is no bound either
+    monkeypatch.setattr(bench_offload_train.harness, "write_png", lambda *arguments: None)
     options = [*CPU, "--preset", "tiny", "--batch", "1", "--steps", "1", "--rounds", "1", "--out", str(tmp_path)]
     printed = run_main(bench_offload_train, *options)
+    report = json.loads((tmp_path / "offload_train.json").read_text())
+    assert report["measured"]["compute_left_out"] == "needs more"
+    assert list(report["engines"]) == ["shardcore 2"]
+    assert "bound" not in report["engines"]["shardcore 2"]
     assert "shardcore x is left out: MemoryError: no room\npeer is left out: OSError: no compiler" in printed
     made["shardcore x"] = fails(OSError("a fault of ours"))
     with pytest.raises(OSError, match="a fault of ours"):

@@ -292,7 +292,9 @@ def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
     assert steps["tests"].command[4:6] == ["-m", "gpu"]
     assert sum(step.limit_s for step in steps.values()) < gpu_check.PART_LIMIT_S
     started = []
-    monkeypatch.setattr(bench_copies, "measure", lambda device, size_bytes, options: started.append(size_bytes) or {"ways": {}})
+    level = {"rate_over_plain": {"median": 1.0, "low": 1.0, "high": 1.0}, "gb_per_second": {"shardcore": 1.0}}
+    copied = {"ways": dict.fromkeys(bench_copies.WAYS, level)}
+    monkeypatch.setattr(bench_copies, "measure", lambda device, size_bytes, options: started.append(size_bytes) or copied)
     monkeypatch.setattr(bench_copies, "shortfalls", lambda report: ["slow"])
     monkeypatch.setattr(bench_copies, "Device", lambda kind: Device("cpu"))
     monkeypatch.setattr(bench_offload_train, "launch", lambda *arguments: started.append(arguments) or 0)
