@@ -75,15 +75,21 @@ def test_copies_come_after_what_was_queued_and_before_what_waits(device: torch.d
     on_gpu, numel = device.type == "cuda", 1 << 18
     tier = _C.HostTier(device, True)
     there, here, back = tier.empty(numel, torch.float32), torch.zeros(numel, device=device), torch.zeros(numel, device=device)
-    for value in range(1, 9):
+
+    def be_late() -> None:
+        """Let what is computed next be late, so that a copy which does not wait for it is early."""
         if on_gpu:
-            torch.cuda._sleep(2_000_000)  # what computes is late, so a copy that does not wait for it would be early
+            torch.cuda._sleep(2_000_000)
+
+    for value in range(1, 9):
+        be_late()
         here.fill_(value)
         left = tier.to_tier(there, here)
         left.wait()
         here.fill_(-1)
         left.synchronize()
         assert bool((there == value).all())
+        be_late()
         back.fill_(0)
         tier.from_tier(back, there).wait()
         assert float((back * 2).sum()) == 2.0 * value * numel
