@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -117,9 +118,20 @@ def plain_model(preset: str, device: torch.device) -> GPT:
     return model
 
 
+@cache
+def numels_of(preset: str) -> tuple[int, ...]:
+    """Return the elements of each parameter of a preset."""
+    return tuple(param.numel() for param in on_meta(preset).parameters())
+
+
 def numel_of(preset: str) -> int:
     """Count the parameters of a preset."""
-    return sum(param.numel() for param in on_meta(preset).parameters())
+    return sum(numels_of(preset))
+
+
+def pinned(size_bytes: int) -> int:
+    """Return what torch takes for so many pinned bytes: a power of two."""
+    return 1 << (size_bytes - 1).bit_length()
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -202,13 +214,13 @@ def deepspeed_trainer(preset: str, device: torch.device, stage: int, batch: int)
 
 
 def deepspeed_need(preset: str, stage: int) -> Need:
-    """What it keeps as its source reads: float32 master, gradient and moments, and weights in bfloat16, in host memory.
+    """What it keeps as its source reads: float32 master and gradient, bfloat16 weights, flat and pinned, and both moments.
 
-    On the device weights and gradients at stage 2, whole units at stage 3, and buffers of 5e8 elements.
+    On the device weights and gradients at stage 2, whole units at stage 3, and two buffers of 5e8 elements.
     """
-    numel, buffers = numel_of(preset), 2 * 500_000_000 * BF16_BYTES
-    units = PRESETS[preset].layers + 1
-    return Need((4 * numel if stage == 2 else 4 * numel // units) + min(buffers, 2 * BF16_BYTES * numel), 18 * numel)
+    numel, units = numel_of(preset), PRESETS[preset].layers + 1
+    device = 2 * BF16_BYTES * numel // (1 if stage == 2 else units) + 2 * BF16_BYTES * min(numel, 500_000_000)
+    return Need(device, 2 * pinned(4 * numel) + pinned(BF16_BYTES * numel) + 8 * numel)
 
 
 def fsdp2_trainer(preset: str, device: torch.device) -> Trainer:
@@ -241,9 +253,10 @@ def fsdp2_trainer(preset: str, device: torch.device) -> Trainer:
 
 
 def fsdp2_need(preset: str) -> Need:
-    """Float32 weights, gradients and both moments in host memory; on the device a few units, in float32 and bfloat16."""
+    """Float32 weights and gradients, pinned, and both moments in host memory; on the device a few units, in both dtypes."""
     numel = numel_of(preset)
-    return Need(4 * (4 + BF16_BYTES) * numel // (PRESETS[preset].layers + 1), 16 * numel)
+    flat = sum(pinned(4 * of_param) for of_param in numels_of(preset))
+    return Need(4 * (4 + BF16_BYTES) * numel // (PRESETS[preset].layers + 1), 2 * flat + 8 * numel)
 
 
 def engines(batch: int) -> dict[str, Engine]:

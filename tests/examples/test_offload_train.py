@@ -154,6 +154,9 @@ def test_needs_of_large_models():
     need = all_of["shardcore 3, params, lazy"].need("7b")
     assert need.host == pytest.approx(16 * numel, rel=0.01)
     assert need.device < 3 * GIB
+    # What peers pin is rounded up: flat buffers of 4, 4 and 2 bytes a parameter, or each parameter by itself.
+    assert offload_trainers.deepspeed_need("7b", 2).host == 2**35 + 2**35 + 2**34 + 8 * numel
+    assert offload_trainers.fsdp2_need("7b").host == pytest.approx(16 * numel + 8 * 32 * 4096**2, rel=0.001)
 
 
 def test_a_peer_that_fails_and_one_of_ours_that_lacks_memory_are_left_out(tmp_path, run_main, monkeypatch):
