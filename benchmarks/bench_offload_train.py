@@ -1,4 +1,4 @@
-"""Train a GPT on one GPU with its states, gradients and weights in host memory, beside no offload and beside other engines.
+"""Time steps of a GPT on one GPU with states, gradients and weights in host memory, beside no offload and other engines.
 
 Engines are built, trained for a few steps and let go again, one after the other, in turns: no machine holds several of a 7B
 model. All train in bfloat16 with float32 masters and clipping, from the same weights on the same batches, and their losses must
