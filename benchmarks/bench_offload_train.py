@@ -36,12 +36,16 @@ from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from shardcore.host_memory import free_bytes
 
-OURS = "shardcore"
 # Of the range of the losses, so that who does nothing is seen. bfloat16 rounds, and Adam's first steps are as large for small
 # gradients as for large ones.
 LOSS_TOLERANCE = 0.2
 GIB = 2**30
 Batches = Sequence[Mapping[str, torch.Tensor]]
+
+
+def ours(name: str) -> bool:
+    """Whether an engine is ours."""
+    return name.startswith("shardcore")
 
 
 def batches_of(options: argparse.Namespace, device: torch.device) -> list[dict[str, torch.Tensor]]:
@@ -52,15 +56,24 @@ def batches_of(options: argparse.Namespace, device: torch.device) -> list[dict[s
 
 
 class Clock:
-    """What is left of --seconds, and how long a visit to an engine took at most."""
+    """What is left of --seconds, and whether another visit fits in."""
 
     def __init__(self, seconds: float) -> None:
-        self._end, self.longest = time.monotonic() + seconds, 0.0
+        self._end, self._longest = time.monotonic() + seconds, 0.0
 
     @property
     def left(self) -> float:
         """Seconds until the end."""
         return self._end - time.monotonic()
+
+    def took(self, name: str, seconds: float) -> None:
+        """Learn how long a visit took. Peers, which may compile something first, say nothing of the others."""
+        if ours(name):
+            self._longest = max(self._longest, seconds)
+
+    def is_over(self, name: str) -> bool:
+        """Whether a visit would likely end too late, if it took as long as the longest of ours; a peer's twice as long."""
+        return self.left <= self._longest * (1 if ours(name) else 2)
 
 
 def why_not(engine: Engine, preset: str, device: Device, activations: int | None) -> str | None:
@@ -104,7 +117,6 @@ def visit(engine: Engine, preset: str, device: Device, batches: Batches, clock: 
         result["moved_bytes"] = [(now - then) / len(losses) for now, then in zip(trainer.moved(), before, strict=True)]
     result |= trainer.facts()
     result["losses"] = [loss.item() for loss in losses]
-    clock.longest = max(clock.longest, time.monotonic() - start)
     return result
 
 
@@ -151,14 +163,14 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     }
     visits: dict[str, list[dict[str, object]]] = {}
     for order in orders(list(chosen), options.rounds):
-        if measured and clock.left < clock.longest:
+        if measured and all(clock.is_over(name) for name in order):
             break
         problem = measure(device, options.preset, batches[0], options.steps, parts)
         measured |= asdict(parts) | {"compute_left_out": problem}
         for name in order:
             if name in left_out:
                 continue
-            if clock.left <= clock.longest:  # the last one may be over by as much as it takes longer
+            if clock.is_over(name):
                 left_out.update({} if name in visits else {name: f"no time is left of {options.seconds:g} s"})
                 continue
             left = why_not(chosen[name], options.preset, device, parts.activation_bytes) or attempt(
@@ -190,21 +202,23 @@ def attempt(
 ) -> str | None:
     """Visit an engine and add its samples; returns why it failed. Ours may only lack memory."""
     print(f"{name} ({clock.left:.0f} s are left)", file=sys.stderr, flush=True)
+    start = time.monotonic()
     with freed_after(device):
         try:
             visits.setdefault(name, []).append(visit(engine, preset, device, batches, clock))
         except Exception as error:
-            if name.startswith(OURS) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
+            if ours(name) and not isinstance(error, MemoryError | torch.OutOfMemoryError):
                 raise
             if not visits[name]:
                 del visits[name]
             return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+    clock.took(name, time.monotonic() - start)
     return None
 
 
 def check(results: dict[str, dict[str, object]], left_out: dict[str, str]) -> None:
     """Name peers that train something else. ValueError if one of ours does, or if nothing of ours was measured."""
-    base = next((name for name in results if name.startswith(OURS)), None)
+    base = next(filter(ours, results), None)
     if base is None:
         raise ValueError(f"bench_offload_train: no engine of ours could be measured: {left_out}")
     steps = min(len(result["losses"]) for result in results.values())
@@ -244,10 +258,6 @@ def panels_of(report: dict[str, object]) -> list[harness.Panel]:
             bars = {name: harness.Spread(value, value, value) for name, value in values.items()}
             panels.append(harness.Panel(title, x_label, bars, ours))
     return panels
-
-
-def ours(name: str) -> bool:
-    return name.startswith(OURS)
 
 
 def show(report: dict[str, object]) -> None:

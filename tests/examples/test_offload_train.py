@@ -133,6 +133,18 @@ def test_weights_that_come_for_each_pass_lengthen_both():
     assert Measured().parts(4, 10, (0.0, 0.0), streams=False) is None
 
 
+def test_a_visit_that_would_end_too_late_is_none():
+    clock = Clock(100.0)
+    assert not clock.is_over("shardcore 2")
+    clock.took("peer", 90.0)
+    clock.took("shardcore 2", 60.0)
+    clock.took("shardcore 3", 30.0)
+    assert not clock.is_over("shardcore 2")
+    assert clock.is_over("peer")
+    clock.took("shardcore 3", 101.0)
+    assert clock.is_over("shardcore 2")
+
+
 def test_what_does_not_fit_is_named_with_what_it_needs(monkeypatch):
     engine = Engine(lambda preset, device: Trainer(lambda tokens, targets: tokens), lambda preset: Need(3 * GIB, 5 * GIB))
     device = Device("cpu")
