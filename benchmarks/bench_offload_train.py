@@ -29,7 +29,7 @@ from benchmarks.bench_train_step import check_losses
 from benchmarks.device import Device
 from benchmarks.offload_parts import WARMUP, Marks, Measured, freed_after, measure
 from benchmarks.offload_schedule import deepspeed_time, lazy_bound
-from benchmarks.offload_trainers import BF16_BYTES, Engine, engines, numel_of
+from benchmarks.offload_trainers import BF16_BYTES, Engine, deepspeed_version, engines, numel_of
 from examples.arguments import above_zero, positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS
@@ -155,6 +155,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     report: dict[str, object] = {
         **suite.about_run("offload_train", options),
         "device": device.name,
+        "deepspeed": deepspeed_version(),
         "numel": numel,
         "tokens_a_step": options.batch * PRESETS[options.preset].context,
         "measured": (measured := {}),

@@ -179,6 +179,11 @@ def shardcore_engine(options: dict[str, Any]) -> Engine:
     return Engine(lambda preset, device: shardcore_trainer(preset, device, options), need, bool(place), "params" in place)
 
 
+def deepspeed_version() -> str | None:
+    """Return which DeepSpeed is installed, if one is."""
+    return None if deepspeed is None else deepspeed.__version__
+
+
 def deepspeed_trainer(preset: str, device: torch.device, stage: int, batch: int) -> Trainer:
     """Train with ZeRO-Offload, with weights in host memory, too, at stage 3."""
     pinned = {"device": "cpu", "pin_memory": device.type == "cuda"}
