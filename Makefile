@@ -2,7 +2,8 @@
 # make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow"), two files at a time where
 #              pytest-xdist is installed (WORKERS=0: one after the other)
 # make test-all    all tests, those marked slow, too (hours)
-# make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, PART=sharding); docs/benchmarks.md
+# make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
+#                  docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
 # make clean   remove what was built (distclean: .venv too)

@@ -186,19 +186,26 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     return {name: samples[options.warmup :] for name, samples in seconds.items()}, losses
 
 
-def check_losses(losses: dict[str, list[float]], base: str) -> tuple[dict[str, float], dict[str, float]]:
+def check_losses(
+    losses: dict[str, list[float]],
+    base: str,
+    tolerance: float = LOSS_TOLERANCE,
+    op: str = "bench_train_step",
+    scale: float | None = None,
+) -> tuple[dict[str, float], dict[str, float]]:
     """Return each engine's largest relative difference from the base's losses, and that of peers which train something else.
 
-    ValueError if one of ours does.
+    scale: what it is relative to; None: the base's loss at that step. ValueError if one of ours trains something else.
     """
     worst = {
-        name: max(abs(a - b) / abs(b) for a, b in zip(values, losses[base], strict=True)) for name, values in losses.items()
+        name: max(abs(a - b) / (scale or abs(b)) for a, b in zip(values, losses[base], strict=True))
+        for name, values in losses.items()
     }
-    others = {name: difference for name, difference in worst.items() if not difference <= LOSS_TOLERANCE}
+    others = {name: difference for name, difference in worst.items() if not difference <= tolerance}
     for name, difference in others.items():
         if name.startswith("shardcore"):
             found = f"losses that differ from {base}'s by {difference:.1e}"
-            raise ValueError(f"bench_train_step: {name} has {found}; expected at most {LOSS_TOLERANCE}")
+            raise ValueError(f"{op}: {name} has {found}; expected at most {tolerance}")
     return {name: difference for name, difference in worst.items() if name not in others}, others
 
 

@@ -9,7 +9,7 @@ than `lazy_bound` without its last term; the first chunk's way out, through Adam
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.timeline import Span
 
@@ -30,6 +30,14 @@ class Parts:
     def earlier(self) -> float:
         """The micro-steps before the last backward, but for the first forward."""
         return (self.micro_steps - 1) * (max(self.backward, self.out) + self.forward)
+
+
+def streamed(parts: Parts, weights: float) -> Parts:
+    """Return the parts of a step whose weights lie in host memory and come anew for each pass, in `weights` seconds.
+
+    The step brings none back then: Adam writes them where they lie.
+    """
+    return replace(parts, forward=max(parts.forward, weights), backward=max(parts.backward, weights), back=0.0)
 
 
 def lazy_bound(parts: Parts) -> float:

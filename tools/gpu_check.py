@@ -35,7 +35,9 @@ WORK = ROOT / "build/gpu_check"
 PART_LIMIT_S = 460  # with the start and the last step's end still under 8 minutes
 NOT_DONE = 3  # the exit status of a step whose tool is missing (tools/sanitize.py)
 NO_GPU = 2
+OFFLOAD = "tests/engine/test_cuda_offload.py"  # a part of its own runs it
 INTERRUPT_S = 10  # what a step that ran too long has to write what it has
+ENDING_S = 25  # what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun
 
 # Reads what a step left in its folder: its figures, and what is wrong with them (None: nothing).
 Reader = Callable[[Path], tuple[dict[str, object], str | None]]
@@ -43,7 +45,10 @@ Reader = Callable[[Path], tuple[dict[str, object], str | None]]
 
 @dataclass(frozen=True)
 class Step:
-    """One command, run in the repository root with its own folder ({folder} in its arguments) and a limit of its own."""
+    """One command, run in the repository root with its own folder ({folder} in its arguments) and a limit of its own.
+
+    {seconds} in its arguments: when it has to begin to end, within what is left for it.
+    """
 
     name: str
     command: list[str]
@@ -76,12 +81,30 @@ def read_figures(name: str) -> Reader:
     return read
 
 
+def read_copies(folder: Path) -> tuple[dict[str, object], str | None]:
+    """Read bench_copies' figures; what it found below its target is a failure."""
+    figures, problem = read_figures("copies")(folder)
+    return figures, problem or "; ".join(figures["below_target"]) or None
+
+
+def read_training(folder: Path) -> tuple[dict[str, object], str | None]:
+    """Read bench_offload_train's figures; that no engine of ours trained with anything in host memory is a failure."""
+    figures, problem = read_figures("offload_train")(folder)
+    engines = figures.get("engines", {})
+    measured = any(name.startswith("shardcore") and sum(engine["moved_bytes"]) for name, engine in engines.items())
+    return figures, problem or (None if measured else f"nothing of ours was measured with offload: {figures['left_out']}")
+
+
+def gpu_tests(where: str, *options: str) -> list[str]:
+    """Return pytest's arguments for the tests marked gpu."""
+    return ["pytest", where, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml", *options]
+
+
 def kernels() -> list[Step]:
     """The kernels alone: bits, memory errors, races, speed."""
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
-    pytest = ["pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
     return [
-        Step("tests", [*python, *pytest], 180, read_tests),
+        Step("tests", [*python, *gpu_tests("tests", f"--ignore={OFFLOAD}")], 180, read_tests),
         *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
         Step("benchmarks", [*python, "benchmarks.bench_fused_adam", *out], 240, read_figures("fused_adam"), echo=True),
     ]
@@ -90,19 +113,30 @@ def kernels() -> list[Step]:
 def sharding() -> list[Step]:
     """The engine on one GPU over nccl: bits of stages and tiers, a step's time beside torch and FSDP2, a trace of it."""
     python, gpu = [sys.executable, "-m"], ["--device", "cuda", "--nproc", "1", "--preset", "gpu", "--out", "{folder}"]
-    tests = ["pytest", "tests/engine", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={folder}/junit.xml"]
     ours = [f"shardcore {stage}" for stage in range(4)]
     engines = ["--engines", "FSDP2 2", "FSDP2 3", *ours, "shardcore 2 + offload"]
     trace = [*python, "benchmarks.trace_step", *gpu]
     return [
-        Step("tests", [*python, *tests], 120, read_tests),
+        Step("tests", [*python, *gpu_tests("tests/engine", f"--ignore={OFFLOAD}")], 120, read_tests),
         Step("benchmark", [*python, "benchmarks.bench_train_step", *gpu, *engines], 200, read_figures("train_step"), echo=True),
         Step("trace", trace, 60, read_figures("trace_step")),
         Step("trace_offload", [*trace, "--stage", "2", "--offload"], 60, read_figures("trace_step")),
     ]
 
 
-PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels, "sharding": sharding}
+def offload() -> list[Step]:
+    """Host memory: bits wherever things lie, copies beside plain ones, training of a 1.5B and a 7B model beside its bound."""
+    python, out = [sys.executable, "-m"], ["--out", "{folder}"]
+    train = [*python, "benchmarks.bench_offload_train", "--seconds", "{seconds}", *out]
+    return [
+        Step("tests", [*python, *gpu_tests(OFFLOAD)], 90, read_tests),
+        Step("copies", [*python, "benchmarks.bench_copies", *out], 60, read_copies, echo=True),
+        Step("train_1.5b", [*train, "--preset", "1.5b"], 120, read_training, echo=True),
+        Step("train_7b", [*train, "--preset", "7b", "--steps", "4", "--rounds", "1"], 185, read_training, echo=True),
+    ]
+
+
+PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels, "sharding": sharding, "offload": offload}
 
 
 def build() -> Step:
@@ -171,7 +205,9 @@ def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: floa
         return {"name": step.name, "status": "failed", "detail": "no time was left for it", "seconds": 0.0, "figures": {}}
     folder.mkdir(parents=True)
     log, limit_s, start = folder / "log.txt", min(step.limit_s, left_s), time.monotonic()
-    code = run_command([part.replace("{folder}", str(folder)) for part in step.command], log, environment, limit_s)
+    seconds = f"{max(1.0, limit_s - ENDING_S):.0f}"
+    command = [part.replace("{folder}", str(folder)).replace("{seconds}", seconds) for part in step.command]
+    code = run_command(command, log, environment, limit_s)
     problem = {0: None, None: f"stopped after {limit_s:.0f} s", NOT_DONE: "a tool is missing"}.get(code, f"exit status {code}")
     figures: dict[str, object] = {}
     if step.read is not None:
@@ -215,8 +251,10 @@ def run_part(part: str, out: Path, commit: str) -> bool:
         report["passed"] = len(entries) > len(PARTS[part]()) and all(e["status"] == "passed" for e in entries)
         harness.save_json(file, report)
     pictures = sorted((WORK / part).glob("*/*.png"))
+    names = [picture.name for picture in pictures]
     for picture in pictures:
-        shutil.copyfile(picture, out / f"{file.stem}_{picture.name}")
+        several = names.count(picture.name) > 1  # steps that run one program
+        shutil.copyfile(picture, out / f"{file.stem}_{f'{picture.parent.name}_' * several}{picture.name}")
     if not pictures:
         print("gpu_check: no picture was made (matplotlib is optional); the JSON has every figure")
     print(f"gpu_check: part {part} {'passed' if report['passed'] else 'did NOT pass'}; wrote {file}", flush=True)

@@ -3,14 +3,10 @@
 The gradients come from the same kernels on the same device; what differs is which code steps (CUDA or CPU) and what is moved.
 """
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardcore
 from shardcore.offload import CpuStore
@@ -22,19 +18,6 @@ LEAVING = SPLIT | {"gradients": "cpu"}
 STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
 # By stage: what shard() takes there.
 OFFLOADS = [(SPLIT,), (LEAVING,), (LEAVING, OFFLOAD | {"gradients": "cpu"}), (STREAMING, STREAMING | {"ratio": 0.6})]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """A world of one rank on the device, over the backend that a larger one would have."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    if os.name == "posix":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if request.param == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield torch.device(request.param)
-    dist.destroy_process_group()
 
 
 def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> str:

@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from benchmarks import bench_copies, bench_offload_train
+from benchmarks.device import Device
 from tools import gpu_check
 from tools.gpu_check import Step
 
@@ -191,6 +193,52 @@ def test_pictures_lie_beside_the_report(run, tmp_path):
     assert not (tmp_path / "work/kernels/draws").exists()
 
 
+def test_pictures_of_one_name_are_told_apart_by_their_steps(run, tmp_path):
+    draws = "import pathlib, sys; pathlib.Path(sys.argv[1], 'bars.png').write_bytes(sys.argv[2].encode())"
+    steps = [python(name, draws) for name in ("small", "large")]
+    for step in steps:
+        step.command.extend(["{folder}", step.name])
+    run({"kernels": steps})
+    found = {path.name: path.read_text() for path in (tmp_path / "results").glob("*.png")}
+    stem = "gpu_kernels_nvidia_test_9000"
+    assert found == {f"{stem}_small_bars.png": "small", f"{stem}_large_bars.png": "large"}
+
+
+def test_a_step_is_told_how_long_it_may_take(run, monkeypatch):
+    monkeypatch.setattr(gpu_check, "ENDING_S", 5)
+
+    def read(folder):
+        return {"s": (folder / "log.txt").read_text()}, None
+
+    limits = {"enough": 40.0, "little": 5.5, "rest": 10.0**6}
+    steps = [python(name, "import sys; print(sys.argv[1])", limit_s, read=read) for name, limit_s in limits.items()]
+    for step in steps:
+        step.command.append("at {seconds}")
+    _, reports, _ = run({"kernels": steps})
+    (report,) = reports.values()
+    enough, little, rest = (step["figures"]["s"].strip() for step in report["steps"][1:])
+    assert (enough, little) == ("at 35", "at 1")
+    assert 0 < float(rest.removeprefix("at ")) <= gpu_check.PART_LIMIT_S - 5
+
+
+def test_copies_below_their_target_are_a_failure(tmp_path):
+    assert gpu_check.read_copies(tmp_path) == ({}, "it wrote no figures")
+    (tmp_path / "copies.json").write_text('{"below_target": []}')
+    assert gpu_check.read_copies(tmp_path) == ({"below_target": []}, None)
+    (tmp_path / "copies.json").write_text('{"below_target": ["a: 0.90", "b: 0.91"]}')
+    assert gpu_check.read_copies(tmp_path)[1] == "a: 0.90; b: 0.91"
+
+
+def test_training_without_offload_is_a_failure(tmp_path):
+    assert gpu_check.read_training(tmp_path) == ({}, "it wrote no figures")
+    engines = {"shardcore 2": {"moved_bytes": [0, 0]}, "peer": {}}
+    (tmp_path / "offload_train.json").write_text(json.dumps({"engines": engines, "left_out": {"shardcore 2, x": "large"}}))
+    assert gpu_check.read_training(tmp_path)[1].endswith("with offload: {'shardcore 2, x': 'large'}")
+    engines["shardcore 2, x"] = {"moved_bytes": [0.5, 0]}
+    (tmp_path / "offload_train.json").write_text(json.dumps({"engines": engines, "left_out": {}}))
+    assert gpu_check.read_training(tmp_path)[1] is None
+
+
 TESTS = """
 import pytest
 def test_good(): pass
@@ -239,6 +287,38 @@ def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
         with pytest.raises(SystemExit):
             module.main()
         assert "--device cuda; this machine has 0 GPUs" in capsys.readouterr().err
+
+
+def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
+    steps = {step.name: step for step in gpu_check.offload()}
+    for part in (gpu_check.kernels, gpu_check.sharding):  # they have no time for these
+        assert "--ignore=tests/engine/test_cuda_offload.py" in part()[0].command
+    assert list(steps) == ["tests", "copies", "train_1.5b", "train_7b"]
+    assert (gpu_check.ROOT / steps["tests"].command[3]).is_file()
+    assert steps["tests"].command[4:6] == ["-m", "gpu"]
+    assert sum(step.limit_s for step in steps.values()) < gpu_check.PART_LIMIT_S
+    started = []
+    level = {"rate_over_plain": {"median": 1.0, "low": 1.0, "high": 1.0}, "gb_per_second": {"shardcore": 1.0}}
+    copied = {"ways": dict.fromkeys(bench_copies.WAYS, level)}
+    monkeypatch.setattr(bench_copies, "measure", lambda device, size_bytes, options: started.append(size_bytes) or copied)
+    monkeypatch.setattr(bench_copies, "shortfalls", lambda report: ["slow"])
+    monkeypatch.setattr(bench_copies, "Device", lambda kind: Device("cpu"))
+    monkeypatch.setattr(bench_offload_train, "launch", lambda *arguments: started.append(arguments) or 0)
+    for name in ("copies", "train_1.5b", "train_7b"):
+        command = [part.replace("{folder}", str(tmp_path)).replace("{seconds}", "60") for part in steps[name].command[2:]]
+        module = {"copies": bench_copies}.get(name, bench_offload_train)
+        assert command[0] == module.__name__
+        monkeypatch.setattr(sys, "argv", command)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert module.main() == 2
+        assert "this machine has no GPU that torch can use; expected one" in capsys.readouterr().err
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert module.main() == 0
+    *sizes, small, large = started
+    assert max(sizes) == 2**28
+    for (function, nproc, device, threads, options), preset in ((small, "1.5b"), (large, "7b")):
+        assert (function, nproc, device, threads) == (bench_offload_train.run_rank, 1, "cuda", None)
+        assert (options.preset, options.seconds) == (preset, 60.0)
 
 
 def test_figures_are_read(tmp_path):
