@@ -8,7 +8,9 @@ import pytest
 import shardcore
 from shardcore.engine.pace import MEASURED_STEPS, Pace, choose_ratio
 from shardcore.offload_split import SplitStore
+from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of_training, train
+from tests.engine.test_offload import tier_with
 from tests.engine.test_offload_tiers import GRADS, PARAMS
 from tests.ranks import run_ranks
 
@@ -72,6 +74,48 @@ def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) 
     assert f"keeps {kept} bytes of states" in text
     assert 0 < engine.pace._forward_s < 1
     assert 0 < engine.pace._step_s < 1
+
+
+def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk a bucket, so nothing overlaps: 40 ms for gradients in and 40 for weights back, beside a forward of 20."""
+    (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets
+    tier_with(monkeypatch, gigabytes_per_second=4 * bucket.owned_numel / 0.04 / 1e9)
+    monkeypatch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
+    shares = []
+    monkeypatch.setattr(Pace, "take", lambda pace: shares.append(pace._chosen))
+    for lazy in ({}, {"overlap_step": True}):
+        train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | lazy))
+    assert all(4 / 64 < share <= 16 / 64 for share in shares if share is not None), shares
+    assert len(shares) - shares.count(None) == 2
+
+
+def test_a_lazy_step_is_no_part_of_the_forward_that_is_timed() -> None:
+    shard = {"offload": {"optimizer": "cpu"} | AUTO}
+    model, optimizer = start(0, Run(shard=shard), True, late=False)
+    SlowStore(optimizer._engine.lazy, 0.04)
+    for step in range(MEASURED_STEPS + 1):
+        stepped(model, optimizer, 0, step)
+    assert 0 < optimizer._engine.pace._forward_s < 0.1, "of which each step takes 0.16"
+
+
+def _fails_while_measured(rank: int, world_size: int) -> list[str]:
+    model, optimizer = start(rank, Run(1, shard={"offload": {"optimizer": "cpu"} | AUTO}), True, late=False)
+    said = []
+    for step in range(MEASURED_STEPS + 2):
+        if rank == 1 and step == 1:
+            optimizer._engine.lazy.store = None  # the worker fails at once
+        try:
+            stepped(model, optimizer, rank, step)
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+            break
+    return said
+
+
+def test_a_worker_that_fails_while_it_is_timed_is_an_error_on_all_ranks() -> None:
+    mine, others = run_ranks(2, _fails_while_measured)[::-1]
+    assert ["updating the weights" in text for text in mine] == [True]
+    assert len(others) == 1
 
 
 def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
