@@ -244,15 +244,17 @@ def shard(
         filler.fill(builder, buckets, store, broadcast)
 
     parts = build.units_of(specs, buckets)
+    works = overlap_step or tiers.gradients is not None
+    threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     lazy: LazyStep | None = None
     if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-        count, cores = worker_of(comm, tiers.cpu_threads)
-        threads = WorkerThreads(count, tuple(cores))
         lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(parts, comm, device, reshard_after_forward, lazy)
-    home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
+    home: GradHome | None = None
+    if host is not None and tiers.gradients is not None:
+        home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
     pacing: list[Any] = []
     if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
         pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))

@@ -1,4 +1,4 @@
-"""Which cores ranks of a machine may use, as their affinity and their control groups say, and who gets how many threads where."""
+"""Which cores ranks of a machine may use, as affinity and control groups say, and who gets how many threads on which."""
 
 import os
 import re

@@ -21,11 +21,11 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     )
 
 
-def worker_of(comm: Comm, threads: int | None) -> tuple[int, list[int]]:
-    """Return how many threads a lazy step's worker gets, `threads` if the user says so, and on which cores. Collective."""
+def worker_of(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
+    """Return how many threads a worker gets, `threads` if the user says so, and on which cores. Collective."""
     here = socket.gethostname()
     rows = comm.gather_json([here, own_cores()])
     neighbours = [rank for rank, (host, _) in enumerate(rows) if host == here]
     of_ranks = [rows[rank][1] for rank in neighbours]
     count = worker_threads(of_ranks, quota()) if threads is None else threads
-    return count, worker_cores(of_ranks, neighbours.index(comm.rank), count)
+    return count, tuple(worker_cores(of_ranks, neighbours.index(comm.rank), count))

@@ -37,8 +37,9 @@ from shardcore.engine.order import in_backward
 from shardcore.engine.store import Span, StateStore
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
-from shardcore.engine.waiting import Parameters, Waiting, WaitingGroup
+from shardcore.engine.waiting import Waiting, WaitingGroup
 from shardcore.engine.worker import WorkerThreads, use_own_threads
+
 
 class StepError(RuntimeError):
     """A step failed after `step()` had returned: some weights are of the step before, some are not."""

@@ -195,12 +195,11 @@ class Reducer:
             self._reduce_rest()
 
     def reduce_pending(self) -> None:
-        """Reduce what was only summed locally so far (step() came after fewer backwards than declared); wait for copies."""
+        """Reduce what was only summed locally so far (step() came after fewer backwards than declared)."""
         if self._local_sums:
             self._next = 0
             self._sent_any = False
             self._reduce_rest()
-        self.host.arrive()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
@@ -359,7 +358,7 @@ class Reducer:
         if not set_to_none and self.lazy is not None:
             self.lazy.finish()
         self.settle()
-        self.host.arrive()  # zeros must not be overwritten
+        self.host.forget()  # zeros must not be overwritten
         self.backwards = 0
         self._stepped = self.dropped = self.scaler.unscaled = False
         self._failed = 0

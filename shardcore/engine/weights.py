@@ -25,7 +25,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.gather import Gatherer
-from shardcore.engine.lazy import LazyStep
+from shardcore.engine.lazy import LazyStep, StepError
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.trace import scope
@@ -94,8 +94,12 @@ class Weights:
             self._owed = unit
 
     def _start_owed(self) -> None:
-        if self._owed is not None:
+        if self._owed is None:
+            return
+        try:
             self._start(self._owed)
+        except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
+            self._owed = None
 
     def _start(self, unit: Unit) -> None:
         if self._owed is not unit:

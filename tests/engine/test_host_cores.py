@@ -1,4 +1,4 @@
-"""How many threads a lazy step's worker gets, on which cores: of those that affinity and control groups leave, and really those."""
+"""How many threads a worker gets, and on which cores: of those that affinity and control groups leave, and really those."""
 
 import logging
 import os

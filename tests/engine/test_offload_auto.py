@@ -77,7 +77,7 @@ def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One chunk a bucket, so nothing overlaps: 40 ms for gradients in and 40 for weights back, beside a forward of 20."""
+    """One chunk, so nothing overlaps: gradients and weights take 40 ms each to come, weights 40 to go back; forward 20."""
     (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets
     tier_with(monkeypatch, gigabytes_per_second=4 * bucket.owned_numel / 0.04 / 1e9)
     monkeypatch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
@@ -85,7 +85,7 @@ def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Pace, "take", lambda pace: shares.append(pace._chosen))
     for lazy in ({}, {"overlap_step": True}):
         train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | lazy))
-    assert all(4 / 64 < share <= 16 / 64 for share in shares if share is not None), shares
+    assert all(0 < share <= 12 / 64 for share in shares if share is not None), shares
     assert len(shares) - shares.count(None) == 2
 
 
@@ -98,24 +98,21 @@ def test_a_lazy_step_is_no_part_of_the_forward_that_is_timed() -> None:
     assert 0 < optimizer._engine.pace._forward_s < 0.1, "of which each step takes 0.16"
 
 
-def _fails_while_measured(rank: int, world_size: int) -> list[str]:
+def _fails_while_measured(rank: int, world_size: int) -> str:
     model, optimizer = start(rank, Run(1, shard={"offload": {"optimizer": "cpu"} | AUTO}), True, late=False)
-    said = []
-    for step in range(MEASURED_STEPS + 2):
-        if rank == 1 and step == 1:
-            optimizer._engine.lazy.store = None  # the worker fails at once
-        try:
-            stepped(model, optimizer, rank, step)
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
-            break
-    return said
+    for step in range(MEASURED_STEPS):
+        if rank == 1 and step == MEASURED_STEPS - 1:
+            optimizer._engine.lazy.store = None  # its worker fails at once
+        stepped(model, optimizer, rank, step)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        optimizer.step()  # ranks choose
+    return str(caught.value)
 
 
 def test_a_worker_that_fails_while_it_is_timed_is_an_error_on_all_ranks() -> None:
-    mine, others = run_ranks(2, _fails_while_measured)[::-1]
-    assert ["updating the weights" in text for text in mine] == [True]
-    assert len(others) == 1
+    others, mine = run_ranks(2, _fails_while_measured)
+    assert "updating the weights of the root failed" in mine
+    assert "rank 1 refused the step" in others
 
 
 def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,10 @@ def test_schedulers_do_not_wait_for_weights() -> None:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
     torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(1.0)
     (group,) = optimizer.param_groups
-    ways = [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), dict, lambda it: it.copy(), lambda it: {**it}, lambda it: it | {}]
+    ways: list[Callable[[Any], Any]] = [
+        *(copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), dict),
+        *(lambda it: it.copy(), lambda it: {**it}, lambda it: it | {}),
+    ]
     for step, way in enumerate(ways, 1):
         scheduler.step()
         assert (group["lr"], "max_lr" in group) == (scheduler.get_last_lr()[0], True)
