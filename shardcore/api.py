@@ -27,7 +27,8 @@ from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
-from shardcore.neighbours import short_of_memory, worker_threads_of
+from shardcore.engine.worker import WorkerThreads
+from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
@@ -85,7 +86,8 @@ def shard(
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
-        that the ranks of this machine may use, each rank keeps one, and the workers share the rest; at least one).
+        that the ranks of this machine may use, each rank keeps one, and the workers share the rest; at least one). On Linux
+        they stay on this rank's share of these cores, where that has one core more than threads.
     precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
         in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
         of the root forward as the weights; outputs are not cast.
@@ -101,8 +103,8 @@ def shard(
     overlap_step: let `step()` return once norm, clipping and options are fixed, and update weights while training goes on: the
         same bits, unit by unit in the order of the last forward. Each unit's forward waits for its own weights, backward and
         the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict, deepcopy,
-        eval(), full_params, ...). Only references to parameters that were taken before the step, those in
-        `optimizer.param_groups` among them (schedulers read these), need `optimizer.synchronize()`, and so does
+        eval(), full_params, the "params" of `optimizer.param_groups`, ...; schedulers, which read and set options, do not
+        wait). Only references to parameters that were taken before the step need `optimizer.synchronize()`, and so does
         `destroy_process_group`. An error of such a step is raised by the next call that waits, and by all later ones. With
         states on a GPU steps are asynchronous anyway, and nothing changes. On NCCL at stages 1 and 2 every rank has to use the
         weights, or call `synchronize`, before any waits for another in a way of its own.
@@ -242,14 +244,17 @@ def shard(
         filler.fill(builder, buckets, store, broadcast)
 
     parts = build.units_of(specs, buckets)
+    works = overlap_step or tiers.gradients is not None
+    threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     lazy: LazyStep | None = None
     if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-        threads = worker_threads_of(comm) if tiers.cpu_threads is None else tiers.cpu_threads
-        lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads)
+        lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
     weights: Weights | None = None
     if not LIFETIMES[stage].full_weight_resident:
         weights = Weights(parts, comm, device, reshard_after_forward, lazy)
-    home = GradHome(host.copies, cuts_of(updated, tiers.ratio)) if host is not None and tiers.gradients is not None else None
+    home: GradHome | None = None
+    if host is not None and tiers.gradients is not None:
+        home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
     pacing: list[Any] = []
     if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
         pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))

@@ -42,7 +42,7 @@ class Notice:
     """An announcement under way: of each rank what it does next and a digest of its history, (world_size, 2) int64."""
 
     rows: torch.Tensor
-    works: list[dist.Work]
+    works: Iterator[dist.Work]  # that were not waited for
 
 
 # Tags of one backward: ranks that left one early never pair the next one's messages with those of the old.
@@ -245,7 +245,7 @@ class Comm:
             return None
         rows = torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device)
         rows[self.rank, 0], rows[self.rank, 1] = what, history
-        return Notice(rows, self.all_gather(rows, Traffic.NOTICE))
+        return Notice(rows, iter(self.all_gather(rows, Traffic.NOTICE)))
 
     def check(self, notice: "Notice | None", names: Callable[[int], str]) -> bool:
         """Raise RuntimeError if another rank announced something else; returns whether all have the same history.

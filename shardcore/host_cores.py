@@ -1,6 +1,7 @@
-"""How many cores ranks of a machine may use, as their affinity and their control groups say, and who gets how many threads."""
+"""Which cores ranks of a machine may use, as affinity and control groups say, and who gets how many threads on which."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -37,3 +38,27 @@ def worker_threads(of_ranks: Sequence[Sequence[int]], limit: float | None) -> in
     cores, ranks = len({core for cores in of_ranks for core in cores}), len(of_ranks)
     usable = cores if limit is None else min(cores, int(limit))
     return max(1, (usable - ranks) // ranks)
+
+
+def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, root: Path = Path("/")) -> list[int]:
+    """Return the cores that the worker of of_ranks[rank] stays on: this rank's share of its cores, nobody else's; [] for all.
+
+    Ranks with the same cores divide them evenly, neighbours (of a package, then of a physical core) together. All may be used
+    where a share has no core more than `threads`, one for the rank's main thread, or where ranks have some cores in common
+    and others not, so that nobody can say whose they are.
+    """
+    own = set(of_ranks[rank])
+    sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == own]
+    if any(own & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
+        return []
+    place, cores = sharing.index(rank), sorted(own, key=lambda core: _place_of(core, root))
+    share = cores[place * len(cores) // len(sharing) : (place + 1) * len(cores) // len(sharing)]
+    return sorted(share) if len(share) > threads else []
+
+
+def _place_of(core: int, root: Path) -> tuple[int, int, int]:
+    """Return what cores are ordered by: package, first core of the same physical one, core. Zeros where Linux does not tell."""
+    folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
+    numbers = (re.match(r"\d+", read_text(folder / name)) for name in ("physical_package_id", "thread_siblings_list"))
+    package, first = (int(found[0]) if found else 0 for found in numbers)
+    return package, first, core

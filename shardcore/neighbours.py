@@ -3,7 +3,7 @@
 import socket
 
 from shardcore.comm import Comm
-from shardcore.host_cores import own_cores, quota, worker_threads
+from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from shardcore.host_memory import free_bytes
 
 
@@ -21,7 +21,11 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     )
 
 
-def worker_threads_of(comm: Comm) -> int:
-    """Return how many threads a lazy step's worker gets where the user does not say. Collective."""
+def worker_of(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
+    """Return how many threads a worker gets, `threads` if the user says so, and on which cores. Collective."""
     here = socket.gethostname()
-    return worker_threads([cores for host, cores in comm.gather_json([here, own_cores()]) if host == here], quota())
+    rows = comm.gather_json([here, own_cores()])
+    neighbours = [rank for rank, (host, _) in enumerate(rows) if host == here]
+    of_ranks = [rows[rank][1] for rank in neighbours]
+    count = worker_threads(of_ranks, quota()) if threads is None else threads
+    return count, tuple(worker_cores(of_ranks, neighbours.index(comm.rank), count))

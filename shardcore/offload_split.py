@@ -73,7 +73,7 @@ def host_store(
     arguments = buckets, device, pin_memory, pin_memory_limit
     if ratio == 1.0 and not changes:
         return CpuStore(*arguments, grads_leave=grads_leave, weights_here=weights_here)
-    return SplitStore(*arguments, ratio=ratio, grads_leave=grads_leave, weights_here=weights_here)
+    return SplitStore(*arguments, ratio=ratio, grads_leave=grads_leave, weights_here=weights_here, changes=changes)
 
 
 class SplitStore:
@@ -91,9 +91,13 @@ class SplitStore:
         ratio: float,
         grads_leave: bool = False,
         weights_here: bool = False,
+        changes: bool = False,
     ) -> None:
-        """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes]."""
-        self._device, self._weights_here = device, weights_here
+        """Allocate zero states for `buckets`, `ratio` of them in host memory. See CpuStore and Note [Which way ratio goes].
+
+        changes: until `resplit`. Steps are timed for it, so they end when their last weights have arrived.
+        """
+        self._device, self._weights_here, self._changes = device, weights_here, changes
         self._left: _C.CopyEvent | None = None
         self._spent_s = 0.0
         self._cut(buckets, ratio)
@@ -118,6 +122,7 @@ class SplitStore:
         """Move states to the device, which has none so far, so that `ratio` of them stay in host memory. See cuts_of."""
         old = self._parts
         self._cut(old, ratio)
+        self._changes = False
         for bucket, (_, whole) in old.items():
             near, far = self._parts[bucket]
             assert whole.owned_numel == bucket.owned_numel
@@ -187,6 +192,8 @@ class SplitStore:
         far = [[span for span in map(self._far, part) if span.numel] for part in parts]
         update = self.on_device.step if self._scratch is None else self._step_in_scratch
         yield from self.on_cpu.steps(far, hypers, lambda index: update(near[index], hypers))
+        if self._changes:
+            self.copies.synchronize()
         if self._left is not None:
             self._left.synchronize()
         for part in (part for bucket in buckets for part in self._parts[bucket]):

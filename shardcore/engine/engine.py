@@ -126,8 +126,9 @@ class Engine:
             self.weights.close_all()
         self.reducer.reduce_pending()
         try:
+            self.reducer.host.arrive()
             self._check_step()
-        except (ValueError, TypeError, StepError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             problem = problem or error
         if self.pace is not None:
             self.pace.begin_step()
@@ -259,6 +260,7 @@ class Engine:
 
         self.together("clip_grad_norm_", check)
         self.reducer.reduce_pending()
+        self.reducer.host.arrive()
         views = []
         for bucket in self.updater.buckets:
             for start, part in bucket.grads() if bucket.reduced else ():
@@ -330,6 +332,7 @@ class Engine:
         self.together("full_grad", check)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
+        self.reducer.host.arrive()
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None

@@ -5,7 +5,7 @@ when it has arrived. On CUDA a stream of its own waits for that, so that what co
 the current stream had queued by then, so the gather does, too, and may overwrite memory which that has read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -45,7 +45,7 @@ class Gatherer:
                 arrived.wait()
             return [*self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._comm.sharers)]
 
-    def wait(self, gathers: Sequence[Any]) -> None:
+    def wait(self, gathers: Iterable[Any]) -> None:
         """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""
         if not self._alone:
             wait_all(gathers)

@@ -6,12 +6,14 @@ Note [Leaving]: a gradient leaves as it would lie on the device: in grad_dtype, 
 most IN_FLIGHT of them hold device memory. Before one more takes some, the stream waits for the oldest copy, and its memory
 goes back to the pool. So what is taken follows from the order of buckets alone, never from timing.
 Note [Adding]: `out + float32(scale * sum)`, rounded once, is what `ordered_sum` computes on the device. Here the product comes
-in float32, whatever grad_dtype is, and the same function adds it, as a sum of one piece; so the bits are the same. The host
-waits for that copy, and adds while backward is still queued or under way. The norm is that of the sum, from the same pass.
+in float32, whatever grad_dtype is, and the same function adds it, as a sum of one piece; so the bits are the same. A thread of
+its own waits for each copy and adds, in the order in which they left, while backward, and what comes after it, goes on; the
+norm is that of the sum, from the same pass. A place is taken again when it was added. `arrive` waits for all of that.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +23,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 from shardcore.engine.exchange import Parts
+from shardcore.engine.worker import Worker, WorkerThreads
 
 IN_FLIGHT = 2
 
@@ -60,10 +63,14 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True)
 class GradHome:
-    """Where reduced gradients go: `copies` leads there. cuts: where in a bucket's owned range the part begins that leaves."""
+    """Where reduced gradients go: `copies` leads there. cuts: where in a bucket's owned range the part begins that leaves.
+
+    threads: what adds there.
+    """
 
     copies: _C.HostTier
     cuts: Mapping[Bucket, int]
+    threads: WorkerThreads
 
 
 @dataclass
@@ -84,6 +91,42 @@ class _Leaving:
     arrived: _C.CopyEvent | None = None
 
 
+@dataclass
+class _Sum:
+    """What is added to a bucket's gradient last: the squared norms of the host's part, when it was, and of the device's."""
+
+    far: "Future[torch.Tensor]"
+    near: torch.Tensor | None = None
+
+
+@torch.no_grad()
+def _add(
+    arrived: _C.CopyEvent,
+    part: torch.Tensor,
+    first: torch.Tensor,
+    total: torch.Tensor,
+    as_it_is: bool,
+    own: torch.Tensor | None,
+) -> torch.Tensor:
+    """Add `part`, when it has arrived, to `first` in `total`; returns the squared norm of `own`, by default of `total`."""
+    arrived.synchronize()
+    if first is not total:
+        _C.cast([total], [first])
+    square = _sum(part, total, as_it_is)
+    return square if own is None else _C.sq_norm([own])
+
+
+def _sum(part: torch.Tensor, total: torch.Tensor, as_it_is: bool) -> torch.Tensor:
+    return _C.sq_norm([total.add_(part)]) if as_it_is else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
+
+
+def _result(adding: "Future[torch.Tensor]") -> torch.Tensor:
+    error = adding.exception()
+    if error is not None:
+        raise RuntimeError(f"adding gradients in host memory failed ({type(error).__name__}: {error})") from error
+    return adding.result()
+
+
 class HostGrads:
     """The host's part of reduced gradients (`Bucket.host_grad`), and the only way to it."""
 
@@ -102,6 +145,9 @@ class HostGrads:
         place_bytes = adding_bytes(numels, policy) // IN_FLIGHT
         self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if numels else 0)]
         self._turn = 0
+        self._worker = Worker("shardcore-add", None if home is None else home.threads)
+        self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
+        self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = deque()
         self._last: _C.CopyEvent | None = None
 
@@ -164,9 +210,26 @@ class HostGrads:
         self._make_room(0)
 
     def arrive(self) -> None:
-        """Wait on the host until what has left is there, so that it may be read."""
+        """Wait on the host until what has left is there, and added, so that it may be read. Interrupted, it may be repeated."""
         if self._last is not None:
             self._last.synchronize()
+        for adding in filter(None, self._adding):
+            _result(adding)
+        for bucket, total in self._sums.items():
+            squares = [_result(total.far)] if total.near is None else [_result(total.far), total.near]
+            bucket.sq_norm = _sum_of(squares, self._pool.device)
+        self._sums.clear()
+
+    def forget(self) -> None:
+        """Wait as `arrive` does, for gradients that nobody needs."""
+        if self._last is not None:
+            self._last.synchronize()
+        self._end_sums()
+
+    def _end_sums(self) -> None:
+        wait(filter(None, self._adding))
+        self._adding = [None] * IN_FLIGHT
+        self._sums.clear()
 
     def abandon(self) -> None:
         """Drop what is on its way: its backward has failed."""
@@ -175,6 +238,7 @@ class HostGrads:
                 wait_all(leaving.gathers)
         if self._copies is not None:
             self._copies.drain()
+        self._end_sums()
         for leaving in self._leaving:
             leaving.give(leaving.source)
         self._leaving.clear()
@@ -205,6 +269,9 @@ class HostGrads:
 
     def _adding_place(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         turn = self._turn % IN_FLIGHT
+        last = self._adding[turn]
+        if last is not None:
+            _result(last)
         if self._places[turn].numel() < numel * dtype.itemsize:
             self._places[turn] = self._empty(numel * dtype.itemsize)
         return self._places[turn][: numel * dtype.itemsize].view(dtype)
@@ -229,35 +296,43 @@ class HostGrads:
             leaving.place = self._adding_place(self._numel(bucket), source.dtype)
         assert self._copies is not None
         leaving.arrived = self._last = self._copies.to_tier(leaving.place, source[cut:])
+        if leaving.adds:
+            self._let_add(leaving)
+
+    def _let_add(self, leaving: _Leaving) -> None:
+        """Let the worker add what is on its way."""
+        bucket = leaving.bucket
+        first = bucket.host_grad
+        assert first is not None
+        if not leaving.as_it_is and first.dtype != self._policy.grad_dtype:  # it was kept as it was
+            del self._memory[bucket]
+            bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
+        total = bucket.host_grad
+        own = bucket.own_grads(self._place)[-1] if len(self._owners) > 1 else None  # each takes the norm of its piece
+        far = self._worker.submit(_add, leaving.arrived, leaving.place, first, total, leaving.as_it_is, own)
+        self._adding[self._turn % IN_FLIGHT] = far
+        self._sums[bucket] = _Sum(far)
 
     def _end(self, leaving: _Leaving) -> None:
-        """Give the device memory of one that has left back, and add what was to be added."""
+        """Give the device memory of one that has left back; what is added to the device's part is there."""
         assert leaving.arrived is not None
-        if leaving.adds:
-            leaving.arrived.synchronize()
-            self._add(leaving)
-        else:
-            leaving.arrived.wait()
+        if leaving.adds and self._cuts[leaving.bucket]:
+            self._sums[leaving.bucket].near = self._add_near(leaving)
+        leaving.arrived.wait()
         leaving.give(leaving.source)
 
-    def _add(self, leaving: _Leaving) -> None:
+    def _add_near(self, leaving: _Leaving) -> torch.Tensor:
         bucket, cut = leaving.bucket, self._cuts[leaving.bucket]
-        if not leaving.as_it_is:
-            self._convert(bucket)
-        parts = [(bucket.host_grad, leaving.place)] + [(bucket.grad, leaving.source[:cut])] * (cut > 0)
-        squares = []
-        for total, part in parts:
-            assert total is not None
-            assert part is not None
-            if leaving.as_it_is:
-                total.add_(part)
-            else:
-                squares.append(_C.ordered_sum(part, 1, 1.0, total, accumulate=True))
-        device = leaving.source.device
-        if leaving.as_it_is or len(self._owners) > 1:  # of what several ranks own, each takes the norm of its piece
-            bucket.sq_norm = sq_norm_of(bucket.own_grads(self._place), device)
-        else:
-            bucket.sq_norm = _sum_of(squares, device)
+        first, dtype = bucket.grad, self._policy.grad_dtype
+        assert first is not None
+        if not leaving.as_it_is and first.dtype != dtype:
+            bucket.grad = self._pool.keep(cut, dtype)
+            _C.cast([bucket.grad], [first])
+            self._pool.give(first)
+        total = bucket.grad
+        assert total is not None
+        square = _sum(leaving.source[:cut], total, leaving.as_it_is)
+        return square if len(self._owners) == 1 else _C.sq_norm([bucket.own_grads(self._place)[0]])
 
     def _near(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of the device's part, in this dtype."""
@@ -266,16 +341,3 @@ class HostGrads:
                 self._pool.give(bucket.grad)
             bucket.grad = self._pool.keep(self._cuts[bucket], dtype)
         return bucket.grad
-
-    def _convert(self, bucket: Bucket) -> None:
-        """Bring a first gradient that was kept as it was into the dtype that sums have."""
-        dtype, far, near = self._policy.grad_dtype, bucket.host_grad, bucket.grad
-        assert far is not None
-        if far.dtype != dtype:
-            del self._memory[bucket]
-            bucket.host_grad = self._view(bucket, dtype)
-            _C.cast([bucket.host_grad], [far])
-        if near is not None and near.dtype != dtype:
-            bucket.grad = self._pool.keep(near.numel(), dtype)
-            _C.cast([bucket.grad], [near])
-            self._pool.give(near)

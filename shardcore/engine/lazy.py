@@ -37,45 +37,12 @@ from shardcore.engine.order import in_backward
 from shardcore.engine.store import Span, StateStore
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
-
-Parameters = dict[str, nn.Parameter | None]
+from shardcore.engine.waiting import Waiting, WaitingGroup
+from shardcore.engine.worker import WorkerThreads, use_own_threads
 
 
 class StepError(RuntimeError):
     """A step failed after `step()` had returned: some weights are of the step before, some are not."""
-
-
-class Waiting(Parameters):
-    """`module._parameters` while some of them are on their way: what reads or changes it waits first."""
-
-    def __init__(self, own: Parameters, wait: Callable[[], None]) -> None:
-        """Stand in for `own` until `wait` returns, which puts `own` back."""
-        super().__init__(own)
-        self._own, self._wait = own, wait
-
-    def __iter__(self) -> Iterator[str]:
-        """Tell names, without a wait. (Were it dict's own, dict(waiting) would call no method at all.)"""
-        return iter(self._own)
-
-    def now(self) -> Parameters:
-        """Wait; returns what this stands for."""
-        self._wait()
-        return self._own
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Wait, and be copied as what this stands for."""
-        return dict, (self.now(),)
-
-
-def _waits(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments, **options: getattr(self.now(), name)(*arguments, **options)
-
-
-# All methods of dict but those that tell names only.
-for _name in ("__getitem__", "__setitem__", "__delitem__", "__eq__", "__or__", "__ror__", "__ior__"):
-    setattr(Waiting, _name, _waits(_name))
-for _name in ("get", "items", "values", "copy", "pop", "popitem", "setdefault", "update", "clear"):
-    setattr(Waiting, _name, _waits(_name))
 
 
 @dataclass(eq=False)
@@ -113,11 +80,15 @@ class LazyStep:
         comm: Comm,
         lifetimes: Lifetimes,
         device: torch.device,
-        num_threads: int,
+        threads: WorkerThreads,
+        groups: list[dict[str, Any]],
     ) -> None:
-        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `num_threads` threads."""
+        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `threads`.
+
+        groups: the optimizer's (live) param_groups, whose "params" wait, too.
+        """
         self.units, self.store, self.comm, self.lifetimes, self.device = list(units), store, comm, lifetimes, device
-        self.num_threads = num_threads
+        self.threads, self._groups = threads, groups
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
         self._gathers = lifetimes.full_weight_resident and len(comm.sharers) > 1 and not lifetimes.owns_everything
@@ -181,11 +152,12 @@ class LazyStep:
         self.steps += 1
         self._pending = {update.bucket: update for update in updates}
         try:
-            self._worker.submit(_update_all, self.num_threads, *work)
+            self._worker.submit(_update_all, self.threads, *work)
         except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
             _update_all(None, *work)
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
+        self._groups[:] = [WaitingGroup(group, self.finish) for group in self._groups]
 
     def _let_wait(self, reader: _Reader) -> None:
         own = reader.module._parameters
@@ -217,6 +189,8 @@ class LazyStep:
                 for reader in self._readers[update.bucket]:
                     if not any(bucket in self._pending for bucket in reader.buckets if bucket is not update.bucket):
                         self._put_back(reader)
+                if len(self._pending) == 1 and update.bucket in self._pending:
+                    self._groups[:] = [group.own if isinstance(group, WaitingGroup) else group for group in self._groups]
                 self._pending.pop(update.bucket, None)
 
     def _wait_for_adam(self, update: _Update) -> None:
@@ -265,7 +239,7 @@ class LazyStep:
     def _put_back(reader: _Reader) -> None:
         waiting = reader.module._parameters
         if isinstance(waiting, Waiting):
-            reader.module.__dict__["_parameters"] = waiting._own
+            reader.module.__dict__["_parameters"] = waiting.own
 
     # --- fork ---------------------------------------------------------------------------------------------------------
 
@@ -290,7 +264,7 @@ def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers:
 
 @torch.no_grad()
 def _update_all(
-    num_threads: int | None,
+    threads: WorkerThreads | None,
     store: StateStore,
     updates: Sequence[_Update],
     hypers: Sequence[_C.AdamHyper],
@@ -301,7 +275,7 @@ def _update_all(
 ) -> None:
     """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
 
-    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses. num_threads: of the worker,
+    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses. threads: of the worker,
     None on the caller's thread.
     """
     if updates[0].done.done():  # the caller did it, as no thread started
@@ -311,7 +285,7 @@ def _update_all(
     for update in updates:
         try:
             if error is None:
-                _use_own_threads(num_threads)
+                use_own_threads(threads)
                 if update is updates[0]:
                     steps = store.steps([update.spans for update in updates], hypers)
                 with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
@@ -345,16 +319,6 @@ def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-_on_thread = threading.local()
-
-
-def _use_own_threads(count: int | None) -> None:
-    """Let kernels of this thread use threads of its own, from its first step on. RuntimeError if the system has no more."""
-    if count is not None and not hasattr(_on_thread, "count"):
-        _C.use_threads(count)
-        _on_thread.count = count
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """How large a share of a step the CPU can take while a forward pass runs: measured in the first steps, agreed by all ranks.
 
-Note [Choosing a share]: of a step in which the CPU takes all, `step_s` seconds go for its Adam and the copies around it; a
-forward takes `forward_s`. So the CPU's share may be forward_s / step_s: the rest, on the device, is the least that hides the
-CPU's part. The least of all ranks' shares counts. What the device then keeps must fit the limit that was given, else the CPU
-takes more than it can hide. No share changes a bit, so a measurement may choose it.
+Note [Choosing a share]: of a step in which the CPU takes all, `step_s` seconds go for its Adam and the copies around it, until
+the last weights are back; a forward takes `forward_s`. So the CPU's share may be forward_s / step_s: the rest, on the device,
+is the least that hides the CPU's part. The least of all ranks' shares counts. What the device then keeps must fit the limit
+that was given, else the CPU takes more than it can hide. No share changes a bit, so a measurement may choose it.
+Neither Adam nor the link is timed alone: what counts is what both take here, overlapped as they are, with all ranks at work.
 """
 
 import logging

@@ -28,7 +28,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, Redu
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
-from shardcore.engine.lazy import LazyStep
+from shardcore.engine.lazy import LazyStep, held_back_interrupts
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import BACKWARD, Meetings
 from shardcore.engine.trace import scope
@@ -77,6 +77,7 @@ class Reducer:
         self._boundary = Boundary()
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
+        self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
         self._next = 0  # how many of self.buckets were sent in this backward
         self._sent_any = False  # something was, late gradients included
         self._missing: dict[Bucket, set[Managed]] = {}
@@ -107,10 +108,9 @@ class Reducer:
         elif self._stepped:
             self._tell_of_old_grads()
         self._boundary.begin(self._end_backward)
-        self._any_grad = False
+        self._any_grad = self._told_use = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-        self._next = 0
-        self._sent_any = False
+        self._next, self._sent_any = 0, False
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.weights is not None:
             self.weights.begin_backward()
@@ -130,14 +130,25 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
-        if not self._boundary.failed:
+        if not self._boundary.failed or self._settling:
             return
-        self._boundary.clear()
         self._failed = backwards = self.backwards + 1
         telling = self.comm.world_size > 1 and self.weights is None
-        with suppress(RuntimeError):  # that a rank failed, or one has left
-            if telling and self._reducing and not self.comm.spoiled:
-                self._reduce_rest()
+        try:
+            self._settling = True
+            if telling and self._reducing and not self._told_use and not self.comm.spoiled:
+                with suppress(RuntimeError):  # that a rank failed, or one has left
+                    self._reduce_rest()
+        finally:
+            self._settling = False
+            with held_back_interrupts():  # or what is left of it would be added to the next one's
+                self._drop_all()
+        if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
+            self._failed, self._local_sums, self.backwards = backwards, True, backwards
+        logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
+
+    def _drop_all(self) -> None:
+        self._boundary.clear()
         self._exchange.abandon()
         if self.comm.spoiled:
             self._gathers.clear()
@@ -147,9 +158,6 @@ class Reducer:
             self.weights.close_all()
         self.zero()
         self.dropped = True
-        if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
-            self._failed, self._local_sums, self.backwards = backwards, True, backwards
-        logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
@@ -182,25 +190,23 @@ class Reducer:
                 self._launch_next()
 
     def _end_backward(self) -> None:
-        self._boundary.clear()
         if self.weights is not None:
             self.weights.end_backward()
         self.scaler.end_backward(self._any_grad)
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
-            return
-        self.backwards += 1
-        self.dropped = False
-        if self._reducing:
+        elif self._reducing:
             self._reduce_rest()
+        with held_back_interrupts():  # one that was interrupted before has failed
+            self._boundary.clear()
+            self.backwards += self._any_grad
+            self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:
-        """Reduce what was only summed locally so far (step() came after fewer backwards than declared); wait for copies."""
+        """Reduce what was only summed locally so far (step() came after fewer backwards than declared)."""
         if self._local_sums:
-            self._next = 0
-            self._sent_any = False
+            self._next, self._sent_any = 0, False
             self._reduce_rest()
-        self.host.arrive()
 
     @torch.no_grad()
     def _reduce_rest(self) -> None:
@@ -208,6 +214,7 @@ class Reducer:
             self._launch_next()
         self._exchange.drain()
         late, failed = agree_on_use(self.comm, self.device, self.params, self._late_params, self._failed)
+        self._told_use = True
         if len(set(failed)) > 1:  # else all dropped the same
             self._drop_for(failed.index(max(failed)))
         if late:
@@ -230,6 +237,7 @@ class Reducer:
 
     def _drop_for(self, rank: int) -> None:
         """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
+        self._boundary.clear()
         self._wait_gathers()
         self.host.abandon()
         self.comm.end_backward()
@@ -359,11 +367,9 @@ class Reducer:
         if not set_to_none and self.lazy is not None:
             self.lazy.finish()
         self.settle()
-        self.host.arrive()  # zeros must not be overwritten
-        self.backwards = 0
-        self._stepped = self.dropped = self.scaler.unscaled = False
-        self._failed = 0
-        self._local_sums = False
+        self.host.forget()  # zeros must not be overwritten
+        self.backwards = self._failed = 0
+        self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()
         self._late_params.clear()
         for bucket in self.buckets:

@@ -1,5 +1,6 @@
 """A unit at run time: its buckets, and where its whole weights are in their coming and going (engine/weights.py)."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,10 @@ class Unit:
 
     stays: it holds other units, or is the root (engine/weights.py, Note [Letting go in backward]). held: how many
     `full_params` hold it.
-    gathers: the collectives under way, None if there are none; notice: what announced them. open: its parameters have memory.
-    calls: backwards of it that have begun and not ended. incomplete: its buckets whose gradients are not all there.
-    kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None if nothing is kept.
-    guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
+    gathers: the collectives under way that nobody waited for, None if there are none; notice: what announced them.
+    open: its parameters have memory. calls: backwards of it that have begun and not ended. incomplete: its buckets whose
+    gradients are not all there. kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None
+    if nothing is kept. guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Unit:
     buckets: list[Bucket]
     stays: bool
     held: int = 0
-    gathers: list[Any] | None = None
+    gathers: Iterator[Any] | None = None
     notice: Notice | None = None
     open: bool = False
     calls: int = 0

@@ -25,7 +25,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.gather import Gatherer
-from shardcore.engine.lazy import LazyStep
+from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.trace import scope
@@ -94,8 +94,12 @@ class Weights:
             self._owed = unit
 
     def _start_owed(self) -> None:
-        if self._owed is not None:
+        if self._owed is None:
+            return
+        try:
             self._start(self._owed)
+        except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
+            self._owed = None
 
     def _start(self, unit: Unit) -> None:
         if self._owed is not unit:
@@ -105,29 +109,40 @@ class Weights:
         if self.lazy is not None:
             self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
             self._owed = None
-        unit.gathers, unit.notice = [], self.meetings.start_unit(self.units.index(unit))
-        with scope("gather", unit.name), torch.no_grad():
-            arrivals = []
-            for bucket in unit.buckets:
-                if not self._gatherer.apart:
-                    bucket.weight = bucket.owned_weight
-                    continue
-                bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
-                if unit.kept:
-                    part = unit.kept.pop(0)
-                    self._kept_part(bucket).copy_(part)
-                    self.pool.give(part)
-                    unit.gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
-                else:
-                    arrivals.append((bucket, self._gatherer.bring(bucket)))
-            for bucket, arrived in arrivals:
-                unit.gathers += self._gatherer.gather(bucket, arrived)
-            unit.kept = None
+        gathers: list[Any] = []
+        with held_back_interrupts(), scope("gather", unit.name), torch.no_grad():
+            try:
+                unit.notice = self.meetings.start_unit(self.units.index(unit))
+                self._fill(unit, gathers)
+            finally:
+                unit.gathers = iter(gathers)
+
+    def _fill(self, unit: Unit, gathers: list[Any]) -> None:
+        arrivals = []
+        for bucket in unit.buckets:
+            if not self._gatherer.apart:
+                bucket.weight = bucket.owned_weight
+                continue
+            bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
+            if unit.kept:
+                part = unit.kept.pop(0)
+                self._kept_part(bucket).copy_(part)
+                self.pool.give(part)
+                gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
+            else:
+                arrivals.append((bucket, self._gatherer.bring(bucket)))
+        for bucket, arrived in arrivals:
+            gathers += self._gatherer.gather(bucket, arrived)
+        unit.kept = None
 
     def _wait(self, unit: Unit) -> None:
-        gathers, unit.gathers = unit.gathers or [], None
-        self.meetings.check(unit.notice)
-        self._gatherer.wait(gathers)
+        """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
+        try:
+            self.meetings.check(unit.notice)
+            self._gatherer.wait(unit.gathers or ())
+        except Exception:
+            unit.gathers = None
+            raise
 
     @contextmanager
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
@@ -145,10 +160,12 @@ class Weights:
         if unit.open:
             return
         self._wait(unit)
-        for bucket in unit.buckets:
-            with self._lying_here(bucket, "use"):
-                _C.lend([m.param for m in bucket.params], bucket.weight, [m.offset for m in bucket.params])
-        unit.open = True
+        with held_back_interrupts():
+            unit.gathers = None
+            for bucket in unit.buckets:
+                with self._lying_here(bucket, "use"):
+                    _C.lend([m.param for m in bucket.params], bucket.weight, [m.offset for m in bucket.params])
+            unit.open = True
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
         return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
@@ -167,16 +184,19 @@ class Weights:
             self._keep_part(unit)
         if unit.gathers is not None:
             self._wait(unit)
-        for bucket in unit.buckets:
-            if unit.open:
-                if any(managed.edited for managed in bucket.params):
-                    bucket.take_edits()
-                with self._lying_here(bucket, "letting go"):
-                    _C.withdraw([m.param for m in bucket.params], [closed_message(m.name, unit.name) for m in bucket.params])
-            memory = bucket.let_go()
-            if self._gatherer.apart:
-                self.pool.give(memory)
-        unit.open = False
+        with held_back_interrupts():
+            unit.gathers = None
+            for bucket in unit.buckets:
+                if unit.open:
+                    if any(managed.edited for managed in bucket.params):
+                        bucket.take_edits()
+                    with self._lying_here(bucket, "letting go"):
+                        messages = [closed_message(managed.name, unit.name) for managed in bucket.params]
+                        _C.withdraw([managed.param for managed in bucket.params], messages)
+                memory = bucket.let_go()
+                if self._gatherer.apart:
+                    self.pool.give(memory)
+            unit.open = False
 
     def close_all(self) -> None:
         """Let go of every unit's whole weights: new ones come into the shards, or nobody needs them now."""

@@ -31,8 +31,8 @@ class ScalesLoss:
     def synchronize(self) -> None:
         """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
 
-        There, what asks the model for weights waits by itself. References to parameters that were taken before the step, and
-        `param_groups`, have the new weights after this call (an average of the weights over such references needs it, one over
+        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
+        before the step have the new weights after this call (an average of the weights over such references needs it, one over
         `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
         """
         if self._engine is not None:

@@ -1,5 +1,6 @@
-"""How many threads a lazy step's worker gets: of the cores that affinity and control groups leave, and really those."""
+"""How many threads a worker gets, and on which cores: of those that affinity and control groups leave, and really those."""
 
+import logging
 import os
 import threading
 import time
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.host_cores import own_cores, quota, worker_threads
+from shardcore.engine.worker import WorkerThreads, use_own_threads
+from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.models import Run, train
+from tests.ranks import run_ranks
 
 
 def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
@@ -19,6 +22,26 @@ def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
     assert [worker_threads(cores, 5.5) for cores in (eight, shared, apart)] == [4, 1, 1]
     assert worker_threads([[0]] * 4, 0.5) == 1, "at least one"
     assert own_cores() == sorted(os.sched_getaffinity(0))
+
+
+def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
+    def cores(of_ranks: list[list[int]], threads: int) -> list[list[int]]:
+        return [worker_cores(of_ranks, rank, threads, tmp_path) for rank in range(len(of_ranks))]
+
+    eight, some = list(range(8)), [0, 1, 2, 5, 7]
+    assert cores([eight], 7) == [eight]
+    assert cores([eight] * 2, 3) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cores([some] * 2, 1) == [[0, 1], [2, 5, 7]]
+    assert cores([[0, 1, 2], [3, 4, 5]], 2) == [[0, 1, 2], [3, 4, 5]], "as the launcher said"
+    assert cores([[0, 1]] * 2, 1) == [[], []], "as many cores as ranks: a worker could only stand in its main thread's way"
+    assert cores([eight] * 2, 4) == [[], []], "no core more than threads"
+    assert cores([[0, 1, 2], [2, 3, 4]], 1) == [[], []], "whose is core 2?"
+    for core in eight:  # packages by turns, 0 and 4 are one physical core
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core % 2}\n")
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert cores([eight] * 4, 1) == [[0, 4], [2, 6], [1, 5], [3, 7]]
 
 
 def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:
@@ -67,6 +90,46 @@ def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
         _C.use_threads(0)
     with pytest.raises(TypeError, match="use_threads: count"):
         _C.use_threads("2")  # type: ignore[arg-type]
+
+
+def _affinities(threads: WorkerThreads) -> list[set[int]]:
+    """Of the threads that a worker thread has then, its own first."""
+    found: list[set[int]] = []
+
+    def work() -> None:
+        before = _threads()
+        use_own_threads(threads)
+        mine = str(threading.get_native_id())
+        found.extend(os.sched_getaffinity(int(thread)) for thread in (mine, *(_threads() - before)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(len(own_cores()) < 2, reason="one core")
+def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+    core, all_cores = own_cores()[-1], set(own_cores())
+    assert _affinities(WorkerThreads(3, (core,))) == [{core}] * 3
+    assert _affinities(WorkerThreads(2)) == [all_cores] * 2
+    assert set(own_cores()) == all_cores
+    with caplog.at_level(logging.WARNING, logger="shardcore"):
+        assert _affinities(WorkerThreads(2, (4095,))) == [all_cores] * 2
+    assert "cannot be kept on the cores 4095" in caplog.text
+
+
+def _worker_of(rank: int, world_size: int) -> WorkerThreads:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.neighbours.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
+        patch.setattr("shardcore.neighbours.quota", lambda: None)
+        _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
+    threads: WorkerThreads = optimizer._engine.lazy.threads
+    return threads
+
+
+def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
+    assert run_ranks(2, _worker_of) == [WorkerThreads(2, (9000, 9001, 9002)), WorkerThreads(2, (9003, 9004, 9005))]
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import pytest
 import shardcore
 from shardcore.engine.pace import MEASURED_STEPS, Pace, choose_ratio
 from shardcore.offload_split import SplitStore
+from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of_training, train
+from tests.engine.test_offload import tier_with
 from tests.engine.test_offload_tiers import GRADS, PARAMS
 from tests.ranks import run_ranks
 
@@ -72,6 +74,45 @@ def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) 
     assert f"keeps {kept} bytes of states" in text
     assert 0 < engine.pace._forward_s < 1
     assert 0 < engine.pace._step_s < 1
+
+
+def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk, so nothing overlaps: gradients and weights take 40 ms each to come, weights 40 to go back; forward 20."""
+    (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets
+    tier_with(monkeypatch, gigabytes_per_second=4 * bucket.owned_numel / 0.04 / 1e9)
+    monkeypatch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
+    shares = []
+    monkeypatch.setattr(Pace, "take", lambda pace: shares.append(pace._chosen))
+    for lazy in ({}, {"overlap_step": True}):
+        train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | lazy))
+    assert all(0 < share <= 12 / 64 for share in shares if share is not None), shares
+    assert len(shares) - shares.count(None) == 2
+
+
+def test_a_lazy_step_is_no_part_of_the_forward_that_is_timed() -> None:
+    shard = {"offload": {"optimizer": "cpu"} | AUTO}
+    model, optimizer = start(0, Run(shard=shard), True, late=False)
+    SlowStore(optimizer._engine.lazy, 0.04)
+    for step in range(MEASURED_STEPS + 1):
+        stepped(model, optimizer, 0, step)
+    assert 0 < optimizer._engine.pace._forward_s < 0.1, "of which each step takes 0.16"
+
+
+def _fails_while_measured(rank: int, world_size: int) -> str:
+    model, optimizer = start(rank, Run(1, shard={"offload": {"optimizer": "cpu"} | AUTO}), True, late=False)
+    for step in range(MEASURED_STEPS):
+        if rank == 1 and step == MEASURED_STEPS - 1:
+            optimizer._engine.lazy.store = None  # its worker fails at once
+        stepped(model, optimizer, rank, step)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        optimizer.step()  # ranks choose
+    return str(caught.value)
+
+
+def test_a_worker_that_fails_while_it_is_timed_is_an_error_on_all_ranks() -> None:
+    others, mine = run_ranks(2, _fails_while_measured)
+    assert "updating the weights of the root failed" in mine
+    assert "rank 1 refused the step" in others
 
 
 def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:

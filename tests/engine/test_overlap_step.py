@@ -11,7 +11,8 @@ import torch
 
 import shardcore
 from shardcore.comm import wait_all
-from shardcore.engine.lazy import LazyStep, Waiting
+from shardcore.engine.lazy import LazyStep
+from shardcore.engine.waiting import Waiting, WaitingGroup
 from tests.choice import combinations
 from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
@@ -127,6 +128,9 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "parameters": lambda model, *_: list(model.parameters()),
     "named_parameters": lambda model, *_: [param for _, param in model.named_parameters()],
     "a submodule's parameters": lambda model, *_: list(model.blocks[2].parameters()),
+    "param_groups": lambda _, optimizer, __: [param for group in optimizer.param_groups for param in group["params"]],
+    "all of a group": lambda _, optimizer, __: dict(optimizer.param_groups[0])["params"],
+    "a copy of a module's dict": lambda model, *_: list(dict(model.blocks[2].down._parameters).values()),
     "an attribute": lambda model, *_: [model.head.weight],
     "a layer inside a unit": lambda model, *_: [model.blocks[0].up(HIDDEN)],
     "deepcopy": lambda model, *_: list(copy.deepcopy(model).parameters()),
@@ -175,7 +179,8 @@ def test_every_read_waits(stage: int, offload: Any, read: str, monkeypatch: pyte
 def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin of the test above."""
     monkeypatch.setattr(LazyStep, "_let_wait", lambda self, reader: None)
-    for read in ("parameters", "an attribute", "a layer inside a unit", "deepcopy"):
+    monkeypatch.setattr(WaitingGroup, "now", lambda group: group.own)
+    for read in ("parameters", "param_groups", "all of a group", "an attribute", "a layer inside a unit", "deepcopy"):
         old = _after_a_step(read, 2, OFFLOAD, overlap=False, steps=1)
         assert all(map(torch.equal, _after_a_step(read, 2, OFFLOAD, overlap=True), old)), read
 
@@ -235,6 +240,47 @@ def test_a_unit_waits_for_its_own_weights_only() -> None:
     assert not lazy._pending
     assert all(type(module._parameters) is dict for module in copied.modules())
     assert not any(isinstance(module._parameters, Waiting) for module in model.modules())
+
+
+def test_all_is_there_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's gathers and a meeting would be on one group, from two threads."""
+    model, optimizer = start(0, Run(stage=2), True)
+    engine, met = optimizer._engine, []
+    monkeypatch.setattr(engine.meetings, "meet", lambda point: met.append((point, len(engine.lazy._pending))))
+    for step, call in enumerate((optimizer.step, model.state_dict)):
+        stepped(model, optimizer, 0, step)
+        call()
+    assert met == [("a step", 0), ("a step", 0), ("a step", 0), ("a read of whole values", 0)]
+
+
+def test_schedulers_do_not_wait_for_weights() -> None:
+    """Options of groups are read, set and added while a step is in flight; what holds "params" or all of a group waits."""
+    model, optimizer = start(0, Run(stage=2), True)
+    lazy, own = optimizer._engine.lazy, list(optimizer.param_groups)
+    stepped(model, optimizer, 0, 0)
+    optimizer._opt_called = True  # or the scheduler warns: it did not see that step
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
+    torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).step(1.0)
+    (group,) = optimizer.param_groups
+    ways: list[Callable[[Any], Any]] = [
+        *(copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it)), dict),
+        *(lambda it: it.copy(), lambda it: {**it}, lambda it: it | {}),
+    ]
+    for step, way in enumerate(ways, 1):
+        scheduler.step()
+        assert (group["lr"], "max_lr" in group) == (scheduler.get_last_lr()[0], True)
+        assert len(group) == len(list(group)) == len(group.keys()) > len(optimizer.defaults)
+        assert "lr" in repr(optimizer)
+        assert [type(entry) for entry in optimizer.param_groups] == [WaitingGroup]
+        assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert own[0]["lr"] == group["lr"]
+        copied = way(group)  # a reference that is kept goes on, too
+        assert type(copied) is dict
+        assert copied.keys() == own[0].keys()
+        assert not lazy._pending
+        assert optimizer.param_groups[0] is own[0]
+        stepped(model, optimizer, 0, step)
+    optimizer.synchronize()
 
 
 class _Backwards(torch.nn.Module):

@@ -70,6 +70,42 @@ def test_an_error_of_the_worker_surfaces_with_its_origin(stage: int) -> None:
     assert all("rank 0 refused the step" in text for text in others)
 
 
+def _fails_ahead(rank: int, world_size: int) -> list[str]:
+    model, optimizer = start(rank, Run(stage=3), True, late=False)
+    for step in range(2):
+        stepped(model, optimizer, rank, step)
+    optimizer.synchronize()
+    lazy = optimizer._engine.lazy
+    steps = lazy.store.steps
+
+    def fails_late(parts: Any, hypers: Any) -> Iterator[Any]:
+        inner = steps(parts, hypers)
+        for spans in parts:
+            if rank == 0 and spans[0].bucket.unit == "blocks.2":
+                time.sleep(0.3)
+                raise OSError("planted")
+            yield next(inner)
+        yield from inner
+
+    lazy.store = type("FailsLate", (), {"steps": staticmethod(fails_late)})()
+    stepped(model, optimizer, rank, 2)
+    said = []
+    for call in (lambda: model(X), optimizer.step):
+        try:
+            call()
+        except (RuntimeError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_worker_that_fails_behind_a_gather_that_is_owed_is_told() -> None:
+    """At stage 3 the others wait for the weights that this rank owes; at its next call they learn that it goes elsewhere."""
+    mine, others = run_ranks(2, _fails_ahead)
+    assert "updating the weights of blocks.2 failed" in mine[0]
+    assert "ranks went different ways: rank 0 at a step; rank 1 at the weights of blocks.2" in others[0]
+    assert len(mine) == 2
+
+
 def test_ctrl_c_while_waiting_loses_nothing() -> None:
     expected = hash_of_training(*_steps_of(start(0, Run(stage=2), False), 3))
     model, optimizer = start(0, Run(stage=2), True, late=False)

@@ -101,3 +101,26 @@ def _steps_of_a_child_and_its_parent():
 def test_a_forked_child_steps_to_the_same_bits_without_its_parents_threads():
     of_child, mine = run_fresh(_steps_of_a_child_and_its_parent)
     assert of_child == mine
+
+
+TWO_THREADS = """
+import time
+class Memory(bytearray):
+    def __del__(self):
+        time.sleep(0.005)  # another thread has the GIL meanwhile
+tier = _C.HostTier(torch.device("cpu"), late=True)
+buffer = tier.empty(4, torch.float32)
+for _ in range(20):
+    tier.to_tier(buffer, torch.frombuffer(Memory(16), dtype=torch.float32))
+threads = [threading.Thread(target=tier.synchronize) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_two_threads_let_go_of_tensors_whose_end_hands_the_gil_over():
+    """As the thread of a lazy step and the main thread do: each tensor ends once."""
+    result = run(TWO_THREADS)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,88 @@
+"""Threads and cores of a worker: kernels that run on it disturb neither torch's threads nor other ranks' workers."""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore._native import _C
+
+logger = logging.getLogger("shardcore")
+
+_on_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class WorkerThreads:
+    """How many threads the kernels of one worker use, and the cores that they stay on; none: wherever the process may run."""
+
+    count: int
+    cores: tuple[int, ...] = ()
+
+
+def use_own_threads(threads: WorkerThreads | None) -> None:
+    """Give this thread its threads, at its first call; None: it goes on with torch's. RuntimeError where no more can start."""
+    if threads is None or hasattr(_on_thread, "threads"):
+        return
+    if threads.cores and hasattr(os, "sched_setaffinity"):
+        try:
+            os.sched_setaffinity(0, threads.cores)  # of this thread alone; those that it starts take it over
+        except OSError as error:
+            logger.warning(
+                "overlap_step: the worker cannot be kept on the cores %s (%s); it runs wherever this process may",
+                ", ".join(map(str, threads.cores)),
+                error,
+            )
+    _C.use_threads(threads.count)
+    _on_thread.threads = threads
+
+
+class Worker:
+    """A thread that makes calls in order. It starts with the first, and anew in a forked child; a fork waits for all."""
+
+    def __init__(self, name: str, threads: WorkerThreads | None) -> None:
+        """Start nothing yet. threads: of the kernels in its calls, None for torch's."""
+        self._name, self._threads = name, threads
+        self._last: Future[Any] | None = None
+        self.after_fork()
+        _alive.add(self)
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        """Let the thread make the call after those before it; made here and now where no thread starts any more."""
+        try:
+            self._last = self._executor.submit(self._call, call, arguments)
+        except RuntimeError:  # the interpreter ends, or the system has no more
+            self._last = Future()
+            try:
+                self._last.set_result(call(*arguments))
+            except BaseException as error:
+                self._last.set_exception(error)
+        return self._last
+
+    def _call(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        use_own_threads(self._threads)
+        return call(*arguments)
+
+    def before_fork(self) -> None:
+        """Let all calls end."""
+        if self._last is not None:
+            self._last.exception()
+
+    def after_fork(self) -> None:
+        """Let another thread start when it is needed."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+
+
+_alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()  # os.register_at_fork keeps what it is given for good
+
+
+def _at_fork(method: Callable[[Worker], None]) -> None:
+    for worker in list(_alive):
+        method(worker)
+
+
+os.register_at_fork(before=lambda: _at_fork(Worker.before_fork), after_in_child=lambda: _at_fork(Worker.after_fork))

@@ -1,0 +1,73 @@
+"""Ctrl-C in the middle of what must be done as a whole: the pass that it ended can be made again, to the same bits."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shardcore._native import _C
+from shardcore.engine.gather import Gatherer
+from shardcore.engine.host_grads import HostGrads
+from tests.engine.late import micro_steps, start
+from tests.engine.models import Run, hash_of_training
+
+EVERYTHING = {"optimizer": "cpu", "gradients": "cpu", "params": "cpu", "ratio": 0.6}
+PLACES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "drain": (HostGrads, lambda call: call),  # the end of backward
+    "bring": (Gatherer, staticmethod),
+    "withdraw": (_C, lambda call: call),
+}
+
+
+def _until_done(call: Callable[[], Any]) -> None:
+    while True:
+        try:
+            return call()
+        except KeyboardInterrupt:
+            pass
+
+
+def _trained(place: str, number: int, patch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Train, interrupted before the n-th call of what is at `place`; returns also how often it was called."""
+    calls = 0
+    model, optimizer = start(0, Run(3, accumulate=2, precision="bf16", shard={"offload": EVERYTHING}), True, late=False)
+    engine, (owner, kind) = optimizer._engine, PLACES[place]
+    call = getattr(owner, place)
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            signal.raise_signal(signal.SIGINT)
+        return call(*arguments)
+
+    patch.setattr(owner, place, kind(interrupted))
+
+    def whole_step(step: int) -> None:
+        if engine.lazy.steps == step:
+            _until_done(optimizer.zero_grad)
+            micro_steps(model, optimizer, 0, step, 2)
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def fails(grad: Any) -> None:
+        raise OSError("planted")
+
+    handle = model.blocks[0].up.weight.register_hook(fails)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        micro_steps(model, optimizer, 0, 9, 1)
+    handle.remove()
+    for step in range(2):
+        _until_done(lambda step=step: whole_step(step))
+    _until_done(optimizer.synchronize)
+    patch.undo()
+    return hash_of_training(model, optimizer), calls
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_was_interrupted_can_be_made_again(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, calls = _trained(place, 0, monkeypatch)
+    assert calls > 0
+    for number in {1, 2, calls // 2, calls} - {0}:
+        assert _trained(place, number, monkeypatch)[0] == expected, f"call {number} of {calls}"

@@ -1,0 +1,68 @@
+"""Gradients of micro-steps that are added in host memory: on a thread of its own, behind backward; waits and errors."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from shardcore.engine import host_grads
+from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
+from tests.engine.test_offload_tiers import GRADS
+
+
+def _one_bucket(**options: Any) -> tuple[Any, Any]:
+    shard = {"grad_dtype": "bf16", "units": 10**9, "clip_grad_norm": 0.5, "offload": GRADS, **options}
+    return train(0, Run(steps=0, accumulate=3, precision="bf16", shard=shard))[:2]
+
+
+def _steps_of(model: Any, optimizer: Any) -> str:
+    for step in range(2):
+        for micro in range(3):
+            (loss_of(model, batch_of(step, micro, 0)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_has_left_is_added_behind_backward(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread of its own, as late as a step allows; a step that does not wait for it has other bits."""
+    expected = _steps_of(*_one_bucket(offload=None))
+    gate, add, added = threading.Event(), host_grads._add, []
+
+    def late(*arguments: Any) -> torch.Tensor:
+        assert gate.wait(30)
+        added.append(threading.current_thread().name)
+        return add(*arguments)
+
+    monkeypatch.setattr(host_grads, "_add", late)
+    model, optimizer = _one_bucket(offload=GRADS | {"ratio": 0.8})
+    host = optimizer._engine.reducer.host
+    arrive = host.arrive
+
+    def opened() -> None:
+        if waits:
+            gate.set()
+            arrive()
+        gate.set()
+        host._worker.before_fork()
+        gate.clear()
+
+    monkeypatch.setattr(host, "arrive", opened)
+    assert (_steps_of(model, optimizer) == expected) == waits
+    assert added == ["shardcore-add_0"] * 4
+
+
+def test_an_error_of_the_thread_that_adds_is_the_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> torch.Tensor:
+        raise OSError("planted")
+
+    model, optimizer = _one_bucket()
+    before = hash_of(model.parameters())
+    monkeypatch.setattr(host_grads, "_add", fails)
+    for micro in range(2):
+        loss_of(model, batch_of(0, micro, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"adding gradients in host memory failed \(OSError: planted\)"):
+        optimizer.step()
+    assert hash_of(model.parameters()) == before
