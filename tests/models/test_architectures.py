@@ -17,6 +17,7 @@ from tests.models.architectures import ARCHITECTURES
 from tests.models.training import BATCH, STEPS, Training, batch_of, losses_and_hash, make, plain_losses, train, worst_difference
 
 FEW = 4  # steps
+ENOUGH = 6  # steps, for a small mistake to be seen
 CLOSE = 1e-5  # relative, each step's loss: only the order of float32 sums differs
 LR = {"llama_lora": 2e-2}
 
@@ -47,9 +48,9 @@ def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: i
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_training_has_other_losses(name: str) -> None:
     """Broken twins: a learning rate one percent off, and ranks whose gradients are not averaged."""
-    run = _training(name, steps=FEW)
-    expected = plain_losses(_training(name))[:FEW]
-    slower = plain_losses(Training(name, lr=run.lr * 1.01, steps=FEW))
+    run = _training(name, steps=ENOUGH)
+    expected = plain_losses(_training(name))[:ENOUGH]
+    slower = plain_losses(Training(name, lr=run.lr * 1.01, steps=ENOUGH))
     assert worst_difference(expected, [slower]) > CLOSE
     model = make(run)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.lr, weight_decay=0.01)

@@ -40,7 +40,7 @@ def digest(params, optimizer):
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     hashed = hashlib.sha256()
     for t in tensors:
-        hashed.update(storage_of(t).view(torch.uint8).numpy().tobytes() if not t.is_meta else b"meta")
+        hashed.update(storage_of(t).view(torch.uint8).clone().numpy().tobytes() if not t.is_meta else b"meta")
     hashed.update(str(optimizer.skipped_steps).encode())
     return hashed.hexdigest()
 
