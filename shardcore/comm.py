@@ -8,8 +8,8 @@ world of one needs no process group and moves nothing.
 import json
 import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,19 +34,16 @@ class Traffic(IntEnum):
     STEP = 2
     READ = 3  # what the user asks for: state dicts, whole gradients and states
     WEIGHTS = 4  # whole weights around their use
-    NOTICE = 5  # which unit's weights, see Comm.announce
+    NOTICE = 5  # where a rank is, see engine/meeting.py
 
 
-@dataclass
-class Notice:
-    """An announcement under way: of each rank what it does next and a digest of its history, (world_size, 2) int64."""
-
-    rows: torch.Tensor
-    works: Iterator[dist.Work]  # that were not waited for
-
-
-# Tags of one backward: ranks that left one early never pair the next one's messages with those of the old.
+# Tags of one backward: ranks that left one early never pair the next one's messages with those of the old. Until ranks part
+# (Comm.start_anew) one half of a kind's tags is for messages of something by its number: so what differs never meets, not even
+# before ranks notice that they go different ways (gloo ends the process where sizes differ).
 _TAGS_A_BACKWARD = 1 << 14
+_TAGS_A_NUMBER = 1 << 4
+_TAGS_OF_NUMBERS = 1 << 19
+_TAGS_UNTIL_PARTING = 1 << 20
 _TAGS_A_KIND = 1 << 28
 
 
@@ -54,12 +51,14 @@ _TAGS_A_KIND = 1 << 28
 class _Place:
     """A process group that engines take one after the other; `group` is None for the one that the user gave.
 
-    in_backward: one has begun and not ended. spoiled: one was left, or a wait failed: messages that nobody took may lie there.
+    in_backward: one has begun and not ended. broken: a wait failed. spoiled: it did, or a backward was left, or ranks parted:
+    messages that nobody took may lie there.
     """
 
     group: dist.ProcessGroup | None
     taken: bool = False
     in_backward: bool = False
+    broken: bool = False
     spoiled: bool = False
 
     def release(self) -> None:
@@ -104,7 +103,8 @@ class Comm:
         self.device = torch.device("cpu")  # where small messages travel
         if self.uses_nccl:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
-        self._count = dict.fromkeys(Traffic, 0)
+        self.partings = 0  # how often ranks went different ways, and all learned of it
+        self._count: Counter[tuple[Traffic, int | None]] = Counter()
         self._place = _Place(None)
 
     def separate(self) -> None:
@@ -147,33 +147,51 @@ class Comm:
         return self.uses_nccl or self.world_size == 1
 
     @property
-    def spoiled(self) -> bool:
-        """Whether ranks went different ways, or a wait failed: what is in flight may never come."""
-        return self._place.spoiled
+    def broken(self) -> bool:
+        """Whether a wait failed: nothing that is in flight may be waited for."""
+        return self._place.broken
+
+    def start_anew(self) -> None:
+        """Give messages other tags from now on, as every rank does at this point: some of the old may never be taken."""
+        self._place.spoiled = True
+        self._place.in_backward = False
+        self.partings += 1
+        self._count.clear()
 
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
         self._place.spoiled |= self._place.in_backward
         self._place.in_backward = True
-        self._count[Traffic.BACKWARD] = (self._count[Traffic.BACKWARD] // _TAGS_A_BACKWARD + 1) * _TAGS_A_BACKWARD
+        key = Traffic.BACKWARD, None
+        self._count[key] = (self._count[key] // _TAGS_A_BACKWARD + 1) * _TAGS_A_BACKWARD
 
     def end_backward(self) -> None:
         """Say that every message of this backward was sent and taken."""
         self._place.in_backward = False
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        kind: Traffic,
+        ranks: Sequence[int] | None = None,
+        of: int | None = None,
     ) -> list[dist.Work]:
         """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order), which include this one.
 
-        `received` gets a piece from each other rank, in the same order. This rank's own piece need not move: what
-        `received` holds in its place is undefined. With gloo pieces go pairwise: measured a third faster than its all_to_all.
+        of: the number of what this is, if that rather than the order of calls tells which messages belong together. `received`
+        gets a piece from each other rank, in the same order. This rank's own piece need not move: what `received` holds in its
+        place is undefined. With gloo pieces go pairwise: measured a third faster than its all_to_all.
         """
         if self.uses_nccl and ranks is None:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return [work] if work is not None else []
         ranks = range(self.world_size) if ranks is None else ranks
-        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks)
+        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks, of)
+
+    def all_to_nobody(self, sink: torch.Tensor, zeros: torch.Tensor, kind: Traffic, ranks: Sequence[int], of: int) -> list[Any]:
+        """Take part in all_to_all(of=of) with the piece `zeros` for everyone, and put all pieces into `sink`. Not on NCCL."""
+        return self._exchange([zeros] * len(ranks), [sink] * len(ranks), kind, ranks, of)
 
     def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor) -> list[dist.Work]:
         """Start adding `sent` over all ranks as the backend does it; `received` gets this rank's piece (Topology.place)."""
@@ -187,10 +205,12 @@ class Comm:
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
         return [work] if work is not None else []
 
-    def all_gather(self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None) -> list[dist.Work]:
+    def all_gather(
+        self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None, of: int | None = None
+    ) -> list[dist.Work]:
         """Start filling `whole`, an equal piece for each of `ranks` (default: all, in order), this rank's own already in place.
 
-        With gloo the pieces go pairwise: measured three times faster there than its all_gather.
+        of: see all_to_all. With gloo the pieces go pairwise: measured three times faster there than its all_gather.
         """
         in_order = ranks is None or ranks == range(self.world_size)
         ranks = range(self.world_size) if ranks is None else ranks
@@ -202,16 +222,29 @@ class Comm:
             work = _all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True)
             return [work] if work is not None else []
         places = _pieces(whole, len(ranks))
-        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks)
+        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
+
+    def _tag(self, kind: Traffic, of: int | None) -> int:
+        self._count[kind, of] += 1
+        number = self._count[kind, of]
+        if of is None:
+            number %= _TAGS_OF_NUMBERS
+        else:
+            number = _TAGS_OF_NUMBERS + (of * _TAGS_A_NUMBER + number % _TAGS_A_NUMBER) % _TAGS_OF_NUMBERS
+        return kind * _TAGS_A_KIND + (self.partings * _TAGS_UNTIL_PARTING + number) % _TAGS_A_KIND
 
     def _exchange(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], kind: Traffic, ranks: Sequence[int]
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        kind: Traffic,
+        ranks: Sequence[int],
+        of: int | None,
     ) -> list[dist.Work]:
         """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own."""
         if sent[0].numel() == 0:
             return []
-        self._count[kind] += 1
-        tag = kind * _TAGS_A_KIND + self._count[kind] % _TAGS_A_KIND
+        tag = self._tag(kind, of)
         me, size = ranks.index(self.rank), len(ranks)
         operations: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
@@ -220,7 +253,8 @@ class Comm:
             operations.append((dist.isend, sent[target], self._global(ranks[target])))
         if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
             return dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
-        works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
+        with _explained():
+            works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
@@ -235,35 +269,6 @@ class Comm:
             whole[self.rank].copy_(row)
             wait_all(self.all_gather(whole, kind or Traffic.READ))
         return whole
-
-    def announce(self, what: int, history: int = 0) -> "Notice | None":
-        """Start to tell every rank what this one does next, and a digest of what it did before.
-
-        NCCL has no tags that would keep these messages apart from others: there nothing is told.
-        """
-        if self.world_size == 1 or self.uses_nccl:
-            return None
-        rows = torch.zeros(self.world_size, 2, dtype=torch.int64, device=self.device)
-        rows[self.rank, 0], rows[self.rank, 1] = what, history
-        return Notice(rows, iter(self.all_gather(rows, Traffic.NOTICE)))
-
-    def check(self, notice: "Notice | None", names: Callable[[int], str]) -> bool:
-        """Raise RuntimeError if another rank announced something else; returns whether all have the same history.
-
-        names: describes what was announced.
-        """
-        if notice is None:
-            return True
-        wait_all(notice.works)
-        said = notice.rows[:, 0].tolist()
-        if any(what != said[0] for what in said):
-            self._place.spoiled = True
-            ranks: dict[int, list[int]] = {}
-            for rank, what in enumerate(said):
-                ranks.setdefault(what, []).append(rank)
-            lines = (f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))} at {names(what)}" for what, r in ranks.items())
-            raise different_ways("; ".join(lines))
-        return bool((notice.rows[:, 1] == notice.rows[0, 1]).all())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -350,6 +355,7 @@ def _explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         for place in (place for places in _places.values() for place in places):
+            place.broken |= place.taken
             place.spoiled |= place.taken
         raise RuntimeError(
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "

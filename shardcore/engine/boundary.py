@@ -28,6 +28,7 @@ class Boundary:
 
     def __init__(self) -> None:
         self._callback: weakref.ref[_Callback] | None = None
+        self._failed = False
 
     def begin(self, end: Callable[[], None]) -> None:
         """Let autograd call `end` when the backward that is under way ends."""
@@ -37,7 +38,11 @@ class Boundary:
 
     def clear(self) -> None:
         """Forget the backward: it ended, or what it left has been dropped."""
-        self._callback = None
+        self._callback, self._failed = None, False
+
+    def fail(self) -> None:
+        """Learn that the backward ended in an error, whoever still holds its callback (the error's traceback does)."""
+        self._callback, self._failed = None, True
 
     @property
     def under_way(self) -> bool:
@@ -47,7 +52,7 @@ class Boundary:
     @property
     def failed(self) -> bool:
         """Whether the last backward ended in an error."""
-        return self._callback is not None and self._callback() is None
+        return self._failed or (self._callback is not None and self._callback() is None)
 
 
 def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Callable[[T], None]) -> None:

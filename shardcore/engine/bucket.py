@@ -175,6 +175,23 @@ class Bucket:
         """View the owned range of a whole-bucket buffer."""
         return whole[self.owned[0] : self.owned[1]]
 
+    def replace_grad(self, grad: torch.Tensor, pool: "BufferPool") -> None:
+        """Let `grad` be the reduced gradient; what was before goes to the pool."""
+        if self.grad is not None:
+            pool.give(self.grad)
+        self.grad = grad
+
+    def sum_buffer(self, dtype: torch.dtype, pool: "BufferPool") -> torch.Tensor:
+        """Return the reduced gradient in the dtype that sums have; a first gradient kept as it was is converted."""
+        old = self.grad
+        if old is None or old.dtype != dtype:
+            self.grad = pool.keep(self.owned_numel, dtype)
+            if old is not None:
+                _C.cast([self.grad], [old])
+                pool.give(old)
+        assert self.grad is not None
+        return self.grad
+
     def piece_slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
         """View one rank's piece (Topology.place) of a buffer of the owned range: all of it, unless others own that, too."""
         start, end = self.layout.shard_range(place)

@@ -33,7 +33,15 @@ from shardcore.optim import MASTERED_DTYPES, check_max_norm, step_tensor
 logger = logging.getLogger("shardcore")
 
 # What users call on every rank to read whole values.
-_READS = ("optimizer.state_dict", "state_dict", "full_grad", "full_state", "clip_grad_norm_", "load_sharded_state_dict")
+_READS = (
+    "optimizer.state_dict",
+    "state_dict",
+    "full_grad",
+    "full_state",
+    "clip_grad_norm_",
+    "sharded_state_dict",
+    "load_sharded_state_dict",
+)
 
 
 class Engine:
@@ -216,7 +224,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
-        self.together("optimizer.state_dict", self.updater.accept_weight_edits)
+        self.read_all("optimizer.state_dict", "the optimizer")
         scale = self.scaler.state()
         return self.state_io.state_dict() | ({} if scale is None else {"loss_scale": scale})
 
@@ -287,7 +295,7 @@ class Engine:
         rows = self.comm.gather_rows(part, Traffic.READ).cpu()
         return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
-    def together(self, op: str, check: Callable[[], str | None]) -> None:
+    def together(self, op: str, check: Callable[[], str]) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
         What `check` returns says which value is read, where there are several: it has to be the same on every rank.
@@ -318,6 +326,15 @@ class Engine:
                 raise ValueError(f"{op}: rank {rank} refused; its own error says why")
             if there != here:
                 raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
+
+    def read_all(self, op: str, what: str) -> None:
+        """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""
+
+        def check() -> str:
+            self.updater.accept_weight_edits()
+            return f"that of {what}"
+
+        self.together(op, check)
 
     # --- whole values of one parameter --------------------------------------------------------------------------------
 

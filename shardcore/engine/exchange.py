@@ -6,8 +6,9 @@ that it gets for its own, in rank order, in float32. The sum of one level is wha
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool
+from shardcore.engine.meeting import Meetings, Notice
 
 MAX_IN_FLIGHT = 2
 
@@ -39,10 +41,14 @@ class Parts:
 
 @dataclass
 class _Flight:
-    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent."""
+    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent.
+
+    notice: what announced them.
+    """
 
     bucket: Bucket
     whole: torch.Tensor
+    notice: Notice | None
     level: int
     sent: torch.Tensor
     received: torch.Tensor
@@ -57,28 +63,30 @@ class Exchange:
         comm: Comm,
         pool: BufferPool,
         finish: Callable[[Bucket, torch.Tensor, Parts], None],
-        before_wait: Callable[[], None],
+        meetings: Meetings,
+        buckets: Sequence[Bucket],
         backend_sums: bool = False,
     ) -> None:
-        """Exchange over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
-        self.comm, self.pool, self._finish, self._before_wait = comm, pool, finish, before_wait
+        """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
+        self.comm, self.pool, self._finish, self._meetings = comm, pool, finish, meetings
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._flights: deque[_Flight] = deque()
-        self._lost: list[_Flight] = []
+        self._lost: list[Any] = []
 
-    def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """Start with one bucket; those that are too many in flight are finished."""
+    def send(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None) -> None:
+        """Start with one bucket, which `notice` announced; those that are too many in flight are finished."""
         if self.comm.world_size == 1:
             self._finish(bucket, whole, Parts(whole, 1, whole, 0))
             return
         self.drain(MAX_IN_FLIGHT - 1)  # before the next one takes memory
-        self._start(bucket, whole, 0, whole)
+        self._start(bucket, whole, notice, 0, whole)
 
     def drain(self, keep: int = 0) -> None:
         """Wait and go on until at most `keep` buckets are in flight."""
         while len(self._flights) > keep:
-            self._before_wait()
+            self._meetings.check(self._flights[0].notice)
             flight = self._flights.popleft()
             wait_all(flight.works)
             parts = self._parts(flight)
@@ -87,12 +95,29 @@ class Exchange:
             else:
                 partial = self.pool.take(parts.own.numel(), torch.float32)
                 parts.add_up(1.0, partial)
-                self._start(flight.bucket, flight.whole, flight.level + 1, partial)
+                self._start(flight.bucket, flight.whole, flight.notice, flight.level + 1, partial)
             self._give_back(flight)
 
-    def abandon(self) -> None:
-        """Wait for what is in flight and drop it. If ranks went different ways it may come late or never: memory is kept."""
-        if self.comm.spoiled:
+    def send_nothing(self, rest: Sequence[tuple[Bucket, torch.dtype]]) -> None:
+        """Take part with zeros in what is left of each flight, and of buckets (and the dtype that travels) that never took off.
+
+        Others may wait for that before they learn that this rank will not go on. Nobody waits for it here.
+        """
+        levels = range(len(self._levels))
+        left = [(flight.bucket, level, torch.float32) for flight in self._flights for level in levels[flight.level + 1 :]]
+        left += [(bucket, level, torch.float32 if level else dtype) for bucket, dtype in rest for level in levels]
+        if self._backend_sums or not left:
+            return
+        sizes = [b.layout.numel // prod(map(len, self._levels[: level + 1])) * dtype.itemsize for b, level, dtype in left]
+        zeros, sink = torch.zeros(2, max(sizes), dtype=torch.uint8, device=self.comm.device).unbind()
+        for (bucket, level, _), size in zip(left, sizes, strict=True):
+            ranks, number = self._levels[level], self._tag_number(bucket, level)
+            self._lost += self.comm.all_to_nobody(sink[:size], zeros[:size], Traffic.BACKWARD, ranks, number)
+        self._lost += [zeros, sink]
+
+    def abandon(self, parted: bool) -> None:
+        """Drop what is in flight, once it is here. If ranks parted it may come late or never: its memory is kept."""
+        if parted or self.comm.broken:
             self._lost += self._flights
             self._flights.clear()
         for flight in self._flights:
@@ -109,15 +134,19 @@ class Exchange:
         own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
         return Parts(flight.received, len(ranks), own, number)
 
-    def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+    def _start(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None, level: int, sent: torch.Tensor) -> None:
         ranks = self._levels[level]
         if self._backend_sums:
             received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
             works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent)
         else:
             received = self.pool.take(sent.numel(), sent.dtype)
-            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, ranks if len(self._levels) > 1 else None)
-        self._flights.append(_Flight(bucket, whole, level, sent, received, works))
+            several = ranks if len(self._levels) > 1 else None
+            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, several, of=self._tag_number(bucket, level))
+        self._flights.append(_Flight(bucket, whole, notice, level, sent, received, works))
+
+    def _tag_number(self, bucket: Bucket, level: int) -> int:
+        return len(self._levels) * self._number[bucket] + level
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)

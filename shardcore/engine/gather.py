@@ -25,6 +25,7 @@ class Gatherer:
         self._comm, self._alone = comm, len(comm.sharers) == 1
         self.apart = tiered or not self._alone
         cuda = tiered and device.type == "cuda"
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -43,7 +44,14 @@ class Gatherer:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if arrived is not None:
                 arrived.wait()
-            return [*self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._comm.sharers)]
+            return self._gather_from(bucket, self._comm.sharers, 2 * self._number[bucket])
+
+    def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
+        """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
+        return self._gather_from(bucket, keepers, 2 * self._number[bucket] + 1)
+
+    def _gather_from(self, bucket: Bucket, ranks: Sequence[int], number: int) -> list[Any]:
+        return [*self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, ranks, of=number)]
 
     def wait(self, gathers: Iterable[Any]) -> None:
         """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""

@@ -1,51 +1,109 @@
 """Points that every rank comes to in the same order. Each tells the others where it is, so that ranks which go different ways
 all get the same error at once, and none waits for the process group's timeout.
 
-Messages of NCCL cannot be told apart by tags: there nothing is told (Comm.announce), and its own watchdog ends the wait.
+Note [Parting]: announcements are checked in the order in which they were made, so every rank finds the same first one at which
+ranks differ. From there all start anew: with tags of their own, and with nothing learned. What was announced before it was sent
+by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
+
+Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the wait.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from shardcore.comm import Comm, Notice, different_ways, first_difference
+import torch
+
+from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
 
 BACKWARD = "a backward"
+LOCAL_BACKWARD = "a backward that reduces nothing"
 END_OF_FORWARD = "the end of forward"
 END_OF_BACKWARD = "the end of backward"
 STEP = "a step"
 READ = "a read of whole values"
 REFUSAL = "an error of its own"
-_POINTS = (BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
+_POINTS = (BACKWARD, LOCAL_BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
+
+
+@dataclass(eq=False)
+class Notice:
+    """An announcement: of each rank what it does next and a digest of its history, (world_size, 2) int64.
+
+    agreed: every rank is known to have announced the same.
+    """
+
+    rows: torch.Tensor
+    works: Iterator[Any]  # that were not waited for
+    agreed: bool = False
 
 
 class Meetings:
     """Announces where this rank is: at one of the points above, or at the weights of a unit (stage 3)."""
 
-    def __init__(self, comm: Comm, units: Sequence[str], before: Callable[[], None] = lambda: None) -> None:
-        """Announce over `comm`; `units` are the names of all units, in the same order on every rank.
-
-        before: makes what is to be announced before the next meeting.
-        """
-        self._comm, self._before = comm, before
+    def __init__(self, comm: Comm, units: Sequence[str]) -> None:
+        """Announce over `comm`; `units` are the names of all units, in the same order on every rank."""
+        self._comm = comm
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
+        self._unchecked: deque[Notice] = deque()
+        self._lost: list[Notice] = []
+        self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
+        self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
     def start(self, point: str) -> Notice | None:
         """Tell the others that this rank has come to `point`; see `check`."""
-        return self._comm.announce(_POINTS.index(point))
+        return self._announce(_POINTS.index(point))
 
-    def start_unit(self, index: int) -> Notice | None:
+    def start_weights(self, index: int) -> Notice | None:
         """Tell the others that this rank gathers the weights of unit `index`; see `check`."""
-        return self._comm.announce(len(_POINTS) + index)
+        return self._announce(len(_POINTS) + index)
+
+    def _announce(self, what: int, history: int = 0) -> Notice | None:
+        if self._comm.world_size == 1 or self._comm.uses_nccl:
+            return None
+        rows = torch.zeros(self._comm.world_size, 2, dtype=torch.int64, device=self._comm.device)
+        rows[self._comm.rank, 0], rows[self._comm.rank, 1] = what, history
+        notice = Notice(rows, iter(self._comm.all_gather(rows, Traffic.NOTICE)))
+        self._unchecked.append(notice)
+        return notice
+
+    def sent_by_all(self, notice: Notice | None) -> bool:
+        """Whether what `notice` announced is sent by every rank, as far as this one knows by now, and can be waited for."""
+        return not self._comm.broken and (notice is None or notice.agreed)
 
     def check(self, notice: Notice | None) -> None:
-        """Wait until every rank has said where it is; RuntimeError if one is elsewhere."""
-        self._comm.check(notice, self._names.__getitem__)
+        """Wait until every rank has said where it is; RuntimeError if one is elsewhere (Note [Parting])."""
+        while notice is not None and not notice.agreed:
+            if notice not in self._unchecked:
+                raise different_ways("they did so before this call")
+            first = self._unchecked[0]
+            wait_all(first.works)
+            ranks: dict[int, list[int]] = {}
+            for rank, what in enumerate(first.rows[:, 0].tolist()):
+                ranks.setdefault(what, []).append(rank)
+            if len(ranks) > 1:
+                self.part()
+                lines = (f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))} at {self._names[w]}" for w, r in ranks.items())
+                raise different_ways("; ".join(lines))
+            first.agreed = True
+            self._unchecked.popleft()  # last: until here an interrupt lets all of this be done again
 
     def meet(self, point: str, order: Sequence[str] = ()) -> None:
         """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective."""
-        self._before()
-        notice = self._comm.announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
-        if self._comm.check(notice, self._names.__getitem__):
-            return
-        difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
-        raise different_ways(str(difference))
+        self.before()
+        notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
+        self.check(notice)
+        if notice is not None and (notice.rows[:, 1] != notice.rows[0, 1]).any():
+            difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
+            self.part()
+            raise different_ways(str(difference))
+
+    def part(self) -> None:
+        """Start anew, as every rank does at this point. See Note [Parting]."""
+        for call in self.on_parting:
+            call()
+        self._lost += self._unchecked
+        self._unchecked.clear()
+        self._comm.start_anew()

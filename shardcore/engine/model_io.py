@@ -33,9 +33,9 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
         for index, unit in enumerate(engine.lazy.units):  # before the user's own hooks, which may read weights, too
             unit.module.register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
     model.register_forward_hook(_AfterForward(engine))
-    for module in model.modules():
+    for name, module in model.named_modules():
         if any(param in engine.managed for param in module.parameters()):
-            module.register_state_dict_post_hook(_WholeStateDict(engine, is_root=module is model))
+            module.register_state_dict_post_hook(_WholeStateDict(engine, name))
         if any(param in engine.managed for param in module._parameters.values() if param is not None):
             load = _LoadIntoMaster(engine)
             module.register_load_state_dict_pre_hook(load.before)
@@ -153,14 +153,14 @@ class _AfterPart(_UnitHook):
 class _WholeStateDict(_EngineHook):
     """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
 
-    def __init__(self, engine: Engine | None, is_root: bool) -> None:
+    def __init__(self, engine: Engine | None, name: str) -> None:
         super().__init__(engine)
-        self.is_root = is_root
+        self.name = name
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if self.engine is None or (prefix and not self.is_root):  # a submodule on the way of the root's state_dict
+        if self.engine is None or (prefix and self.name):  # a submodule on the way of the root's state_dict
             return
-        self.engine.together("state_dict", self.engine.updater.accept_weight_edits)
+        self.engine.read_all("state_dict", self.name or "the model")
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
         param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.engine.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}

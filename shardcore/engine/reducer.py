@@ -6,8 +6,10 @@ computes on; csrc/reduce then sums them in rank order in float32. The order of c
 ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
 Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Others wait for what this rank
-was to send, so it sends it all the same, whatever it holds, and tells them that it failed (below stage 3, where the gathers of
-weights tell): then every rank drops its gradients.
+was to send, so it sends it all the same, and tells them that it failed: then every rank drops its gradients. At stage 3, where
+they also wait for it to gather weights, it tells them in place of its next announcement, and sends zeros.
+Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of
+backward. At stage 3 it is sent before ends of backward meet: others may have sent theirs, and wait for this rank's to go on.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
 checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
 every rank; also where the bucket is still here, or the order of sums would depend on units.
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Notice, Traffic, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.boundary import Boundary, watch
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
@@ -30,7 +32,7 @@ from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
 from shardcore.engine.lazy import LazyStep, held_back_interrupts
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.meeting import BACKWARD, Meetings
+from shardcore.engine.meeting import BACKWARD, LOCAL_BACKWARD, REFUSAL, Meetings, Notice
 from shardcore.engine.trace import scope
 from shardcore.engine.use import agree_on_use
 from shardcore.engine.weights import Weights
@@ -65,7 +67,7 @@ class Reducer:
         self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
         self.pool = BufferPool(device, self._forget)
         self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._exchange = Exchange(comm, self.pool, self._finish, self._check_way, policy.backend_sums)
+        self._exchange = Exchange(comm, self.pool, self._finish, meetings, self.buckets, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -74,7 +76,9 @@ class Reducer:
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
+        meetings.on_parting.append(self._serve)
         self._boundary = Boundary()
+        self._partings, self._serving = 0, False  # Comm.partings when it began; whether others wait for it (stage 3)
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
         self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
@@ -108,17 +112,19 @@ class Reducer:
         elif self._stepped:
             self._tell_of_old_grads()
         self._boundary.begin(self._end_backward)
-        self._any_grad = self._told_use = False
+        self._partings = self.comm.partings
+        self._any_grad = self._told_use = self._sent_any = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-        self._next, self._sent_any = 0, False
+        self._next = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.weights is not None:
+            self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD)
+            self._serving = self._reducing
             self.weights.begin_backward()
 
     def end_step(self) -> None:
         """Learn that a step used the gradients."""
-        self.backwards = 0
-        self._stepped = any(bucket.reduced for bucket in self.buckets)
+        self.backwards, self._stepped = 0, any(bucket.reduced for bucket in self.buckets)
 
     def _tell_of_old_grads(self) -> None:
         if not self._told and self.comm.rank == 0:
@@ -133,12 +139,17 @@ class Reducer:
         if not self._boundary.failed or self._settling:
             return
         self._failed = backwards = self.backwards + 1
-        telling = self.comm.world_size > 1 and self.weights is None
+        unknown = self._partings == self.comm.partings and not self.comm.broken  # to the others, that this one failed
+        telling = self.comm.world_size > 1 and self.weights is None and unknown
         try:
             self._settling = True
-            if telling and self._reducing and not self._told_use and not self.comm.spoiled:
-                with suppress(RuntimeError):  # that a rank failed, or one has left
+            with suppress(RuntimeError):  # that a rank failed, or one has left
+                if telling and self._reducing and not self._told_use:
                     self._reduce_rest()
+                elif self.weights is not None and unknown and (notice := self._meetings.start(REFUSAL)) is not None:
+                    self._serve()
+                    self._meetings.check(notice)
+                    self._meetings.part()  # all failed alike
         finally:
             self._settling = False
             with held_back_interrupts():  # or what is left of it would be added to the next one's
@@ -149,15 +160,20 @@ class Reducer:
 
     def _drop_all(self) -> None:
         self._boundary.clear()
-        self._exchange.abandon()
-        if self.comm.spoiled:
-            self._gathers.clear()
+        self._exchange.abandon(parted=self._partings != self.comm.partings)
+        self._gathers = [] if self.comm.broken else self._gathers
         self._wait_gathers()
         self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
         self.zero()
         self.dropped = True
+
+    def _serve(self) -> None:
+        """Send zeros to whoever waits for this rank, which leaves its backward. See Note [Failed backwards]."""
+        serving, self._serving = self._serving, False
+        if serving:
+            self._exchange.send_nothing([(bucket, self._sent_dtype(bucket)) for bucket in self.buckets[self._next :]])
 
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
@@ -190,7 +206,10 @@ class Reducer:
                 self._launch_next()
 
     def _end_backward(self) -> None:
+        self._boundary.fail()  # unless this comes to its end
         if self.weights is not None:
+            if self._reducing and self._any_grad:
+                self._launch_rest()  # Note [Unused here only]
             self.weights.end_backward()
         self.scaler.end_backward(self._any_grad)
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
@@ -198,6 +217,7 @@ class Reducer:
         elif self._reducing:
             self._reduce_rest()
         with held_back_interrupts():  # one that was interrupted before has failed
+            self._serving = False
             self._boundary.clear()
             self.backwards += self._any_grad
             self.dropped &= not self._any_grad
@@ -209,9 +229,13 @@ class Reducer:
             self._reduce_rest()
 
     @torch.no_grad()
-    def _reduce_rest(self) -> None:
+    def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()
+
+    @torch.no_grad()
+    def _reduce_rest(self) -> None:
+        self._launch_rest()
         self._exchange.drain()
         late, failed = agree_on_use(self.comm, self.device, self.params, self._late_params, self._failed)
         self._told_use = True
@@ -232,8 +256,8 @@ class Reducer:
         self.show_grads()
 
     def _wait_gathers(self) -> None:
-        wait_all(self._gathers)  # once each: gloo's receive cannot be waited for twice
-        self._gathers.clear()
+        works, self._gathers = self._gathers, []  # once each: gloo's receive cannot be waited for twice
+        wait_all(works)
 
     def _drop_for(self, rank: int) -> None:
         """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
@@ -248,17 +272,12 @@ class Reducer:
             "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"
         )
 
-    def _check_way(self) -> None:
-        """Raise RuntimeError if a rank is elsewhere: before the first wait."""
-        notice, self._notice = self._notice, None
-        self._meetings.check(notice)
-
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
     def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
         """The whole-bucket buffer that local gradients are written to. Its dtype is the same on every rank."""
         if bucket.wire is None:
-            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else self.policy.travels_as(bucket.dtype))
+            bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else self._sent_dtype(bucket))
         return bucket.wire
 
     def _late_buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -283,20 +302,24 @@ class Reducer:
         whole = self._collect_buffer(bucket)
         bucket.wire = None
         bucket.zero_unused(whole)
-        narrow = self.policy.travels_as(torch.float32)  # what was added locally, unless a dtype was chosen
-        if whole.dtype == torch.float32 != narrow:
-            sums, whole = whole, self._take_full(bucket, narrow).copy_(whole)
+        dtype = self._sent_dtype(bucket)
+        if whole.dtype != dtype:
+            sums, whole = whole, self._take_full(bucket, dtype).copy_(whole)
             self._release_full(bucket, sums)
         self._launch(bucket, whole)
+
+    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
+        """The dtype that travels: of what was added locally float32, unless one was chosen."""
+        return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
 
     def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
         with scope("reduce", bucket.unit):
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-                if self.weights is None:  # else the gathers of weights tell, and buckets are complete when they are
+                if self.weights is None:
                     self._notice = self._meetings.start(BACKWARD)
-            self._exchange.send(bucket, whole)
+            self._exchange.send(bucket, whole, self._notice)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
@@ -311,7 +334,7 @@ class Reducer:
             bucket.reduced = True
             return
         if alone and as_it_is:
-            self._replace_grad(bucket, whole)  # nothing to sum: the gradient as it is
+            bucket.replace_grad(whole, self.pool)  # nothing to sum: the gradient as it is
             bucket.sq_norm = _C.sq_norm([whole])
         elif alone and late:
             assert bucket.grad is not None
@@ -319,8 +342,8 @@ class Reducer:
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
-                self._replace_grad(bucket, whole)  # its pieces have left: the same memory takes the result
-            grad = self._sum_buffer(bucket)
+                bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
+            grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             topology, rank = self.comm.topology, self.comm.rank
             with scope("sum", bucket.unit):
                 bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
@@ -331,22 +354,6 @@ class Reducer:
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)
-
-    def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:
-        if bucket.grad is not None:
-            self.pool.give(bucket.grad)
-        bucket.grad = grad
-
-    def _sum_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's gradient in the dtype that sums have; a first gradient kept as it was is converted."""
-        old, dtype = bucket.grad, self.policy.grad_dtype
-        if old is None or old.dtype != dtype:
-            bucket.grad = self.pool.keep(bucket.owned_numel, dtype)
-            if old is not None:
-                _C.cast([bucket.grad], [old])
-                self.pool.give(old)
-        assert bucket.grad is not None
-        return bucket.grad
 
     # --- between backwards --------------------------------------------------------------------------------------------
 

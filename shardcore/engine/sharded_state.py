@@ -136,7 +136,7 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 @torch.no_grad()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
-    engine.together("state_dict", engine.updater.accept_weight_edits)
+    engine.read_all("sharded_state_dict", "the model")
     found: dict[torch.Tensor, torch.Tensor] = {}
     for _, tensor in _named(engine.model):
         bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
@@ -154,7 +154,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
     named = dict(_named(engine.model))
 
-    def check() -> None:
+    def check() -> str:
         _check_names(named, state)
         for name, tensor in named.items():
             bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
@@ -164,6 +164,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
         if engine.weights is not None and any(unit.open for unit in engine.weights.units):
             raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
+        return "that of the model"
 
     engine.together(_OP, check)
     name_of = {tensor: name for name, tensor in named.items()}
@@ -184,7 +185,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 @torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the states by "parameter.key": `Shards`, and each parameter's step count. Collective."""
-    engine.together("optimizer.state_dict", engine.updater.accept_weight_edits)
+    engine.read_all("sharded_state_dict", "the optimizer")
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
         found[f"{name}.step"] = step_tensor(managed.step)
@@ -204,11 +205,12 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         if key != "master"
     }
 
-    def check() -> None:
+    def check() -> str:
         _check_names(keys, state)
         for name, (bucket, managed) in keys.items():
             if not name.endswith(".step"):
                 _check_ranges(name, bucket, managed, state[name])
+        return "that of the optimizer"
 
     engine.together(_OP, check)
     rounded: list[str] = []

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.comm import Notice
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.meeting import Notice
 
 
 @dataclass(eq=False)

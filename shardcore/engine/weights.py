@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic
+from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.gather import Gatherer
 from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
@@ -49,7 +49,9 @@ class Weights:
         them together, a part each. lazy: may still update the shards after a step.
         """
         self.units, self.comm, self.lazy = list(units), comm, lazy
-        self.meetings = Meetings(comm, [unit.name for unit in units], self._start_owed)
+        self.meetings = Meetings(comm, [unit.name for unit in units])
+        self.meetings.before = self._start_owed
+        self.meetings.on_parting.append(self._forget)
         self._owed: Unit | None = None  # see _start_ahead
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
@@ -58,6 +60,8 @@ class Weights:
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._gatherer = Gatherer(list(self._unit_of), comm, device)
         self._forward, self._backward = Order[Unit](), Order[Unit]()
+        self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
+        self._lost: list[Any] = []  # gathers that may never end, and their memory
         self._scratch: list[tuple[Unit, Managed]] = []
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         for method in ("before_forward", "after_forward", "before_part", "after_part", "begin_forward", "end_forward"):
@@ -112,7 +116,7 @@ class Weights:
         gathers: list[Any] = []
         with held_back_interrupts(), scope("gather", unit.name), torch.no_grad():
             try:
-                unit.notice = self.meetings.start_unit(self.units.index(unit))
+                unit.notice = self.meetings.start_weights(self.units.index(unit))
                 self._fill(unit, gathers)
             finally:
                 unit.gathers = iter(gathers)
@@ -128,7 +132,7 @@ class Weights:
                 part = unit.kept.pop(0)
                 self._kept_part(bucket).copy_(part)
                 self.pool.give(part)
-                gathers += self.comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._keepers)
+                gathers += self._gatherer.gather_kept(bucket, self._keepers)
             else:
                 arrivals.append((bucket, self._gatherer.bring(bucket)))
         for bucket, arrived in arrivals:
@@ -141,8 +145,29 @@ class Weights:
             self.meetings.check(unit.notice)
             self._gatherer.wait(unit.gathers or ())
         except Exception:
-            unit.gathers = None
+            self._lose(unit)
             raise
+
+    def _lose(self, unit: Unit) -> None:
+        """Give up what is being gathered; it may still come, into memory that is kept."""
+        if unit.gathers is not None:
+            self._lost.append((unit.gathers, [bucket.let_go() for bucket in unit.buckets]))
+            unit.gathers = None
+
+    def _forget(self) -> None:
+        """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
+        self._parted, self._owed = True, None
+        self._forward, self._backward = Order[Unit](), Order[Unit]()
+        for unit in self.units:
+            unit.guest = None
+            if not self.meetings.sent_by_all(unit.notice):
+                self._lose(unit)
+
+    def _start_anew(self) -> None:
+        """If ranks went different ways, let go of what only some of them have."""
+        if self._parted:
+            self._parted = False
+            self.close_all()
 
     @contextmanager
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
@@ -233,6 +258,7 @@ class Weights:
     def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
         """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective."""
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
+        self._start_anew()
         for unit in chosen:
             self._open(unit)
             unit.held += 1
@@ -275,6 +301,7 @@ class Weights:
                 f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
+        self._start_anew()
         order = self._backward if in_backward() else self._forward
         self._open(unit)
         order.use(unit)
@@ -284,6 +311,7 @@ class Weights:
     def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
         if not in_backward():
+            self._start_anew()
             self._forward.begin()
 
     def end_forward(self) -> None:
@@ -343,6 +371,7 @@ class Weights:
     def before_part(self, index: int, part: nn.Module) -> None:
         """Make unit `index` ready for a module inside it that is called on its own (`model.lm_head(x)`)."""
         unit = self.units[index]
+        self._start_anew()
         if not unit.open:
             unit.guest = part
             self._use(unit)

@@ -113,8 +113,8 @@ class Watched:
         patch.setattr(Comm, "all_gather", self._counting(Comm.all_gather))
 
     def _sampling(self, method: Any) -> Any:
-        def sampled(*args: Any) -> Any:
-            result = method(*args)
+        def sampled(*args: Any, **of: Any) -> Any:
+            result = method(*args, **of)
             if self.model is not None:
                 report = shardcore.memory_report(self.model)
                 held = {
@@ -127,14 +127,14 @@ class Watched:
         return sampled
 
     def _counting(self, method: Any) -> Any:
-        def counted(comm: Comm, tensor: torch.Tensor, *rest: Any) -> Any:
+        def counted(comm: Comm, tensor: torch.Tensor, *rest: Any, **of: Any) -> Any:
             kind = next((item for item in rest if isinstance(item, Traffic)), Traffic.BACKWARD)  # reduce_scatter has no other
             ranks = len(rest[-1]) if isinstance(rest[-1], Sequence) else comm.world_size
             whole = max([tensor, *(item for item in rest if isinstance(item, torch.Tensor))], key=torch.Tensor.numel)
             if kind != Traffic.NOTICE and ranks > 1 and whole.numel():
                 self.sent["collectives"] += 1
                 self.sent["bytes"] += whole.nbytes // ranks * (ranks - 1)
-            return method(comm, tensor, *rest)
+            return method(comm, tensor, *rest, **of)
 
         return counted
 

@@ -49,9 +49,9 @@ def _sent(rank: int, world_size: int, reduce_dtype: str | None, locally: bool) -
     comm = optimizer._engine.comm
     send = comm.all_to_all
 
-    def spy(received: torch.Tensor, sent: torch.Tensor, *where: Any) -> Any:
+    def spy(received: torch.Tensor, sent: torch.Tensor, *where: Any, **of: Any) -> Any:
         dtypes.update([str(sent.dtype), str(received.dtype)])
-        return send(received, sent, *where)
+        return send(received, sent, *where, **of)
 
     comm.all_to_all = spy
     loss_of(model, batch_of(0, 0, rank)).backward()

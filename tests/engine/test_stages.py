@@ -191,7 +191,9 @@ def _trained_stale(rank: int, world_size: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         real = Comm.all_gather
         patch.setattr(
-            Comm, "all_gather", lambda self, whole, kind, *a: [] if kind == Traffic.WEIGHTS else real(self, whole, kind, *a)
+            Comm,
+            "all_gather",
+            lambda self, whole, kind, *a, **of: [] if kind == Traffic.WEIGHTS else real(self, whole, kind, *a, **of),
         )
         return _trained(rank, world_size, "net", 3)
 

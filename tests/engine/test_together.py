@@ -367,3 +367,22 @@ def test_stage_2_trains_units_of_many_sizes_to_the_bits_of_stage_0() -> None:
 def _trained(rank: int, world_size: int, stage: int) -> list[float]:
     model, _, losses = train(rank, Run(stage=stage, steps=3))
     return [float(value.double().sum()) for value in model.state_dict().values()] + (losses if rank == 0 else [])
+
+
+def _reads_a_part(rank: int, world_size: int) -> list[str]:
+    model, optimizer = sharded(1, timeout_s=20)
+    return [
+        error_of((model if rank else model.blocks[1]).state_dict),
+        error_of(lambda: shardcore.sharded_state_dict(model) if rank else model.state_dict()),
+        error_of(lambda: shardcore.sharded_state_dict(optimizer if rank else model)),
+        error_of(model.state_dict),
+    ]
+
+
+def test_reads_of_the_model_and_of_a_part_of_it_are_not_mixed_up() -> None:
+    part, whole = run_ranks(2, _reads_a_part)
+    assert "state_dict: rank 1 reads something else than that of blocks.1; expected the same" in part[0]
+    assert "state_dict: rank 0 reads something else than that of the model" in whole[0]
+    assert "rank 1 calls sharded_state_dict" in part[1]
+    assert "rank 1 reads something else than that of the model" in part[2]
+    assert part[3] == whole[3] == "no error"

@@ -1,9 +1,15 @@
 """Ranks that go different ways get the same error, at once; none waits, none takes another unit's weights or gradients."""
 
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.engine.models import Net, Run, train
+import shardcore
+from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 
 
@@ -52,11 +58,7 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
             "ranks 0, 2 at the weights of blocks.2; rank 1 at the end of forward",
             "entry 3 is nothing on rank 1 but use 3: blocks.2 on rank 0",
         ),
-        (
-            "has no backward",
-            "ranks 0, 2 at the weights of blocks.2; rank 1 at a step",
-            "ranks 0, 2 at the weights of blocks.1; rank 1 at a step",
-        ),
+        ("has no backward", *["ranks 0, 2 at a backward; rank 1 at a step"] * 2),
         ("reads", *["ranks 0, 2 at the weights of the root; rank 1 at a read of whole values"] * 2),
     ],
 )
@@ -71,3 +73,98 @@ def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: 
 def test_below_stage_3_ranks_that_leave_out_a_call_are_told_so(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
         assert f"ranks went different ways: ranks 0, 2 at a backward; rank 1 at {odd}; expected every rank" in error
+
+
+# --- and then ---------------------------------------------------------------------------------------------------------
+
+
+def _backward(model: Any, optimizer: Any) -> None:
+    loss_of(model, batch_of(7, 0, 1)).backward()
+
+
+def _fails_in_backward(model: Any, optimizer: Any) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        handle.remove()
+        raise RuntimeError("its own")
+
+    handle = model.blocks[1].up.weight.register_hook(fail)
+    _backward(model, optimizer)
+
+
+def _fails_in_forward_and_tries_again(model: Any, optimizer: Any) -> None:
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise RuntimeError("its own")
+
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="its own"):
+        _backward(model, optimizer)
+    _backward(model, optimizer)
+
+
+def _reduces_nothing(model: Any, optimizer: Any) -> None:
+    with shardcore.no_sync(model):
+        _backward(model, optimizer)
+    optimizer.step()
+
+
+def _skips_two_backwards(model: Any, optimizer: Any) -> None:
+    x = model.blocks[0](model.inp(torch.ones(2, 10))).detach().requires_grad_()
+    model.head(model.blocks[2](model.blocks[1](x))).sum().backward()
+
+
+def _evaluates_first(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 10))
+    _backward(model, optimizer)
+
+
+DEVIATIONS: dict[str, Callable[[Any, Any], None]] = {
+    "fails in backward": _fails_in_backward,
+    "fails in forward and tries again": _fails_in_forward_and_tries_again,
+    "reduces nothing": _reduces_nothing,
+    "has no backward": lambda model, optimizer: optimizer.step(),
+    "reads alone": lambda model, optimizer: model.state_dict(),
+    "skips two backwards": _skips_two_backwards,
+    "evaluates first": _evaluates_first,
+}
+BELOW_3 = ["fails in backward", "reduces nothing", "has no backward", "reads alone"]
+
+
+def _goes_on(rank: int, world_size: int, stage: int, deviations: list[str]) -> tuple[list[str], str]:
+    """Let rank 1 deviate, forget all, and train a step, again and again."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    others = [param for param in model.parameters() if param.ndim != 2]
+    adam = shardcore.FusedAdam([{"params": matrices}, {"params": others, "weight_decay": 0.1}], lr=1e-2)
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model, optimizer = shardcore.shard(model, adam, stage, process_group=group, precision="fp32")
+    errors = []
+    for step, deviation in enumerate(["", *deviations]):
+        if deviation:
+            try:
+                if rank == 1:
+                    DEVIATIONS[deviation](model, optimizer)
+                else:
+                    _backward(model, optimizer)
+                    optimizer.step()
+                errors.append("no error")
+            except RuntimeError as error:
+                errors.append(str(error))
+        optimizer.zero_grad()
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        optimizer.step()
+    return errors, hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize(("world_size", "stage", "deviations"), [(2, 1, BELOW_3), (3, 3, [*DEVIATIONS])])
+def test_ranks_that_went_different_ways_train_on_where_they_were(world_size: int, stage: int, deviations: list[str]) -> None:
+    """All are told at once, whatever the others wait for; and what is left behind disturbs no later step."""
+    undisturbed = run_ranks(world_size, _goes_on, stage, [""] * len(deviations))
+    results = run_ranks(world_size, _goes_on, stage, deviations)
+    assert {hashed for _, hashed in results} == {hashed for _, hashed in undisturbed}
+    for errors, _ in results:
+        for deviation, error in zip(deviations, errors, strict=True):
+            assert "ranks went different ways" in error or deviation == "fails in backward"
+            assert error != "no error"

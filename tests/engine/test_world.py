@@ -167,7 +167,7 @@ def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: py
     assert sum(counted["receives", kind] for kind in of_data) == collectives * (WORLD - 1)
     assert sum(counted["bytes", kind] for kind in of_data) == sent
     gathers = sum(t.collectives for t in prediction.transfers if t.purpose.startswith("gather weights in")) if stage == 3 else 0
-    meetings = 3 if stage == 3 else 2  # the ends of forward and backward, the step; or a backward, the step
+    meetings = 4 if stage == 3 else 2  # the end of forward, a backward and its end, the step; or a backward, the step
     assert counted["sends", Traffic.NOTICE] == (gathers + meetings) * (WORLD - 1)
     assert counted["bytes", Traffic.NOTICE] == 16 * (gathers + meetings) * (WORLD - 1)
     assert shardcore.memory_report(model).lines == prediction.resting.lines
