@@ -52,6 +52,7 @@ class Updater:
         self.last_norm: float | None = None
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
+        self.loads = 0  # of the optimizer's state
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
@@ -155,10 +156,12 @@ class Updater:
         )
         params = (
             f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after {managed.step} steps"
+            f"{f', edited or loaded {managed.changes} times' if managed.changes else ''}"
             for bucket in self.buckets
             for managed in bucket.params
         )
-        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params]
+        loaded = [f"an optimizer state loaded {self.loads} times"] if self.loads else []
+        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *loaded]
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
@@ -220,7 +223,9 @@ class Updater:
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
             managed.version = managed.param._version
+            managed.changes += 1
 
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
+        managed.changes += 1

@@ -176,3 +176,32 @@ def test_modules_around_others_only_change_names() -> None:
             its.step()
             its.zero_grad()
     assert hash_of(model.parameters()) == hash_of(plain.parameters())
+
+
+def _alone(rank: int, world_size: int, stage: int) -> list[str]:
+    """Load weights, then an optimizer state, on rank 1 only; then go on from weights that all load."""
+    model, optimizer = sharded(stage)
+    state, adam = model.state_dict(), optimizer.state_dict()
+    texts = []
+    for load, what in ((model.load_state_dict, state), (optimizer.load_state_dict, adam)):
+        if rank == 1:
+            load(what)
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        try:
+            optimizer.step()
+            texts.append("no error")
+        except ValueError as error:
+            texts.append(str(error))
+        optimizer.zero_grad()
+        if rank == 0:
+            load(what)
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    optimizer.step()
+    return texts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
+    for weights, states in run_ranks(2, _alone, stage):
+        assert "edited or loaded 1 times on rank 1 but" in weights
+        assert "an optimizer state loaded 1 times on rank 1 but nothing on rank 0" in states
