@@ -92,7 +92,7 @@ class Engine:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None, for the same reason."""
-        return _nothing, ()
+        return type(None), ()
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; on CUDA in the order of the current stream."""
@@ -395,7 +395,3 @@ class Engine:
         if bucket.kind.master is not None:
             return self.whole(bucket, self.store.read(bucket, "master"))
         return bucket.weight if self.lifetimes.full_weight_resident else self.whole(bucket, bucket.owned_weight)
-
-
-def _nothing() -> None:
-    return None

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
 from shardcore.engine.order import tensors_in
+from shardcore.engine.unit import callable_parts
 
 
 def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
@@ -25,7 +26,7 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
         for index, unit in enumerate(engine.weights.units):
             unit.module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
             unit.module.register_forward_hook(_AfterUnit(engine, index))
-            for part in engine.weights.callable_parts(unit):
+            for part in callable_parts(unit, engine.weights.units):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))
     if engine.lazy is not None:

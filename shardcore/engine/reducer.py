@@ -82,8 +82,7 @@ class Reducer:
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
         self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
-        self._next = 0  # how many of self.buckets were sent in this backward
-        self._sent_any = False  # something was, late gradients included
+        self._next, self._sent_any = 0, False  # how many buckets this backward sent; whether anything, late ones too
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
@@ -112,10 +111,9 @@ class Reducer:
         elif self._stepped:
             self._tell_of_old_grads()
         self._boundary.begin(self._end_backward)
-        self._partings = self.comm.partings
+        self._next, self._partings = 0, self.comm.partings
         self._any_grad = self._told_use = self._sent_any = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-        self._next = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
         if self.weights is not None:
             self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD)
@@ -161,8 +159,7 @@ class Reducer:
     def _drop_all(self) -> None:
         self._boundary.clear()
         self._exchange.abandon(parted=self._partings != self.comm.partings)
-        self._gathers = [] if self.comm.broken else self._gathers
-        self._wait_gathers()
+        self._wait_gathers(self.comm.broken)
         self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
@@ -255,18 +252,14 @@ class Reducer:
         self._local_sums, self._failed = False, 0
         self.show_grads()
 
-    def _wait_gathers(self) -> None:
+    def _wait_gathers(self, broken: bool = False) -> None:
         works, self._gathers = self._gathers, []  # once each: gloo's receive cannot be waited for twice
-        wait_all(works)
+        wait_all(() if broken else works)
 
     def _drop_for(self, rank: int) -> None:
         """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
-        self._boundary.clear()
-        self._wait_gathers()
-        self.host.abandon()
+        self._drop_all()
         self.comm.end_backward()
-        self.zero()
-        self.dropped = True
         raise RuntimeError(
             f"backward: a backward of rank {rank} ended in an error (its own says why), so all gradients since zero_grad() are "
             "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"

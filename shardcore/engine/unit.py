@@ -1,6 +1,6 @@
 """A unit at run time: its buckets, and where its whole weights are in their coming and going (engine/weights.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,3 +49,29 @@ def closed_message(name: str, unit: str) -> str:
         f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
         "`with shardcore.full_params(model):`"
     )
+
+
+def callable_parts(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
+    """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
+
+    Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
+    split what torch.compile makes of a block.
+    """
+    modules = {other.module for other in units}
+    own = {managed.param for bucket in unit.buckets for managed in bucket.params}
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if not own.isdisjoint(child.parameters()):
+                yield child
+                if child not in modules:
+                    yield from visit(child)
+
+    return list(dict.fromkeys(visit(unit.module))) if unit.stays else []
+
+
+@torch.no_grad()
+def take_edits(unit: Unit) -> None:
+    """Bring shards in line with weights that someone had the time to edit, through `.data` too, which no counter tells."""
+    for bucket in unit.buckets:
+        bucket.take_edits()

@@ -29,7 +29,7 @@ from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.trace import scope
-from shardcore.engine.unit import Unit, closed_message
+from shardcore.engine.unit import Unit, closed_message, take_edits
 
 
 class Weights:
@@ -66,24 +66,6 @@ class Weights:
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         for method in ("before_forward", "after_forward", "before_part", "after_part", "begin_forward", "end_forward"):
             setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
-
-    def callable_parts(self, unit: Unit) -> list[nn.Module]:
-        """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
-
-        Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
-        split what torch.compile makes of a block.
-        """
-        modules = {other.module for other in self.units}
-        own = {managed.param for bucket in unit.buckets for managed in bucket.params}
-
-        def visit(module: nn.Module) -> Iterator[nn.Module]:
-            for child in module.children():
-                if not own.isdisjoint(child.parameters()):
-                    yield child
-                    if child not in modules:
-                        yield from visit(child)
-
-        return list(dict.fromkeys(visit(unit.module))) if unit.stays else []
 
     # --- moving -------------------------------------------------------------------------------------------------------
 
@@ -228,19 +210,12 @@ class Weights:
         for unit in self.units:
             unit.calls = 0
             if unit.held:
-                self._take_edits(unit)
+                take_edits(unit)
             elif unit.open or unit.gathers is not None:
                 self._close(unit)
             for part in unit.kept or []:
                 self.pool.give(part)
             unit.kept = None
-
-    @staticmethod
-    @torch.no_grad()
-    def _take_edits(unit: Unit) -> None:
-        """Bring shards in line with weights that someone had the time to edit, through `.data` too, which no counter tells."""
-        for bucket in unit.buckets:
-            bucket.take_edits()
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -267,7 +242,7 @@ class Weights:
         finally:
             for unit in chosen:
                 unit.held -= 1
-                self._take_edits(unit)
+                take_edits(unit)
                 self._close(unit)
 
     def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
