@@ -1,6 +1,7 @@
-"""What holds for every test: how many threads it has, which file begins, and where tests marked gpu are skipped."""
+"""What holds for every test: its threads, Ctrl-C, which file begins, and where tests marked gpu are skipped."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -9,7 +10,12 @@ FIRST = "tests/test_cpp.py"  # the longest single test; last, it would run alone
 
 
 def pytest_configure() -> None:
-    """Give each of several pytest workers its share of the cores: threads that wait for each other's cores are slow."""
+    """Give each of several pytest workers its share of the cores: threads that wait for each other's cores are slow.
+
+    And let Ctrl-C be noticed: a shell's jobs in the background begin without it, and tests send it to themselves.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
         workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
