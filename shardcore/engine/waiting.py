@@ -7,10 +7,6 @@ dict itself, stay good. Their own content, which C code may look at, is that of 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import nn
-
-Parameters = dict[str, nn.Parameter | None]
-
 
 class Waiting(dict[str, Any]):
     """`module._parameters` while some of them are on their way: what reads or changes it waits first."""
