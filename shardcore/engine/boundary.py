@@ -6,6 +6,7 @@ backwards; beginning at the root output places the callback in the outermost one
 when it is gone without having been called, the backward failed.
 """
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,6 +14,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+logger = logging.getLogger("shardcore")
 
 
 class _Callback:
@@ -68,3 +70,19 @@ def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Cal
 
     param.register_hook(lambda grad: call(before))  # type: ignore[no-untyped-call]
     param.register_post_accumulate_grad_hook(lambda param: call(after))  # type: ignore[no-untyped-call]
+
+
+def warn_of_old_grads() -> None:
+    """Say that a backward adds to gradients that were used."""
+    logger.warning(
+        "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
+        "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
+    )
+
+
+def failed_elsewhere(rank: int) -> RuntimeError:
+    """Return what other ranks raise where a backward of `rank` failed."""
+    return RuntimeError(
+        f"backward: a backward of rank {rank} ended in an error (its own says why), so all gradients since zero_grad() are "
+        "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"
+    )

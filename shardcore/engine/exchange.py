@@ -98,26 +98,42 @@ class Exchange:
                 self._start(flight.bucket, flight.whole, flight.notice, flight.level + 1, partial)
             self._give_back(flight)
 
-    def send_nothing(self, rest: Sequence[tuple[Bucket, torch.dtype]]) -> None:
+    def send_nothing(self, rest: Sequence[tuple[Bucket, torch.dtype]], summed: Callable[[Bucket], torch.dtype]) -> None:
         """Take part with zeros in what is left of each flight, and of buckets (and the dtype that travels) that never took off.
 
-        Others may wait for that before they learn that this rank will not go on. Nobody waits for it here.
+        Others may wait for that before they learn that this rank will not go on. Nobody waits for it here. summed: the dtype
+        of sums, which those who own the same gather.
         """
-        levels = range(len(self._levels))
-        left = [(flight.bucket, level, torch.float32) for flight in self._flights for level in levels[flight.level + 1 :]]
-        left += [(bucket, level, torch.float32 if level else dtype) for bucket, dtype in rest for level in levels]
-        if self._backend_sums or not left:
+        pieces: list[tuple[Sequence[int], int, int]] = []  # ranks, number, bytes
+        owners = self.comm.topology.owners(self.comm.rank)
+
+        def add(bucket: Bucket, first_level: int, dtype: torch.dtype) -> None:
+            for level in range(first_level, len(self._levels)):
+                numel = bucket.layout.numel // prod(map(len, self._levels[: level + 1]))
+                size = numel * (torch.float32 if level else dtype).itemsize
+                pieces.append((self._levels[level], self._tag_number(bucket, level), size))
+            size = bucket.owned_numel // len(owners) * summed(bucket).itemsize
+            pieces.append((owners, self.gather_number(bucket), size))
+
+        for flight in self._flights:
+            add(flight.bucket, flight.level + 1, torch.float32)
+        for bucket, dtype in rest:
+            add(bucket, 0, dtype)
+        if self._backend_sums or not pieces:
             return
-        sizes = [b.layout.numel // prod(map(len, self._levels[: level + 1])) * dtype.itemsize for b, level, dtype in left]
-        zeros, sink = torch.zeros(2, max(sizes), dtype=torch.uint8, device=self.comm.device).unbind()
-        for (bucket, level, _), size in zip(left, sizes, strict=True):
-            ranks, number = self._levels[level], self._tag_number(bucket, level)
+        largest = max(size for _, _, size in pieces)
+        zeros, sink = torch.zeros(2, largest, dtype=torch.uint8, device=self.comm.device).unbind()
+        for ranks, number, size in pieces:
             self._lost += self.comm.all_to_nobody(sink[:size], zeros[:size], Traffic.BACKWARD, ranks, number)
         self._lost += [zeros, sink]
 
-    def abandon(self, parted: bool) -> None:
-        """Drop what is in flight, once it is here. If ranks parted it may come late or never: its memory is kept."""
-        if parted or self.comm.broken:
+    def keep(self, *things: Any) -> None:
+        """Keep what may still be written, for good."""
+        self._lost += things
+
+    def abandon(self, lost: bool) -> None:
+        """Drop what is in flight, once it is here; if that may come late or never (`lost`), keep its memory."""
+        if lost:
             self._lost += self._flights
             self._flights.clear()
         for flight in self._flights:
@@ -146,7 +162,11 @@ class Exchange:
         self._flights.append(_Flight(bucket, whole, notice, level, sent, received, works))
 
     def _tag_number(self, bucket: Bucket, level: int) -> int:
-        return len(self._levels) * self._number[bucket] + level
+        return (len(self._levels) + 1) * self._number[bucket] + level
+
+    def gather_number(self, bucket: Bucket) -> int:
+        """Return the number (Comm.all_to_all, `of`) of what those who own the same range gather of its sum."""
+        return self._tag_number(bucket, len(self._levels))
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)

@@ -149,6 +149,7 @@ class HostGrads:
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = deque()
+        self._lost: list[_Leaving] = []
         self._last: _C.CopyEvent | None = None
 
     def __contains__(self, bucket: Bucket) -> bool:
@@ -182,11 +183,12 @@ class HostGrads:
         factor: float,
         as_it_is: bool,
         release: Callable[[torch.Tensor], None],
+        number: int,
     ) -> None:
         """Let a bucket's gradient leave, or be added to what `Bucket.reduced` says is there already.
 
         whole, last: see Exchange; factor: what the sum is multiplied by; as_it_is: `whole` is the gradient, and is set or added
-        as torch would; release: takes `whole` back.
+        as torch would; release: takes `whole` back; number: see Exchange.gather_number.
         """
         adds = bucket.reduced
         self._make_room()
@@ -195,15 +197,23 @@ class HostGrads:
             bucket.sq_norm = _C.sq_norm([whole])
         else:
             source, give = (
-                self._pool.take(bucket.owned_numel, torch.float32 if adds else self._policy.grad_dtype),
+                self._pool.take(bucket.owned_numel, self._dtype_of(adds)),
                 self._pool.give,
             )
             bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._place))
             release(whole)
-        gathers = self._comm.all_gather(source, Traffic.BACKWARD, self._owners) if len(self._owners) > 1 else []
+        several = len(self._owners) > 1
+        gathers = self._comm.all_gather(source, Traffic.BACKWARD, self._owners, of=number) if several else []
         self._leaving.append(_Leaving(bucket, source, give, adds, as_it_is, gathers))
         if not gathers:
             self._start(self._leaving[-1])
+
+    def _dtype_of(self, adds: bool) -> torch.dtype:
+        return torch.float32 if adds else self._policy.grad_dtype
+
+    def sum_dtype(self, bucket: Bucket) -> torch.dtype | None:
+        """Return the dtype in which the bucket's next sum leaves, None if it stays."""
+        return self._dtype_of(bucket.reduced) if bucket in self else None
 
     def drain(self) -> None:
         """Let all that leaves go: no device memory is held any more, on CUDA in the order of the current stream."""
@@ -231,16 +241,19 @@ class HostGrads:
         self._adding = [None] * IN_FLIGHT
         self._sums.clear()
 
-    def abandon(self) -> None:
-        """Drop what is on its way: its backward has failed."""
+    def abandon(self, lost: bool) -> None:
+        """Drop what is on its way: its backward has failed. lost: see Exchange.abandon."""
         for leaving in self._leaving:
-            if leaving.arrived is None:
+            if leaving.arrived is None and not lost:
                 wait_all(leaving.gathers)
         if self._copies is not None:
             self._copies.drain()
         self._end_sums()
         for leaving in self._leaving:
-            leaving.give(leaving.source)
+            if leaving.arrived is None and lost:
+                self._lost.append(leaving)
+            else:
+                leaving.give(leaving.source)
         self._leaving.clear()
 
     # --- one gradient -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.boundary import Boundary, watch
+from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_old_grads, watch
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
@@ -108,8 +108,10 @@ class Reducer:
         self.accept_user_grads()
         if self.handout is not None:
             self.handout.drop()
-        elif self._stepped:
-            self._tell_of_old_grads()
+        elif self._stepped and not self._told:
+            self._told = True
+            if self.comm.rank == 0:
+                warn_of_old_grads()
         self._boundary.begin(self._end_backward)
         self._next, self._partings = 0, self.comm.partings
         self._any_grad = self._told_use = self._sent_any = False
@@ -123,14 +125,6 @@ class Reducer:
     def end_step(self) -> None:
         """Learn that a step used the gradients."""
         self.backwards, self._stepped = 0, any(bucket.reduced for bucket in self.buckets)
-
-    def _tell_of_old_grads(self) -> None:
-        if not self._told and self.comm.rank == 0:
-            logger.warning(
-                "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
-                "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
-            )
-        self._told = True
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
@@ -158,9 +152,10 @@ class Reducer:
 
     def _drop_all(self) -> None:
         self._boundary.clear()
-        self._exchange.abandon(parted=self._partings != self.comm.partings)
-        self._wait_gathers(self.comm.broken)
-        self.host.abandon()
+        lost = self._partings != self.comm.partings or self.comm.broken  # what is in flight may come late or never
+        self._exchange.abandon(lost)
+        self._wait_gathers(lost)
+        self.host.abandon(lost)
         if self.weights is not None:
             self.weights.close_all()
         self.zero()
@@ -170,7 +165,8 @@ class Reducer:
         """Send zeros to whoever waits for this rank, which leaves its backward. See Note [Failed backwards]."""
         serving, self._serving = self._serving, False
         if serving:
-            self._exchange.send_nothing([(bucket, self._sent_dtype(bucket)) for bucket in self.buckets[self._next :]])
+            rest = [(bucket, self._sent_dtype(bucket)) for bucket in self.buckets[self._next :]]
+            self._exchange.send_nothing(rest, lambda bucket: self.host.sum_dtype(bucket) or self.policy.grad_dtype)
 
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
@@ -252,18 +248,20 @@ class Reducer:
         self._local_sums, self._failed = False, 0
         self.show_grads()
 
-    def _wait_gathers(self, broken: bool = False) -> None:
+    def _wait_gathers(self, lost: bool = False) -> None:
         works, self._gathers = self._gathers, []  # once each: gloo's receive cannot be waited for twice
-        wait_all(() if broken else works)
+        if lost and works:
+            for bucket in self.buckets:
+                self._exchange.keep(works, bucket.grad)
+                bucket.grad = None
+        else:
+            wait_all(works)
 
     def _drop_for(self, rank: int) -> None:
         """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
         self._drop_all()
         self.comm.end_backward()
-        raise RuntimeError(
-            f"backward: a backward of rank {rank} ended in an error (its own says why), so all gradients since zero_grad() are "
-            "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"
-        )
+        raise failed_elsewhere(rank)
 
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -323,7 +321,8 @@ class Reducer:
         late = whole is self._late.get(bucket)
         if bucket in self.host:
             unchanged = alone and (as_it_is or late)
-            self.host.reduce(bucket, whole, last, factor, unchanged, partial(self._release_full, bucket))
+            number, release = self._exchange.gather_number(bucket), partial(self._release_full, bucket)
+            self.host.reduce(bucket, whole, last, factor, unchanged, release, number)
             bucket.reduced = True
             return
         if alone and as_it_is:
@@ -343,7 +342,8 @@ class Reducer:
             owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
             if len(owners) > 1:
                 with scope("gather_grad", bucket.unit):
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners)
+                    number = self._exchange.gather_number(bucket)
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners, of=number)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)

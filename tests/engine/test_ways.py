@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, train
@@ -131,15 +132,17 @@ DEVIATIONS: dict[str, Callable[[Any, Any], None]] = {
 BELOW_3 = ["fails in backward", "reduces nothing", "has no backward", "reads alone"]
 
 
-def _goes_on(rank: int, world_size: int, stage: int, deviations: list[str]) -> tuple[list[str], str]:
-    """Let rank 1 deviate, forget all, and train a step, again and again."""
+def _goes_on(
+    rank: int, world_size: int, stage: int, deviations: list[str], offload: dict[str, str] | None = None
+) -> tuple[list[str], str]:
+    """Let rank 1 deviate, forget all, and train a step, again and again. Four ranks are two replicas of two shards."""
     torch.manual_seed(0)
     model: Any = Net()
     matrices = [param for param in model.parameters() if param.ndim == 2]
     others = [param for param in model.parameters() if param.ndim != 2]
     adam = shardcore.FusedAdam([{"params": matrices}, {"params": others, "weight_decay": 0.1}], lr=1e-2)
-    group = dist.new_group(timeout=timedelta(seconds=20))
-    model, optimizer = shardcore.shard(model, adam, stage, process_group=group, precision="fp32")
+    group = init_device_mesh("cpu", (2, 2)) if world_size == 4 else dist.new_group(timeout=timedelta(seconds=20))
+    model, optimizer = shardcore.shard(model, adam, stage, process_group=group, precision="fp32", offload=offload)
     errors = []
     for step, deviation in enumerate(["", *deviations]):
         if deviation:
@@ -158,11 +161,21 @@ def _goes_on(rank: int, world_size: int, stage: int, deviations: list[str]) -> t
     return errors, hash_of_training(model, optimizer)
 
 
-@pytest.mark.parametrize(("world_size", "stage", "deviations"), [(2, 1, BELOW_3), (3, 3, [*DEVIATIONS])])
-def test_ranks_that_went_different_ways_train_on_where_they_were(world_size: int, stage: int, deviations: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "stage", "deviations", "offload"),
+    [
+        (2, 1, BELOW_3, None),
+        (3, 3, [*DEVIATIONS], None),
+        (4, 3, ["fails in backward", "skips two backwards"], None),
+        (4, 3, ["fails in backward", "reduces nothing"], {"optimizer": "cpu", "gradients": "cpu"}),
+    ],
+)
+def test_ranks_that_went_different_ways_train_on_where_they_were(
+    world_size: int, stage: int, deviations: list[str], offload: dict[str, str] | None
+) -> None:
     """All are told at once, whatever the others wait for; and what is left behind disturbs no later step."""
     undisturbed = run_ranks(world_size, _goes_on, stage, [""] * len(deviations))
-    results = run_ranks(world_size, _goes_on, stage, deviations)
+    results = run_ranks(world_size, _goes_on, stage, deviations, offload)
     assert {hashed for _, hashed in results} == {hashed for _, hashed in undisturbed}
     for errors, _ in results:
         for deviation, error in zip(deviations, errors, strict=True):
