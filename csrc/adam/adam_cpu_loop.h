@@ -171,7 +171,7 @@ void store_weight(const AdamSegment& t, int64_t i, int64_t n, const float* weigh
 }
 
 // Asks for elements [first, last) of the streams that every step has. While the arithmetic waits for its roots and divisions
-// the machine's own prefetchers fall behind, which costs 6 to 11% of the memory's speed. Line by line over all streams, in the
+// the machine's own prefetchers fall behind (docs/benchmarks.md has the figures). Line by line over all streams, in the
 // order in which they are used: stream after stream brings nothing. Always inline: GCC 12 drops calls of functions that only
 // prefetch.
 SHARDCORE_HD void prefetch(const AdamSegment& t, int64_t first, int64_t last) {
