@@ -45,7 +45,7 @@ def prepare() -> Decision:
         import ninja
 
         os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
-    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
+    os.environ["MAX_JOBS"] = str(build_config.count_jobs(os.environ.get("MAX_JOBS"), len(os.sched_getaffinity(0))))
     return decision
 
 

@@ -235,6 +235,15 @@ def find_sources(with_cuda: bool, csrc: Path = ROOT / "csrc") -> list[str]:
     return [str(path.relative_to(csrc.parent)) for path in found]
 
 
+def count_jobs(given: str | None, cores: int) -> int:
+    """Return how many files are compiled at once: what MAX_JOBS says, or one a core. Raises BuildError."""
+    if given is None:
+        return cores
+    if not given.isdecimal() or int(given) == 0:
+        raise BuildError(f"build: MAX_JOBS is {given!r}; expected a number from 1 on (or unset it: one file a core)")
+    return int(given)
+
+
 def join_bindings(sources: list[str], count: int, root: Path = ROOT) -> list[str]:
     """Put at most `count` files in build/ that include them in the place of csrc/bind's C++ sources; returns what to compile.
 

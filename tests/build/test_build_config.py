@@ -247,5 +247,15 @@ def test_bindings_are_joined_and_the_rest_stays(tmp_path, count):
     assert [(tmp_path / path).stat().st_mtime_ns for path in joined[:-2]] == before, "nothing is compiled again"
 
 
+def test_jobs_are_what_max_jobs_says_or_one_a_core():
+    assert [build_config.count_jobs(given, 7) for given in (None, "1", "12")] == [7, 1, 12]
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "many", "1.5"])
+def test_a_max_jobs_that_is_no_number_is_refused(given):
+    with pytest.raises(build_config.BuildError, match="MAX_JOBS is"):
+        build_config.count_jobs(given, 7)
+
+
 def test_this_checkout_has_sources():
     assert os.path.join("csrc", "bind", "module.cpp") in build_config.find_sources(with_cuda=True)
