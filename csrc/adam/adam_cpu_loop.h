@@ -12,14 +12,58 @@ namespace shardcore {
 namespace SHARDCORE_ISA {
 namespace {
 
-template <bool kL2, bool kAmsgrad>
-void run(const AdamScalars& scalars, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
-         float* SHARDCORE_RESTRICT m, float* SHARDCORE_RESTRICT v, float* SHARDCORE_RESTRICT vmax, int64_t n) {
-  const AdamScalars s = scalars;  // a copy: stores to p, m, v cannot alias it
-  for (int64_t i = 0; i < n; ++i) adam_element<kL2, kAmsgrad>(s, g[i], p[i], m[i], v[i], kAmsgrad ? vmax + i : nullptr);
+// Where each stream of a step is kAhead elements after the start of a loop. While the arithmetic waits for its roots and
+// divisions the machine's own prefetchers fall behind, so with each line that a loop works on it asks for the one that far
+// ahead, which may lie behind the end: that is no error. Asking for a whole tile at once brings less, and costs time where all
+// is in cache (docs/benchmarks.md has the figures).
+constexpr int64_t kAhead = 384;
+
+struct Ahead {
+  struct Stream {
+    intptr_t start;
+    int64_t itemsize;
+  } streams[5];
+};
+
+// first: the element of the segment at which the loop starts.
+SHARDCORE_HD Ahead ahead_of(const AdamSegment& t, int64_t first) {
+  const auto stream = [&](const void* data, int64_t size) {
+    return Ahead::Stream{reinterpret_cast<intptr_t>(data) + (first + kAhead) * size, size};
+  };
+  const Ahead::Stream param = stream(t.param, itemsize(t.param_dtype));
+  const bool master = t.master_kind != Master::none;
+  return {{stream(t.grad, itemsize(t.grad_dtype)), param, stream(t.exp_avg, itemsize(t.state_dtype)),
+           stream(t.exp_avg_sq, itemsize(t.state_dtype)),
+           master ? stream(t.master, t.master_kind == Master::f32 ? 4 : 2) : param}};
 }
 
-using Run = void (*)(const AdamScalars&, const float*, float*, float*, float*, float*, int64_t);
+// Always inline: GCC 12 drops calls of functions that only prefetch.
+SHARDCORE_HD void ask(const Ahead& ahead, int64_t i) {
+  for (const Ahead::Stream& stream : ahead.streams)
+    __builtin_prefetch(reinterpret_cast<const void*>(stream.start + i * stream.itemsize));
+}
+
+// element(i) for each i < n, a line of float32 at a time; asks ahead before each.
+template <typename Element>
+SHARDCORE_HD void for_each_element(const Ahead& ahead, int64_t n, const Element& element) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  int64_t i = 0;
+  for (; i + kLine <= n; i += kLine) {
+    ask(ahead, i);
+    for (int64_t j = i; j < i + kLine; ++j) element(j);
+  }
+  for (; i < n; ++i) element(i);
+}
+
+template <bool kL2, bool kAmsgrad>
+void run(const AdamScalars& scalars, const Ahead& ahead, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
+         float* SHARDCORE_RESTRICT m, float* SHARDCORE_RESTRICT v, float* SHARDCORE_RESTRICT vmax, int64_t n) {
+  const AdamScalars s = scalars;  // a copy: stores to p, m, v cannot alias it
+  for_each_element(ahead, n,
+                   [&](int64_t i) { adam_element<kL2, kAmsgrad>(s, g[i], p[i], m[i], v[i], kAmsgrad ? vmax + i : nullptr); });
+}
+
+using Run = void (*)(const AdamScalars&, const Ahead&, const float*, float*, float*, float*, float*, int64_t);
 
 Run choose_run(bool l2, bool amsgrad) {
   if (l2) return amsgrad ? run<true, true> : run<true, false>;
@@ -45,16 +89,17 @@ void for_each_lanes(uint64_t key, int64_t element, uint32_t n, const Piece& piec
 
 // bfloat16 moments, in one loop: the conversions run while the formula waits for its root and its division.
 template <bool kL2>
-void run_bf16(const AdamScalars& scalars, const Lanes& lanes, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
-              uint16_t* SHARDCORE_RESTRICT exp_avg, uint16_t* SHARDCORE_RESTRICT exp_avg_sq, uint32_t n) {
+void run_bf16(const AdamScalars& scalars, const Ahead& ahead, const Lanes& lanes, const float* SHARDCORE_RESTRICT g,
+              float* SHARDCORE_RESTRICT p, uint16_t* SHARDCORE_RESTRICT exp_avg, uint16_t* SHARDCORE_RESTRICT exp_avg_sq,
+              uint32_t n) {
   const AdamScalars s = scalars;
   const Lanes at = lanes;
-  for (uint32_t i = 0; i < n; ++i) {
+  for_each_element(ahead, n, [&](int64_t i) {
     float m = bf16_to_f32(exp_avg[i]), v = bf16_to_f32(exp_avg_sq[i]);
     adam_element<kL2, false>(s, g[i], p[i], m, v, nullptr);
     exp_avg[i] = f32_to_bf16(m);
-    exp_avg_sq[i] = f32_to_bf16_plus(v, random16(at.block_key, at.first + i));
-  }
+    exp_avg_sq[i] = f32_to_bf16_plus(v, random16(at.block_key, at.first + static_cast<uint32_t>(i)));
+  });
 }
 
 void store_bf16_stochastic(uint16_t* SHARDCORE_RESTRICT dst, const float* SHARDCORE_RESTRICT src, const Lanes& lanes,
@@ -126,7 +171,7 @@ void run_tile(const AdamSegment& t, const AdamScalars& s, uint64_t moments_key, 
   const auto count = static_cast<uint32_t>(n);
   if (t.state_dtype == StateDType::f32) {
     float* const vmax = t.max_exp_avg_sq;
-    choose_run(l2, vmax != nullptr)(s, g, weight, static_cast<float*>(t.exp_avg) + first,
+    choose_run(l2, vmax != nullptr)(s, ahead_of(t, first), g, weight, static_cast<float*>(t.exp_avg) + first,
                                     static_cast<float*>(t.exp_avg_sq) + first, vmax ? vmax + first : nullptr, n);
     return;
   }
@@ -135,7 +180,8 @@ void run_tile(const AdamSegment& t, const AdamScalars& s, uint64_t moments_key, 
     auto* const m = static_cast<uint16_t*>(t.exp_avg) + first;
     auto* const v = static_cast<uint16_t*>(t.exp_avg_sq) + first;
     for_each_lanes(moments_key, element, count, [&](const Lanes& lanes, uint32_t start, uint32_t part) {
-      (l2 ? run_bf16<true> : run_bf16<false>)(s, lanes, g + start, weight + start, m + start, v + start, part);
+      (l2 ? run_bf16<true> : run_bf16<false>)(s, ahead_of(t, first + start), lanes, g + start, weight + start, m + start,
+                                              v + start, part);
     });
     return;
   }
@@ -170,26 +216,6 @@ void store_weight(const AdamSegment& t, int64_t i, int64_t n, const float* weigh
   }
 }
 
-// Asks for elements [first, last) of the streams that every step has. While the arithmetic waits for its roots and divisions
-// the machine's own prefetchers fall behind (docs/benchmarks.md has the figures). Line by line over all streams, in the
-// order in which they are used: stream after stream brings nothing. Always inline: GCC 12 drops calls of functions that only
-// prefetch.
-SHARDCORE_HD void prefetch(const AdamSegment& t, int64_t first, int64_t last) {
-  constexpr int64_t kLine = 64 / sizeof(float);
-  const auto at = [](const void* stream, int64_t byte) { return static_cast<const char*>(stream) + byte; };
-  const int64_t grad_size = itemsize(t.grad_dtype), param_size = itemsize(t.param_dtype), state_size = itemsize(t.state_dtype);
-  const bool master = t.master_kind != Master::none;
-  const void* const weight = master ? t.master : t.param;
-  const int64_t weight_size = t.master_kind == Master::f32 ? 4 : (master ? 2 : param_size);
-  for (int64_t i = first; i < last; i += kLine) {
-    __builtin_prefetch(at(t.grad, i * grad_size), 0, 2);
-    __builtin_prefetch(at(t.param, i * param_size), 0, 2);
-    __builtin_prefetch(at(t.exp_avg, i * state_size), 0, 2);
-    __builtin_prefetch(at(t.exp_avg_sq, i * state_size), 0, 2);
-    __builtin_prefetch(at(weight, i * weight_size), 0, 2);
-  }
-}
-
 }  // namespace
 
 void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_t last) {
@@ -201,7 +227,6 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
   alignas(64) float weight_tile[kBlock];
   for (int64_t i = first; i < last; i += kBlock) {
     const int64_t n = last - i < kBlock ? last - i : kBlock;
-    prefetch(t, i + kBlock, last - i < 2 * kBlock ? last : i + 2 * kBlock);
     const float* g = grad_tile;
     if (t.grad_dtype == DType::f32) {
       g = static_cast<const float*>(t.grad) + i;
