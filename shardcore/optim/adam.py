@@ -17,7 +17,7 @@ from shardcore.optim.dtensor import Rows, any_sharded, check_tensor_param, expor
 from shardcore.optim.engine import Gradients, ScalesLoss
 from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
-from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, check_options
+from shardcore.optim.options import as_list, check_capturable, check_group, check_groups
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 
@@ -212,8 +212,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> None:
         calls = None
         if self._repeat is not None and grads is None:
-            for i, group in enumerate(self.param_groups):
-                check_options(self._op, group, f"param_groups[{i}].")
+            self._repeat.check_options(self._op, self.param_groups)
             calls = self._repeat.calls(self.param_groups, self.state)
         if self._repeat is not None and calls is not None:
             clipped = self._clipped_scale([grad for call in calls for grad in call.grads], {}, scale, max_norm, refusal)

@@ -14,7 +14,16 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, local_part
-from shardcore.optim.options import MASTERED_DTYPES, PARAM_DTYPES, check_param, draws_random_bits, dtype_name, hyper_of
+from shardcore.optim.options import (
+    MASTERED_DTYPES,
+    PARAM_DTYPES,
+    CheckedOptions,
+    check_options,
+    check_param,
+    draws_random_bits,
+    dtype_name,
+    hyper_of,
+)
 from shardcore.optim.scale import DeviceScale, capturing
 from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.storage import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
@@ -330,6 +339,7 @@ class Repeat:
         self._update, self._states, self._idle, self._changes = update, states, idle, Changes.count
         self._groups = list(groups)
         self._kinds = [_kind(group) for group in groups]
+        self._checked = [CheckedOptions(group) for group in groups]
         self._params = [list(group["params"]) for group in groups]
         # Who has a master, or may be rounded stochastically, depends on these.
         self._dtypes = {
@@ -340,6 +350,13 @@ class Repeat:
         self._counts = list(
             {id(state.count): state.count for state in update._states if isinstance(state.count, StepCount)}.values()
         )
+
+    def check_options(self, op: str, groups: Sequence[Group]) -> None:
+        """Raise ValueError or TypeError for options that no step can use; those that hold are not looked at again."""
+        for i, (group, checked) in enumerate(zip(groups, self._checked, strict=False)):
+            if not checked.hold(group):
+                check_options(op, group, f"param_groups[{i}].")
+                self._checked[i] = CheckedOptions(group)
 
     def calls(self, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> "list[_Call] | None":
         """Return the calls with this step's gradients (``p.grad``), or None if something else has to be looked at."""

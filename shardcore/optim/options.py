@@ -5,6 +5,7 @@ the same whether the optimizer is sharded or not.
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -20,7 +21,12 @@ MASTERED_DTYPES = (torch.bfloat16, torch.float16)
 
 MASTERS = (None, "fp32", "split")
 STATE_DTYPES = ("fp32", "bf16", "8bit")
+_NUMBERS = ("lr", "eps", "weight_decay")
 _FLAGS = ("adam_w_mode", "amsgrad", "maximize", "bias_correction", "capturable", "stochastic_rounding")
+
+
+_OPTIONS = operator.itemgetter("betas", *_NUMBERS, *_FLAGS, "seed", "master", "state_dtype")
+_FIXED = (float, int, bool, str, type(None))  # types whose objects never change
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -33,6 +39,8 @@ def number(op: str, name: str, value: object) -> float:
 
     Raises TypeError for anything else, bool included. A CUDA tensor is waited for.
     """
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise TypeError(
@@ -71,15 +79,15 @@ def _non_negative(op: str, name: str, value: object) -> None:
 def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError or TypeError for an option that no step can use.
 
-    op and where (for example "param_groups[1].") begin the message. Cheap enough for every step: schedulers and users
-    change options at any time.
+    op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
+    every step asks (CheckedOptions).
     """
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
     if group["capturable"] is True:
         _check_device_options(op, group, where)
-    for name in ("lr", "eps", "weight_decay"):
+    for name in _NUMBERS:
         if not (name == "lr" and lr_on_device(group)):
             _non_negative(op, where + name, group[name])
     for i, beta in enumerate(betas):
@@ -95,6 +103,20 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     if not 0 <= seed < 2**64:
         raise ValueError(f"{op}: {where}seed has {seed}; expected an int in [0, 2**64)")
     _check_storage(op, group, where)
+
+
+class CheckedOptions:
+    """The options of a group as check_options passed them: while they hold, a step need not ask again."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        """Remember the values, unless one may become something else in place (a tensor, a list of betas)."""
+        betas, *others = values = _OPTIONS(group)
+        fixed = type(betas) is tuple and all(type(value) in _FIXED for value in (*betas, *others))
+        self._values = values if fixed else None
+
+    def hold(self, group: Mapping[str, Any]) -> bool:
+        """Whether the group has the very same values."""
+        return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:

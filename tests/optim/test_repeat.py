@@ -157,3 +157,38 @@ def test_gradients_are_free_after_the_step():
         optimizer.zero_grad()
         gc.collect()
         assert grad() is None
+
+
+def tensor_lr(group):
+    group["lr"] = torch.tensor(0.1)
+    return lambda: group["lr"].fill_(-1.0)
+
+
+def list_of_betas(group):
+    group["betas"] = [0.9, 0.99]
+    return lambda: group["betas"].__setitem__(1, 1.5)
+
+
+SPOILED = {
+    "lr": (lambda group: lambda: group.update(lr=-1.0), "lr"),
+    "seed": (lambda group: lambda: group.update(seed="one"), "seed"),
+    "lr in place": (tensor_lr, "lr"),
+    "betas in place": (list_of_betas, "betas"),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_options_are_checked_at_every_step(name):
+    prepare, option = SPOILED[name]
+    params = params_of(5, 300, 1)
+    optimizer = CPUAdam(params)
+    spoil = prepare(optimizer.param_groups[0])
+    for step in range(3):
+        give(params, 0)
+        optimizer.step()
+        assert step == 0 or optimizer._repeat is not None
+    spoil()
+    before = snapshot(optimizer)
+    with pytest.raises((ValueError, TypeError), match=option):
+        optimizer.step()
+    assert same(before, snapshot(optimizer))
