@@ -215,7 +215,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             self._repeat.check_options(self._op, self.param_groups)
             calls = self._repeat.calls(self.param_groups, self.state)
         if self._repeat is not None and calls is not None:
-            clipped = self._clipped_scale([grad for call in calls for grad in call.grads], {}, scale, max_norm, refusal)
+            normed = [] if max_norm is None else [grad for call in calls for grad in call.grads]
+            clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
             if clipped is not None:
                 self._repeat.run(self._steppers, clipped)
             return
