@@ -116,7 +116,10 @@ class CheckedOptions:
 
     def hold(self, group: Mapping[str, Any]) -> bool:
         """Whether the group has the very same values."""
-        return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
+        try:
+            return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
+        except KeyError:  # an option was taken away: check_options says which
+            return False
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:
