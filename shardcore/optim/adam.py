@@ -20,6 +20,7 @@ from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
 from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, check_options, listed
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
+from shardcore.optim.uncompiled import uncompiled
 
 logger = logging.getLogger("shardcore")
 
@@ -153,6 +154,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         max_norm: float | None = None,
     ) -> float: ...
 
+    @uncompiled
     def step(
         self,
         closure: Callable[[], float] | None = None,

@@ -36,8 +36,8 @@ def number(op: str, name: str, value: object) -> float:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool or value.is_meta:
             raise TypeError(
-                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; expected "
-                "one real number"
+                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; "
+                "expected one real number"
             )
         return float(value.item())
     if isinstance(value, Real) and not isinstance(value, bool):

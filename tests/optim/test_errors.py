@@ -295,7 +295,7 @@ def broken_state_dicts():
         ("betas", lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)), ValueError, r"betas\[0\] has 2.0"),
         ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "has no 'param_groups'"),
         ("no state", lambda sd: sd.pop("state"), ValueError, "has no 'state'"),
-        ("params type", lambda sd: sd["param_groups"][0].update(params=None), TypeError, 'no list of dicts with a list "params"'),
+        ("params type", lambda sd: sd["param_groups"][0].update(params=None), TypeError, 'with a list "params"'),
         ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "no list of dicts"),
         ("state type", lambda sd: sd.update(state=[]), TypeError, "has type list"),
         ("param type", lambda sd: sd["state"].update({1: 5}), TypeError, r"state\[1\] has type int"),
