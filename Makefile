@@ -1,6 +1,6 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
-# make test    run the tests (ARGS="-k adam" goes to pytest; tests marked slow need ARGS="-m slow"), two files at a time where
-#              pytest-xdist is installed (WORKERS=0: one after the other)
+# make test    run the tests but those marked slow, two files at a time where pytest-xdist is installed (WORKERS=0: one after
+#              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
 # make test-all    all tests, those marked slow, too (hours)
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
@@ -14,7 +14,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-ARGS ?= -m "not slow"
+MARKS ?= -m "not slow"
+ARGS ?=
 WORKERS ?= 2
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -36,10 +37,10 @@ test: setup
 	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
 		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
 	@$(PICKED) -m pytest tests $$($(PICKED) -c 'import xdist' 2>/dev/null && \
-		echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(ARGS)
+		echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(MARKS) $(ARGS)
 
 test-all:
-	@$(MAKE) --no-print-directory test ARGS=
+	@$(MAKE) --no-print-directory test MARKS=
 
 gpu-check:
 	@$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))

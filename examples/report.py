@@ -73,6 +73,8 @@ def result_table(trainings: list[Training]) -> str:
         ["step time (median)", *(f"{training.median_step_seconds * 1e3:.0f} ms" for training in trainings)],
         ["tokens/s", *(f"{training.tokens_per_step / training.median_step_seconds:,.0f}" for training in trainings)],
     ]
+    if any(training.skipped_steps for training in trainings):
+        rows.append(["skipped steps", *(str(training.skipped_steps) for training in trainings)])
     for kind in kinds:
         most = (max(of_rank.get(kind, 0) for of_rank in training.bytes_per_rank) for training in trainings)
         rows.append([f"{kind} per rank", *(megabytes(count) for count in most)])
@@ -96,6 +98,7 @@ def training_as_json(training: Training) -> dict[str, object]:
         "tokens_per_step": training.tokens_per_step,
         "bytes_per_rank": training.bytes_per_rank,
         "weights_sha256": training.weights_sha256,
+        "skipped_steps": training.skipped_steps,
         "losses": training.losses,
         "step_seconds": training.step_seconds,
     }

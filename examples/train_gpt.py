@@ -20,15 +20,18 @@ from examples.arguments import make_out_folder, not_negative, positive, seed, te
 from examples.corpus import Corpus, load_corpus
 from examples.gpt import GPT, PRESETS
 from examples.launch import Rank, default_nproc, launch, under_torchrun
-from examples.machine import cpu_has_bf16, describe_machine
+from examples.machine import cpu_has_bf16, describe_machine, usable_cores
 from examples.training import Placement, TrainConfig, Training, gather, train
 
 # steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
 PRESET_DEFAULTS = {
     "tiny": {"steps": 60, "batch": 8, "lr": 3e-3},
+    "cpu3m": {"steps": 140, "batch": 4, "lr": 2e-3},
     "cpu10m": {"steps": 140, "batch": 4, "lr": 1e-3},
     "cpu26m": {"steps": 140, "batch": 4, "lr": 1e-3},
     "gpu": {"steps": 200, "batch": 8, "lr": 3e-4},
+    "1.5b": {"steps": 200, "batch": 4, "lr": 2e-4},
+    "7b": {"steps": 200, "batch": 2, "lr": 1.2e-4},
 }
 DEMO_PLACEMENTS = [Placement(stage=0, offload="none"), Placement(stage=2, offload="cpu")]
 
@@ -61,9 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument("--seed", type=seed, default=0, help="of the weights and the batches (default: %(default)s)")
     how.add_argument(
         "--precision",
-        choices=["auto", "bf16", "fp32"],
+        choices=["auto", "bf16", "fp16", "fp32"],
         default="auto",
-        help="auto: bf16 where the processor multiplies it natively (GPUs; CPUs with AVX-512 BF16, AMX or Arm BF16), else fp32",
+        help="of the weights; auto: bf16 where the processor multiplies it natively (GPUs; CPUs with AVX-512 BF16, AMX or Arm "
+        "BF16), else fp32; fp16 scales the loss, and skips steps whose gradients overflow",
     )
     how.add_argument(
         "--deterministic", action="store_true", help="torch's deterministic algorithms (always with --demo on GPUs)"
@@ -79,7 +83,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def choose_precision(asked: str, device: str) -> tuple[str, str]:
-    """Return "bf16" or "fp32" and why: bf16 is taken where it is fast, since elsewhere it only slows the training down."""
+    """Return the precision and why: bf16 is taken where it is fast, since elsewhere it only slows the training down."""
     if asked != "auto":
         return asked, "as asked"
     if device == "cuda":
@@ -100,6 +104,8 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         parser.error("argument --demo sets stage and offload itself; expected no --stage and no --offload with it")
     if under_torchrun() and options.nproc is not None:
         parser.error("argument --nproc: torchrun has started the ranks already; expected no --nproc with it")
+    if options.threads is not None and options.threads > usable_cores():
+        parser.error(f"argument --threads: {options.threads}; expected at most {usable_cores()}, the cores here")
     options.stage, options.offload = 2 if options.stage is None else options.stage, options.offload or "none"
     options.nproc = options.nproc or default_nproc(options.device)
     if options.device == "cuda" and not under_torchrun() and options.nproc > torch.cuda.device_count():

@@ -52,7 +52,10 @@ class Placement:
 
 @dataclass(frozen=True)
 class Training:
-    """The outcome. losses: each step's mean over ranks, nats a byte. bytes_per_rank: by kind, one dict a rank."""
+    """The outcome. losses: each step's mean over ranks, nats a byte. bytes_per_rank: by kind, one dict a rank.
+
+    skipped_steps: those whose gradients were not finite.
+    """
 
     placement: Placement
     losses: list[float]
@@ -60,6 +63,7 @@ class Training:
     tokens_per_step: int
     bytes_per_rank: list[dict[str, int]]
     weights_sha256: list[str]
+    skipped_steps: int
 
     @property
     def last_loss(self) -> float:
@@ -124,7 +128,7 @@ def train(
             )
             logits = model(tokens.to(rank.device))
             loss = next_byte_loss(logits, targets.to(rank.device)) / config.accumulate
-            loss.backward()
+            optimizer.scale_loss(loss).backward()  # with fp16; otherwise that is loss itself
             step_loss += loss.detach()
         if step == config.steps - 1:  # gradients are all there now; after zero_grad they may be gone
             bytes_by_kind = shardcore.memory_report(model).by_kind
@@ -141,6 +145,7 @@ def train(
         tokens_per_step=config.tokens_per_step(rank.world_size),
         bytes_per_rank=gather(bytes_by_kind, rank.world_size),
         weights_sha256=gather(state_sha256(model.state_dict()), rank.world_size),
+        skipped_steps=optimizer.skipped_steps,
     )
     del model, optimizer, scheduler
     gc.collect()  # the model and its engine refer to each other; the next training needs the room

@@ -4,8 +4,8 @@ Run with the Python that has the built extension: python -m tools.check_kernels 
 (of the CUDA toolkit, else the one in triton's wheel), prints a table, and fails if a kernel breaks its rule in RULES.
 
 How bulk accesses are told from others. A kernel reads a few table entries, then walks its streams in loops: a vector loop over
-what is whole and aligned, and a scalar loop over the rest. In the control flow graph of the machine code an outermost loop is
-a strongly connected component (loops within it belong to it). One with 16-byte accesses to global memory is a *bulk loop*:
+what is whole and aligned, and a scalar loop over the rest. An outermost loop (tools/sass.py finds them) with 16-byte accesses
+to global memory is a *bulk loop*:
 
 - it must have at least the 16-byte loads and stores of its LoopRule: what the paths of all dtypes need together;
 - narrower accesses in it must be those that the rule names: 8-bit codes 8 bytes, the scale of each 256-element block 4;
@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -28,19 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.build_config import find_nvcc
+from tools.sass import Access, access_of, kernel_name, loops_of, parse_resources, parse_sass
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # bytes
-
-Access = tuple[str, int]  # "load" or "store", bytes a thread
-
-
-@dataclass(frozen=True)
-class Instruction:
-    address: int
-    guarded: bool  # has a predicate, so it may not happen
-    opcode: str
-    operands: str
 
 
 @dataclass(frozen=True)
@@ -99,121 +89,6 @@ RULES: dict[str, list[LoopRule]] = {
 }
 
 
-def kernel_name(mangled: str) -> str:
-    """The name without namespaces, with its template arguments if they are booleans."""
-    rest = mangled.removeprefix("_ZN")
-    name = mangled
-    while match := re.match(r"\d+", rest):
-        rest = rest[match.end() :]
-        name, rest = rest[: int(match[0])], rest[int(match[0]) :]
-    if arguments := re.match(r"I((?:Lb[01]E)+)E", rest):
-        name += "<" + ", ".join("true" if bit == "1" else "false" for bit in re.findall(r"Lb([01])E", arguments[1])) + ">"
-    return name
-
-
-def parse_resources(text: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """{(arch, mangled name): (registers, bytes of stack and local memory)} of ``cuobjdump -res-usage``."""
-    found, arch, name = {}, "", ""
-    for line in text.splitlines():
-        if match := re.match(r"arch = (\w+)", line):
-            arch = match[1]
-        elif match := re.match(r"\s*Function (\S+):$", line):
-            name = match[1]
-        elif match := re.match(r"\s*REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", line):
-            found[arch, name] = int(match[1]), int(match[2]) + int(match[3])
-    return found
-
-
-def parse_sass(text: str) -> dict[tuple[str, str], list[Instruction]]:
-    """{(arch, mangled name): instructions} of ``cuobjdump -sass``."""
-    found: dict[tuple[str, str], list[Instruction]] = {}
-    arch, code = "", None
-    for line in text.splitlines():
-        if match := re.match(r"\s*code for (\w+)", line):
-            arch = match[1]
-        elif match := re.match(r"\s*Function : (\S+)", line):
-            code = found.setdefault((arch, match[1]), [])
-        elif code is not None and (match := re.match(r"\s*/\*([0-9a-f]+)\*/\s+(@!?\w+\s+)?([A-Z][\w.]*)\s*([^;]*);", line)):
-            code.append(Instruction(int(match[1], 16), match[2] is not None, match[3], match[4].strip()))
-    return found
-
-
-def access_of(opcode: str) -> Access | None:
-    """The access to global memory that an instruction makes."""
-    parts = opcode.split(".")
-    if parts[0] not in {"LD", "LDG", "LDGSTS", "ST", "STG"}:
-        return None
-    sizes = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-    return "load" if parts[0].startswith("LD") else "store", next((sizes[part] for part in parts if part in sizes), 4)
-
-
-def successors(code: list[Instruction]) -> list[list[int]]:
-    """Where each instruction may go on, as indices."""
-    index = {instruction.address: i for i, instruction in enumerate(code)}
-    targets: dict[str, set[int]] = {}  # of convergence barriers
-    for instruction in code:
-        if instruction.opcode.startswith("BSSY"):
-            barrier, _, address = instruction.operands.partition(",")
-            targets.setdefault(barrier.split()[-1], set()).add(index[int(address, 16)])
-    graph = []
-    for i, instruction in enumerate(code):
-        base = instruction.opcode.split(".")[0]
-        following = [i + 1] if i + 1 < len(code) else []
-        if base in {"BRX", "BRXU", "JMX", "JMXU", "JMP"}:
-            raise ValueError(f"check_kernels: {instruction.opcode} at {instruction.address:#x} goes anywhere; expected BRA")
-        if base == "BRA":
-            address = re.search(r"0x[0-9a-f]+$", instruction.operands)
-            if address is None:
-                raise ValueError(f"check_kernels: BRA {instruction.operands} has no target; expected an address")
-            always = not instruction.guarded and instruction.opcode == "BRA" and address[0] == instruction.operands
-            graph.append(([] if always else following) + [index[int(address[0], 16)]])
-        elif base in {"EXIT", "RET"}:
-            graph.append(following if instruction.guarded else [])
-        elif base == "BSYNC":
-            ways = targets.get(instruction.operands.split()[-1], set())
-            graph.append(following if not ways or i + 1 in ways else sorted(ways))
-        else:
-            graph.append(following)
-    return graph
-
-
-def cycles(graph: list[list[int]]) -> Iterator[list[int]]:
-    """The strongly connected components that are cycles (R. Tarjan, 1972, without recursion)."""
-    order: dict[int, int] = {}
-    low: dict[int, int] = {}
-    stack: list[int] = []
-    open_nodes = set()
-    for root in range(len(graph)):
-        if root in order:
-            continue
-        work = [(root, iter(graph[root]))]
-        order[root] = low[root] = len(order)
-        stack.append(root)
-        open_nodes.add(root)
-        while work:
-            node, ways = work[-1]
-            for way in ways:
-                if way not in order:
-                    order[way] = low[way] = len(order)
-                    stack.append(way)
-                    open_nodes.add(way)
-                    work.append((way, iter(graph[way])))
-                    break
-                if way in open_nodes:
-                    low[node] = min(low[node], order[way])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    component = []
-                    while not component or component[-1] != node:
-                        component.append(stack.pop())
-                        open_nodes.discard(component[-1])
-                    if len(component) > 1 or node in graph[node]:
-                        yield component
-
-
 def read_kernels(resources: str, sass: str) -> list[Kernel]:
     """The kernels of cuobjdump's two outputs, sorted by name and architecture."""
     usage = parse_resources(resources)
@@ -225,8 +100,8 @@ def read_kernels(resources: str, sass: str) -> list[Kernel]:
         accesses = [access_of(instruction.opcode) for instruction in code]
         outside = Counter(access for access in accesses if access)
         loops = []
-        for component in cycles(successors(code)):
-            inside = Counter(access for i in component if (access := accesses[i]))
+        for loop in loops_of(code):
+            inside = Counter(access for i in loop if (access := accesses[i]))
             if any(size >= WIDE for _, size in inside):
                 loops.append(inside)
                 outside -= inside

@@ -63,84 +63,119 @@ void check_dtype(const Where& where, const at::Tensor& tensor, at::ScalarType ex
     type_error(where, "dtype ", tensor.scalar_type(), "; expected ", expected, " (", why, ")");
 }
 
-}  // namespace
+// Checks index i of all lists, one list after the other, and gathers it as plain data.
+class SegmentReader {
+ public:
+  SegmentReader(const AdamLists& lists, size_t i, at::Device device)
+      : lists_(lists), i_(i), device_(device), param_(lists.params[i]) {}
 
-AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) {
-  const auto index = static_cast<int64_t>(i);
-  AdamSegment t{};
-  const at::Tensor& param = lists.params[i];
-  const Where param_at{kStepOp, "params", index};
-  check_layout(param_at, param, device);
-  t.numel = param.numel();
-  t.param_dtype = float_dtype(param_at, param);
-  const auto data = [&](const char* name, const at::Tensor& tensor) {
-    const Where where{kStepOp, name, index};
-    check_layout(where, tensor, device);
-    if (tensor.sizes() != param.sizes())
-      value_error(where, "shape ", tensor.sizes(), "; expected ", param.sizes(), " (as params)");
+  AdamSegment read() {
+    read_param();
+    read_grad();
+    read_moments();
+    t_.exp_avg_scale = read_scale("exp_avg_scales", lists_.exp_avg_scales);
+    t_.exp_avg_sq_scale = read_scale("exp_avg_sq_scales", lists_.exp_avg_sq_scales);
+    if (given(lists_.max_exp_avg_sqs)) read_maximum();
+    if (given(lists_.masters)) read_master();
+    t_.aligned16 = is_aligned16(t_.param, t_.grad, t_.exp_avg, t_.exp_avg_sq, t_.master, t_.max_exp_avg_sq);
+    return t_;
+  }
+
+ private:
+  Where at(const char* name) const { return {kStepOp, name, static_cast<int64_t>(i_)}; }
+  bool given(const TensorList& list) const { return !list.empty() && list[i_].defined(); }
+
+  // What every tensor but a scale must be: memory of its own on this device, of the parameter's shape.
+  Where check_shaped(const char* name, const at::Tensor& tensor) const {
+    const Where where = at(name);
+    check_layout(where, tensor, device_);
+    if (tensor.sizes() != param_.sizes())
+      value_error(where, "shape ", tensor.sizes(), "; expected ", param_.sizes(), " (as params)");
     return where;
-  };
-  const auto given = [&](const TensorList& list) { return !list.empty() && list[i].defined(); };
-  t.grad_dtype = float_dtype(data("grads", lists.grads[i]), lists.grads[i]);
-  t.param = param.data_ptr();
-  t.grad = lists.grads[i].const_data_ptr();
+  }
 
-  const at::Tensor& exp_avg = lists.exp_avgs[i];
-  const at::Tensor& exp_avg_sq = lists.exp_avg_sqs[i];
-  const MomentDTypes& dtypes = moment_dtypes(data("exp_avgs", exp_avg), exp_avg.scalar_type());
-  check_dtype(data("exp_avg_sqs", exp_avg_sq), exp_avg_sq, dtypes.exp_avg_sq, "as exp_avgs says");
-  t.state_dtype = dtypes.kind;
-  t.exp_avg = exp_avg.data_ptr();
-  t.exp_avg_sq = exp_avg_sq.data_ptr();
-  const auto scale = [&](const char* name, const TensorList& list) -> float* {
-    const Where where{kStepOp, name, index};
-    if (given(list) != (t.state_dtype == StateDType::q8)) {
+  void read_param() {
+    const Where where = at("params");
+    check_layout(where, param_, device_);
+    t_.numel = param_.numel();
+    t_.param_dtype = float_dtype(where, param_);
+    t_.param = param_.data_ptr();
+  }
+
+  void read_grad() {
+    const at::Tensor& grad = lists_.grads[i_];
+    t_.grad_dtype = float_dtype(check_shaped("grads", grad), grad);
+    t_.grad = grad.const_data_ptr();
+  }
+
+  void read_moments() {
+    const at::Tensor& exp_avg = lists_.exp_avgs[i_];
+    const at::Tensor& exp_avg_sq = lists_.exp_avg_sqs[i_];
+    const MomentDTypes& dtypes = moment_dtypes(check_shaped("exp_avgs", exp_avg), exp_avg.scalar_type());
+    check_dtype(check_shaped("exp_avg_sqs", exp_avg_sq), exp_avg_sq, dtypes.exp_avg_sq, "as exp_avgs says");
+    t_.state_dtype = dtypes.kind;
+    t_.exp_avg = exp_avg.data_ptr();
+    t_.exp_avg_sq = exp_avg_sq.data_ptr();
+  }
+
+  // The scales of 8-bit codes; null for other moments, which have none.
+  float* read_scale(const char* name, const TensorList& list) const {
+    const Where where = at(name);
+    if (given(list) != (t_.state_dtype == StateDType::q8)) {
       value_error(where, given(list) ? "a tensor" : "None", "; expected ", given(list) ? "None" : "a tensor",
                   " (scales go with 8-bit codes)");
     }
     if (!given(list)) return nullptr;
-    check_layout(where, list[i], device);
-    check_f32(where, list[i]);
-    if (list[i].numel() != blocks_of(t.numel)) {
-      value_error(where, list[i].numel(), " elements; expected ", blocks_of(t.numel), " (one for 256 elements of params)");
+    const at::Tensor& scale = list[i_];
+    check_layout(where, scale, device_);
+    check_f32(where, scale);
+    if (scale.numel() != blocks_of(t_.numel)) {
+      value_error(where, scale.numel(), " elements; expected ", blocks_of(t_.numel), " (one for 256 elements of params)");
     }
-    return static_cast<float*>(list[i].data_ptr());
-  };
-  t.exp_avg_scale = scale("exp_avg_scales", lists.exp_avg_scales);
-  t.exp_avg_sq_scale = scale("exp_avg_sq_scales", lists.exp_avg_sq_scales);
-
-  if (given(lists.max_exp_avg_sqs)) {
-    const at::Tensor& largest = lists.max_exp_avg_sqs[i];
-    check_f32(data("max_exp_avg_sqs", largest), largest);
-    if (t.state_dtype != StateDType::f32) {
-      value_error({kStepOp, "max_exp_avg_sqs", index}, "a tensor; expected None (amsgrad needs float32 moments)");
-    }
-    t.max_exp_avg_sq = static_cast<float*>(largest.data_ptr());
+    return static_cast<float*>(scale.data_ptr());
   }
-  if (given(lists.masters)) {
-    const at::Tensor& master = lists.masters[i];
-    const Where where = data("masters", master);
-    t.master = master.data_ptr();
-    t.master_kind = master.scalar_type() == at::kShort ? Master::split : Master::f32;
-    if (t.master_kind == Master::split && t.param_dtype != DType::bf16) {
-      type_error(where, "dtype Short (a split master) for a parameter of ", param.scalar_type(),
+
+  void read_maximum() {
+    const at::Tensor& largest = lists_.max_exp_avg_sqs[i_];
+    const Where where = check_shaped("max_exp_avg_sqs", largest);
+    check_f32(where, largest);
+    if (t_.state_dtype != StateDType::f32) value_error(where, "a tensor; expected None (amsgrad needs float32 moments)");
+    t_.max_exp_avg_sq = static_cast<float*>(largest.data_ptr());
+  }
+
+  void read_master() {
+    const at::Tensor& master = lists_.masters[i_];
+    const Where where = check_shaped("masters", master);
+    const bool split = master.scalar_type() == at::kShort;
+    if (split && t_.param_dtype != DType::bf16) {
+      type_error(where, "dtype Short (a split master) for a parameter of ", param_.scalar_type(),
                  "; expected BFloat16 parameters");
     }
-    if (t.master_kind == Master::f32) check_f32(where, master);
-    if (t.master == t.param && t.param_dtype == DType::f32) {  // a float32 parameter given as its own master
-      t.master = nullptr;
-      t.master_kind = Master::none;
-    }
+    if (!split) check_f32(where, master);
+    if (master.data_ptr() == t_.param && t_.param_dtype == DType::f32) return;  // a float32 parameter is its own master
+    t_.master = master.data_ptr();
+    t_.master_kind = split ? Master::split : Master::f32;
   }
-  const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
-  t.aligned16 = ((address(t.param) | address(t.grad) | address(t.exp_avg) | address(t.exp_avg_sq) | address(t.master) |
-                  address(t.max_exp_avg_sq)) &
-                 15u) == 0;
-  return t;
-}
+
+  template <typename... Pointers>
+  static bool is_aligned16(const Pointers*... data) {
+    return ((reinterpret_cast<uintptr_t>(data) | ...) & 15u) == 0;
+  }
+
+  const AdamLists& lists_;
+  const size_t i_;
+  const at::Device device_;
+  const at::Tensor& param_;
+  AdamSegment t_{};
+};
+
+}  // namespace
+
+AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) { return SegmentReader(lists, i, device).read(); }
 
 void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
                    OverlapCheck& overlap) {
+  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, step, skip };
   constexpr const char* kNames[] = {
       "params",          "grads",          "exp_avgs",          "exp_avg_sqs",        "masters",
       "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped"};
@@ -149,23 +184,24 @@ void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<i
   std::vector<MemoryRange> written, read;
   written.reserve(3 * segments.size());
   read.reserve(segments.size());
-  const auto add = [&](int64_t name, int64_t i, const void* data, int64_t size_bytes) {
-    if (data != nullptr) (name == 1 ? read : written).push_back(memory_range(data, size_bytes, (name << kIndexBits) | i));
+  const auto add = [&](Name name, int64_t i, const void* data, int64_t size_bytes) {
+    const int64_t tag = (int64_t{name} << kIndexBits) | i;
+    if (data != nullptr) (name == grads ? read : written).push_back(memory_range(data, size_bytes, tag));
   };
   for (int64_t i = 0; i < count; ++i) {
     const AdamSegment& t = segments[static_cast<size_t>(i)];
-    if (!counts.empty()) add(8, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
+    if (!counts.empty()) add(step, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
     if (t.numel == 0) continue;
-    add(0, i, t.param, t.numel * itemsize(t.param_dtype));
-    add(1, i, t.grad, t.numel * itemsize(t.grad_dtype));
-    add(2, i, t.exp_avg, t.numel * itemsize(t.state_dtype));
-    add(3, i, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
-    add(4, i, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));
-    add(5, i, t.max_exp_avg_sq, t.numel * 4);
-    add(6, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
-    add(7, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
+    add(params, i, t.param, t.numel * itemsize(t.param_dtype));
+    add(grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
+    add(exp_avgs, i, t.exp_avg, t.numel * itemsize(t.state_dtype));
+    add(exp_avg_sqs, i, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
+    add(masters, i, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));
+    add(max_exp_avg_sqs, i, t.max_exp_avg_sq, t.numel * 4);
+    add(exp_avg_scales, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
+    add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
   }
-  add(9, count, skipped, sizeof(int64_t));
+  add(skip, count, skipped, sizeof(int64_t));
   if (const auto found = overlap.find(std::move(written), std::move(read))) {
     const auto at = [&](int64_t tag) {
       const int64_t name = tag >> kIndexBits, i = tag & ((int64_t{1} << kIndexBits) - 1);

@@ -15,11 +15,12 @@ from shardcore._native import _C
 from shardcore.optim.batch import Active, Repeat, Update, check_device, check_grads_list, collect
 from shardcore.optim.dtensor import Rows, any_sharded, check_tensor_param, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Gradients, ScalesLoss
-from shardcore.optim.exchange import export_groups, export_state, import_groups, import_states
+from shardcore.optim.exchange import adopt_torch_group, export_groups, export_state, import_groups, import_states
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
-from shardcore.optim.options import as_list, check_capturable, check_group, check_groups
+from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
+from shardcore.optim.uncompiled import uncompiled
 
 logger = logging.getLogger("shardcore")
 
@@ -68,11 +69,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
         }
-        if isinstance(params, torch.Tensor):
-            raise TypeError(f"{self._op}: params has type {type(params).__name__}; expected a list of tensors or of dicts")
-        given: list[Any] = list(params)
-        if not given or all(isinstance(g, dict) and "params" in g and not as_list(g) for g in given):
-            raise ValueError(f"{self._op}: params has no parameter; expected at least one")
+        given = listed(self._op, params)
         self._skipped = 0
         self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
@@ -95,8 +92,10 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         params = as_list(param_group)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
         self._check_new_params(plain)
+        where = f"param_groups[{len(self.param_groups)}]."
+        adopt_torch_group(self._op, where, param_group)
         group = {**self.defaults, **param_group, "params": plain}
-        check_group(self._op, group, f"param_groups[{len(self.param_groups)}].")
+        check_group(self._op, group, where)
         check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
         self._dtensors |= find_rows(self._op, self.param_groups[-1]["params"])
@@ -155,6 +154,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         max_norm: float | None = None,
     ) -> float: ...
 
+    @uncompiled
     def step(
         self,
         closure: Callable[[], float] | None = None,

@@ -56,6 +56,24 @@ def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return exported
 
 
+def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
+    """Give a new group that has torch.optim's own keys (of the param_groups of an Adam or AdamW) what they mean here.
+
+    Raises ValueError for options that no step of ours can follow.
+    """
+    if "decoupled_weight_decay" in group:
+        decoupled = group["decoupled_weight_decay"]
+        if group.setdefault("adam_w_mode", decoupled) is not decoupled:
+            raise ValueError(
+                f"{op}: {where}adam_w_mode has {group['adam_w_mode']}, and decoupled_weight_decay {decoupled}; expected one of "
+                "them (they say the same)"
+            )
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{op}: {where}differentiable has {group['differentiable']}; expected False (autograd sees no step of a kernel)"
+        )
+
+
 def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -> list[dict[str, Any]]:
     """Return, for each group, the options that loading ``saved`` (torch's or ours) gives it; nothing is changed.
 
@@ -63,13 +81,16 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
     how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
     TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
     """
-    if not isinstance(saved, Sequence) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+    if not isinstance(saved, Sequence) or not all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in saved
+    ):
         raise TypeError(
-            f'{op}: state_dict["param_groups"] is no list of dicts with "params"; expected what state_dict() returns'
+            f'{op}: state_dict["param_groups"] is no list of dicts with a list "params"; expected what state_dict() returns'
         )
     if len(saved) != len(groups):
         raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
     imported = []
+    copies: dict[int, Any] = {}  # groups that share an lr tensor go on sharing one, as after torch's loading
     for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
         where = f"param_groups[{i}]"
         if len(given["params"]) != len(group["params"]):
@@ -85,7 +106,7 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -
                     f"{op}: {where} has the unknown key {key!r}; expected keys of Adam, of a scheduler, or of this optimizer's "
                     "group (remove it, or give it to the group first)"
                 )
-            options[key] = tuple(value) if key == "betas" and isinstance(value, list) else copy.deepcopy(value)
+            options[key] = tuple(value) if key == "betas" and isinstance(value, list) else copy.deepcopy(value, copies)
         if "decoupled_weight_decay" in options:
             options["adam_w_mode"] = options.pop("decoupled_weight_decay")
         check_options(op, {**group, **options}, f"{where}.")

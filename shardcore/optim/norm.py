@@ -16,6 +16,7 @@ from shardcore.comm import Comm
 from shardcore.optim.dtensor import Ranks, Rows, any_sharded, find_rows, grouped
 from shardcore.optim.options import PARAM_DTYPES, dtype_name
 from shardcore.optim.scale import check_max_norm
+from shardcore.optim.uncompiled import uncompiled
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Ranks, Sequence[torch.Tensor]]
@@ -111,6 +112,7 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 
+@uncompiled
 def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
 

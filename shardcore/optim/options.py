@@ -6,7 +6,7 @@ the same whether the optimizer is sharded or not.
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -37,18 +37,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 def number(op: str, name: str, value: object) -> float:
     """Return an int, a float or a tensor of one element as a Python float.
 
-    Raises TypeError for anything else, bool included. A CUDA tensor is waited for.
+    Raises TypeError for anything else, bool included, and ValueError for an int beyond a double. A CUDA tensor is waited for.
     """
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1 or value.is_complex() or value.dtype is torch.bool or value.is_meta:
             raise TypeError(
-                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)}; expected one real number"
+                f"{op}: {name} has a {dtype_name(value.dtype)} tensor of shape {tuple(value.shape)} on {value.device}; "
+                "expected one real number"
             )
         return float(value.item())
     if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(f"{op}: {name} has an int too large for a double; expected a number") from None
     raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one element")
 
 
@@ -82,6 +86,15 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
     every step asks (CheckedOptions).
     """
+    try:
+        _check_options(op, group, where)
+    except KeyError as missing:
+        raise ValueError(
+            f"{op}: {where}{missing.args[0]} is missing; expected every option (add_param_group fills them in)"
+        ) from None
+
+
+def _check_options(op: str, group: Mapping[str, Any], where: str) -> None:
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
@@ -259,13 +272,26 @@ def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -
     )
 
 
+def listed(op: str, params: object) -> list[Any]:
+    """Return an optimizer's params as a list. Raises TypeError for what has no order or no items, ValueError for none."""
+    if isinstance(params, torch.Tensor | str | set | frozenset | dict) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"{op}: params has type {type(params).__name__}; expected a list of tensors or of dicts (a model's parameters(); a "
+            "set has no order)"
+        )
+    given = list(params)
+    if not given or all(isinstance(g, dict) and "params" in g and not as_list(g) for g in given):
+        raise ValueError(f"{op}: params has no parameter; expected at least one")
+    return given
+
+
 def as_list(group: dict[str, Any]) -> list[Any]:
     """Make a group's params a list (an iterator can be read only once), and return it."""
     params = group["params"]
     if isinstance(params, torch.Tensor):
         params = [params]
-    elif isinstance(params, set):
-        raise TypeError("param_group: params has type set; expected a list (a set has no order)")
+    elif isinstance(params, set | frozenset):
+        raise TypeError(f"param_group: params has type {type(params).__name__}; expected a list (a set has no order)")
     elif not isinstance(params, list):
         params = list(params)
     group["params"] = params

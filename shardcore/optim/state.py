@@ -8,7 +8,6 @@ float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_s
 remainder (int16).
 """
 
-import math
 from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
@@ -21,6 +20,9 @@ from shardcore.optim.storage import zeros
 
 # As state dicts have them (shardcore.optim.storage: what else a state may keep).
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+
+
+MAX_STEP = 2**53  # a float64 counts one by one up to here
 
 
 class Changes:
@@ -117,8 +119,8 @@ _COUNTS = (StepCount, DeviceStepCount)
 def step_count(op: str, name: str, value: object) -> int:
     """Return a step count given as a number or as a tensor of one element; ValueError if it is not a whole number >= 0."""
     x = number(op, name, value)
-    if not (math.isfinite(x) and x >= 0 and x == int(x)):
-        raise ValueError(f"{op}: {name} has {x}; expected a whole number of at least 0")
+    if not (0 <= x <= MAX_STEP and x == int(x)):
+        raise ValueError(f"{op}: {name} has {x}; expected a whole number of at least 0, and at most 2**53")
     return int(x)
 
 

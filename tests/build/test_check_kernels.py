@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from tools import check_kernels
-from tools.check_kernels import LoopRule, kernel_name, problems, read_kernels, table
+from tools.check_kernels import LoopRule, problems, read_kernels, table
+from tools.sass import kernel_name
 
 MANGLED = "_ZN9shardcore45_GLOBAL__N__c5a27b79_12_norm_cuda_cu_1e842cf911copy_kernelEPKfPf"
 RULES = {"copy_kernel": [LoopRule(loads=1, stores=1)]}

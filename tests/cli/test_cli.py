@@ -101,6 +101,7 @@ def test_estimate(capsys):
         (["nope:f"], "nope:f was not found from"),
         (["examples.llama:nope"], "has no attribute 'nope'"),
         (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),
+        (["examples.gpt:PRESETS"], "examples.gpt:PRESETS is a dict; expected a function or class that makes a model"),
         (["examples.llama:llama_7b", "--units", "x"], 'units is "x"; expected "auto"'),
         (["examples.llama:llama_7b", "--world-size", "0"], "world_size is 0; expected at least 1"),
         (["examples.llama:llama_7b", "--hybrid"], "hybrid is True without ranks_per_node; expected the number of ranks"),

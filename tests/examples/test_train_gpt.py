@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from examples import train_gpt
+from examples.gpt import PRESETS
 from examples.launch import launch
 from examples.training import Placement, train
 from tests.ranks import free_port, start
@@ -162,6 +163,7 @@ def test_help_names_the_choices():
         (["--clip", "-1"], "argument --clip: -1; expected a finite number"),
         (["--text", "no/such/file"], "argument --text: no/such/file is not a file"),
         (["--demo", "--stage", "1"], "--demo sets stage and offload itself"),
+        (["--threads", "100000"], "argument --threads: 100000; expected at most "),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
@@ -179,6 +181,24 @@ def test_short_text_is_refused_before_ranks_start(tmp_path, numel, capsys):
         parse("--text", str(text))
     assert stop.value.code == 2
     assert f"argument --text: {text} has {numel} bytes; expected at least 4096" in capsys.readouterr().err
+
+
+def test_every_preset_has_defaults():
+    for preset in PRESETS:
+        options = parse("--device", "cpu", "--preset", preset)
+        assert None not in (options.steps, options.batch, options.lr)
+
+
+def test_fp16_scales_the_loss_and_counts_overflows(tmp_path, capsys, alone):
+    options = parse(
+        *("--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "30", "--precision", "fp16"),
+        *("--stage", "1", "--out", str(tmp_path)),
+    )
+    assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 0
+    training = json.loads((tmp_path / "result.json").read_text())["trainings"][0]
+    assert ("skipped steps" in capsys.readouterr().out) == (training["skipped_steps"] > 0)
+    assert training["skipped_steps"] < 10
+    assert training["losses"][-1] < 4.5
 
 
 def test_what_auto_chooses(monkeypatch):

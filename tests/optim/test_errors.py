@@ -25,6 +25,9 @@ BAD_OPTIONS = [
     ({"lr": None}, TypeError),
     ({"lr": True}, TypeError),
     ({"lr": torch.ones(2)}, TypeError),
+    ({"lr": torch.tensor(True)}, TypeError),
+    ({"lr": torch.tensor(1.0, device="meta")}, TypeError),
+    ({"lr": 10**400}, ValueError),
     ({"lr": torch.tensor(-1.0)}, ValueError),
     ({"betas": (1.0, 0.9)}, ValueError),
     ({"betas": (0.9, -0.1)}, ValueError),
@@ -83,6 +86,17 @@ def test_bad_options(make, options, error):
     assert not optimizer.state
 
 
+@OURS
+def test_a_group_appended_by_hand_without_options(make):
+    optimizer = make([param()])
+    optimizer.step(grads=[torch.ones(4)])
+    optimizer.param_groups.append({"params": [param()], "lr": 0.1})
+    snapshot = [p.clone() for group in optimizer.param_groups for p in group["params"]]
+    with pytest.raises(ValueError, match=r"param_groups\[1\].betas is missing; expected every option"):
+        optimizer.step(grads=[torch.ones(4)] * 2)
+    assert all(torch.equal(p, group["params"][0]) for p, group in zip(snapshot, optimizer.param_groups, strict=True))
+
+
 BAD_PARAMS = [
     (list, ValueError, "expected at least one"),
     (lambda: [{"params": []}], ValueError, "expected at least one"),
@@ -93,6 +107,16 @@ BAD_PARAMS = [
     (lambda: [{"params": [param()]}, param()], TypeError, "expected a dict"),
     (lambda: [{"lr": 0.1}], TypeError, 'dict with "params"'),
     (lambda: [{"params": {param()}}], TypeError, "a set has no order"),
+    (lambda: [{"params": frozenset([param()])}], TypeError, "type frozenset; expected a list"),
+    (lambda: {param()}, TypeError, "params has type set; expected a list"),
+    (lambda: {"params": [param()]}, TypeError, "params has type dict; expected a list"),
+    (lambda: torch.nn.Linear(2, 2), TypeError, r"params has type Linear; expected .*parameters\(\)"),
+    (lambda: [{"params": [param()], "differentiable": True}], ValueError, r"param_groups\[0\].differentiable has True"),
+    (
+        lambda: [{"params": [param()], "adam_w_mode": True, "decoupled_weight_decay": False}],
+        ValueError,
+        r"param_groups\[0\].adam_w_mode has True, and decoupled_weight_decay False",
+    ),
     (lambda: [param(dtype=torch.float64)], TypeError, r"params\[0\] has dtype float64; expected float32, bfloat16 or float16"),
     (lambda: [param(), param(dtype=torch.complex64)], TypeError, r"params\[1\] has dtype complex64"),
     (lambda: [torch.ones(3, dtype=torch.int32)], TypeError, "has dtype int32"),
@@ -265,11 +289,13 @@ def broken_state_dicts():
         ),
         ("type", lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4), TypeError, r"state\[1\].exp_avg has type list"),
         ("step", lambda sd: sd["state"][1].update(step=1.5), ValueError, r"state\[1\].step has 1.5"),
+        ("step 2**60", lambda sd: sd["state"][1].update(step=2**60), ValueError, r"state\[1\].step has 1.15.*at most 2\*\*53"),
         ("step nan", lambda sd: sd["state"][1].update(step=torch.tensor(math.nan)), ValueError, r"state\[1\].step has nan"),
         ("lr", lambda sd: sd["param_groups"][0].update(lr=-1.0), ValueError, r"param_groups\[0\].lr has -1.0"),
         ("betas", lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)), ValueError, r"betas\[0\] has 2.0"),
         ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "has no 'param_groups'"),
         ("no state", lambda sd: sd.pop("state"), ValueError, "has no 'state'"),
+        ("params type", lambda sd: sd["param_groups"][0].update(params=None), TypeError, 'with a list "params"'),
         ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "no list of dicts"),
         ("state type", lambda sd: sd.update(state=[]), TypeError, "has type list"),
         ("param type", lambda sd: sd["state"].update({1: 5}), TypeError, r"state\[1\] has type int"),

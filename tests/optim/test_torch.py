@@ -232,3 +232,24 @@ def test_state_dict_hooks_run():
     assert state_dict["extra"] == 1
     optimizer.load_state_dict(state_dict)
     assert seen == ["pre", "loaded"]
+
+
+@pytest.mark.parametrize("make", OURS)
+@pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
+def test_param_groups_of_torch_mean_what_they_meant(make, adam_w_mode):
+    ours, reference = make_params(), make_params()
+    optimizer = make(theirs(adam_w_mode)(ours, lr=0.01, weight_decay=0.5).param_groups)
+    run(optimizer, ours, 0, 3)
+    run(make(reference, lr=0.01, weight_decay=0.5, adam_w_mode=adam_w_mode), reference, 0, 3)
+    assert all(torch.equal(p, q) for p, q in zip(ours, reference, strict=True))
+    assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] is adam_w_mode
+
+
+@pytest.mark.parametrize("make", OURS)
+def test_groups_that_share_a_learning_rate_tensor_share_one_after_loading(make):
+    params = make_params()
+    groups = [{"params": params[:1]}, {"params": params[1:]}]
+    optimizer = make(groups, lr=torch.tensor(0.01))
+    optimizer.load_state_dict(optimizer.state_dict())
+    first, second = (group["lr"] for group in optimizer.param_groups)
+    assert first is second
