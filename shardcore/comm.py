@@ -126,7 +126,8 @@ class Comm:
         common = set(free).intersection(*self.gather_json(free))
         if not common:
             common.add(len(places))
-            places.append(_Place(self._new_group(self.group)))
+            with _explained():
+                places.append(_Place(self._new_group(self.group)))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
@@ -279,7 +280,8 @@ class Comm:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if self.world_size > 1 and tensor.numel() > 0:
-            dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
+            with _explained():
+                dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
