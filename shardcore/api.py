@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
-from shardcore.comm import Comm, first_difference
+from shardcore.comm import Comm, first_difference, join
 from shardcore.engine import build, model_io, sharded_state
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
@@ -147,7 +147,7 @@ def shard(
     of a machine would take more host memory than it has free. RuntimeError on every rank if what `materialize` does fails on
     one: then the model is partly made, and to be built anew.
     """
-    comm = Comm(process_group, ranks_per_node)
+    comm, problem = join(process_group, ranks_per_node)
     options: dict[str, Any] = {
         "stage": stage,
         "offload": offload,
@@ -167,7 +167,6 @@ def shard(
         "sharers": len(comm.sharers),
         "backend_sums": comm.backend_sums,
     }
-    problem: Exception | None = None
     entries: list[Any] = []
     needed = 0
     try:
@@ -197,7 +196,7 @@ def shard(
             needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
         entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
-        problem = error
+        problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
     agree(comm, problem or short, entries)
 

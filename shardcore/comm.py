@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.topology import Topology
+from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,6 +69,10 @@ class _Place:
 _places: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Place]]" = weakref.WeakKeyDictionary()
 
 
+class NotAMemberError(ValueError):
+    """A rank was given a group of others."""
+
+
 class Comm:
     """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
@@ -77,19 +81,21 @@ class Comm:
 
         group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
         added over the ranks of a node, then over nodes (default: over all ranks at once; of a mesh, its second dimension).
-        Raises ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized process group, for a group
-        that this rank is not part of, and for ranks that no nodes can be made of.
+        Raises TypeError for what is no group; ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized
+        process group, for ranks that no nodes can be made of, and (NotAMemberError) for a group that this rank is not part of.
         """
         sharded = None
         if isinstance(group, DeviceMesh):
             group, sharded = _group_of(group)
+        elif not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            raise TypeError(f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or None for all ranks")
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.rank < 0:
-                raise ValueError("shard: process_group does not contain this rank; expected a group that this rank belongs to")
+                raise NotAMemberError("shard: process_group does not contain this rank; expected a group that it belongs to")
         elif group is not None:
             raise ValueError("shard: process_group was given but torch.distributed is not initialized")
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -120,7 +126,8 @@ class Comm:
         common = set(free).intersection(*self.gather_json(free))
         if not common:
             common.add(len(places))
-            places.append(_Place(self._new_group(self.group)))
+            with _explained():
+                places.append(_Place(self._new_group(self.group)))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
@@ -273,7 +280,8 @@ class Comm:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if self.world_size > 1 and tensor.numel() > 0:
-            dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
+            with _explained():
+                dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
@@ -298,6 +306,22 @@ class Comm:
             ) from error
 
 
+def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> tuple[Comm, Exception | None]:
+    """Return Comm(group, ranks_per_node); or the way to those who wait for this rank, and what it must tell them.
+
+    A rank that `group` does not contain raises at once: nobody waits for it.
+    """
+    problem: Exception | None = None
+    for arguments in ((group, ranks_per_node), (group,)):
+        try:
+            return Comm(*arguments), problem
+        except NotAMemberError:
+            raise
+        except Exception as error:  # of any kind: torch's, where `group` is none
+            problem = problem or error
+    return Comm(), problem
+
+
 def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates."""
     if mesh.ndim == 1:
@@ -310,18 +334,6 @@ def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     everyone = len(ranks) == dist.get_world_size()
     assert dist.group.WORLD is not None
     return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
-
-
-def topology_of(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
-    """Return how ranks lie; `sharded`: the size of a mesh's second dimension. Raises ValueError or TypeError."""
-    if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
-        raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
-    if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:
-        raise ValueError(f"shard: ranks_per_node is {ranks_per_node}; expected {sharded}, the mesh's second dimension, or None")
-    size = sharded or (world_size if ranks_per_node is None else ranks_per_node)
-    if size < 1 or world_size % size:
-        raise ValueError(f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks")
-    return Topology(world_size, size, replicate=sharded is not None)
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -69,6 +69,8 @@ def initialize(
             loader = _loader(training_data, collate_fn, sizes, comm)
             scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
             entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
+            samples: Any = () if loader is None else loader.dataset
+            entries.append(f"training_data of {len(samples)} samples")
         except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
             problem = error
         agree(comm, problem, entries, _OP)

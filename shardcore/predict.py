@@ -16,7 +16,7 @@ from torch import nn
 
 from shardcore.api import shard
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options
-from shardcore.comm import Comm, topology_of
+from shardcore.comm import Comm
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
 from shardcore.engine.exchange import MAX_IN_FLIGHT
@@ -28,7 +28,7 @@ from shardcore.engine.weights import keepers_of
 from shardcore.offload_split import cuts_of
 from shardcore.optim import AdamOptimizer
 from shardcore.predict_tiers import LeavingGrads, MetaStates
-from shardcore.topology import Topology
+from shardcore.topology import Topology, topology_of
 from shardcore.units import plan_units
 
 _META = torch.device("meta")

@@ -58,3 +58,15 @@ class Topology:
     def owners(self, rank: int) -> Sequence[int]:
         """Return the ranks that own the same range as the rank, in the order of their pieces."""
         return self.twins(rank) if self.replicate else (rank,)
+
+
+def topology_of(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
+    """Return how ranks lie; `sharded`: the size of a mesh's second dimension. Raises ValueError or TypeError."""
+    if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
+        raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
+    if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:
+        raise ValueError(f"shard: ranks_per_node is {ranks_per_node}; expected {sharded}, the mesh's second dimension, or None")
+    size = sharded or (world_size if ranks_per_node is None else ranks_per_node)
+    if size < 1 or world_size % size:
+        raise ValueError(f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks")
+    return Topology(world_size, size, replicate=sharded is not None)

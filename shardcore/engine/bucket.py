@@ -70,7 +70,8 @@ class Managed:
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
     place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
-    edits by the user move it). changes: how often its weights were edited or loaded, which all ranks have to do alike.
+    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, which all
+    ranks have to do alike; a load makes up for what was before it.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Managed:
     grad_view: torch.Tensor | None = None
     place: tuple[int, int] = (0, 0)
     version: int = 0
-    changes: int = 0
+    changes: str = ""
 
     def place_now(self) -> tuple[int, int]:
         """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""

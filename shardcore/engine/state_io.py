@@ -88,7 +88,7 @@ class OptimizerStateIO:
             group.update(new_options)
         for managed, bucket in self._optimized():
             self._scatter(managed, bucket, taken[managed])
-        self.updater.loads += 1
+        self.updater.loaded = True
 
     def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over the states that an optimizer had before it was sharded, without remainders (joined_state)."""

@@ -52,7 +52,7 @@ class Updater:
         self.last_norm: float | None = None
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
-        self.loads = 0  # of the optimizer's state
+        self.loaded = False  # an optimizer state, since the last step
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
@@ -147,6 +147,9 @@ class Updater:
         if (rows[:, 3] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
+        self.loaded = False
+        for managed in (managed for bucket in self.buckets for managed in bucket.params):
+            managed.changes = ""
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous())), bool((rows[:, 4] == order).all())
 
     def _told(self, terms: Mapping[str, float | None]) -> list[str]:
@@ -156,11 +159,11 @@ class Updater:
         )
         params = (
             f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after {managed.step} steps"
-            f"{f', edited or loaded {managed.changes} times' if managed.changes else ''}"
+            + managed.changes
             for bucket in self.buckets
             for managed in bucket.params
         )
-        loaded = [f"an optimizer state loaded {self.loads} times"] if self.loads else []
+        loaded = ["an optimizer state was loaded"] if self.loaded else []
         return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *loaded]
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
@@ -223,9 +226,9 @@ class Updater:
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
             managed.version = managed.param._version
-            managed.changes += 1
+            managed.changes += ", edited"
 
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
-        managed.changes += 1
+        managed.changes = ", loaded"

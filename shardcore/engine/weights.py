@@ -100,8 +100,11 @@ class Weights:
             try:
                 unit.notice = self.meetings.start_weights(self.units.index(unit))
                 self._fill(unit, gathers)
-            finally:
                 unit.gathers = iter(gathers)
+            except Exception:
+                unit.gathers, unit.kept = iter(gathers), None
+                self._lose(unit)  # or the next use would take what is there for the weights
+                raise
 
     def _fill(self, unit: Unit, gathers: list[Any]) -> None:
         arrivals = []

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import shardcore
 from shardcore.engine.membership import Membership
-from tests.engine.models import Net, Run, batch_of, hash_of, loss_of, train
+from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 
 
@@ -178,30 +178,32 @@ def test_modules_around_others_only_change_names() -> None:
     assert hash_of(model.parameters()) == hash_of(plain.parameters())
 
 
-def _alone(rank: int, world_size: int, stage: int) -> list[str]:
-    """Load weights, then an optimizer state, on rank 1 only; then go on from weights that all load."""
-    model, optimizer = sharded(stage)
-    state, adam = model.state_dict(), optimizer.state_dict()
-    texts = []
-    for load, what in ((model.load_state_dict, state), (optimizer.load_state_dict, adam)):
-        if rank == 1:
+def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]]:
+    """Load weights, then an optimizer state, on rank 1 only, then on all; and on another model on all at once."""
+    texts, hashes = [], []
+    for alone in (True, False):
+        model, optimizer = sharded(stage)
+        state, adam = model.state_dict(), optimizer.state_dict()
+        for load, what in ((model.load_state_dict, state), (optimizer.load_state_dict, adam)):
+            if alone:
+                if rank == 1:
+                    load(what)
+                loss_of(model, batch_of(0, 0, rank)).backward()
+                with pytest.raises(ValueError) as refusal:
+                    optimizer.step()
+                texts.append(str(refusal.value))
+                optimizer.zero_grad()
             load(what)
-        loss_of(model, batch_of(0, 0, rank)).backward()
-        try:
+        for step in range(2):  # the second one does not hold the loads against any rank
+            loss_of(model, batch_of(step, 0, rank)).backward()
             optimizer.step()
-            texts.append("no error")
-        except ValueError as error:
-            texts.append(str(error))
-        optimizer.zero_grad()
-        if rank == 0:
-            load(what)
-    loss_of(model, batch_of(0, 0, rank)).backward()
-    optimizer.step()
-    return texts
+        hashes.append(hash_of_training(model, optimizer))
+    return texts, hashes
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
-    for weights, states in run_ranks(2, _alone, stage):
-        assert "edited or loaded 1 times on rank 1 but" in weights
-        assert "an optimizer state loaded 1 times on rank 1 but nothing on rank 0" in states
+    for (weights, states), (after, expected) in run_ranks(2, _alone, stage):
+        assert "steps, loaded on rank 1 but" in weights
+        assert "an optimizer state was loaded on rank 1 but nothing on rank 0" in states
+        assert after == expected

@@ -194,6 +194,10 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
             model = None
         elif how == "bad":
             stage = 7
+        elif how == "nodes":
+            options["ranks_per_node"] = 3
+        elif how == "group":
+            options["process_group"] = "all"
         elif how == "lr":
             kind = {"lr": 2e-2}
         elif how == "amsgrad":
@@ -223,6 +227,8 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
         ("buffer", ["buffer offset (4,)", "buffer offset (5,)"]),
         ("stage", ["stage=1", "stage=2"]),
         ("bad", ["stage is 7"]),
+        ("nodes", ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
+        ("group", ["process_group is 'all'; expected a process group"]),
         ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
         ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
         ("amsgrad", ["amsgrad=True", "amsgrad=False"]),

@@ -201,8 +201,9 @@ def _message(rank: int, world_size: int, which: str) -> str:
         return torch.optim.lr_scheduler.StepLR(chosen, 1)
 
     del config["optimizer"]
+    data: Any = list(range(9 if rank == 1 and which == "data" else 8))
     try:
-        shardcore.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler)
+        shardcore.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler, training_data=data)
     except (ValueError, RuntimeError) as error:
         assert not hasattr(model, "_shardcore_engine")
         assert dist.is_initialized(), "a group that was there before stays"
@@ -218,6 +219,9 @@ def test_ranks_fail_together() -> None:
     other, own = run_ranks(2, _message, "key")
     assert "did you mean gradient_clipping?" in own
     assert other == f"initialize: rank 1 failed, so no rank was changed: {own}"
+    both = run_ranks(2, _message, "data")
+    assert both[0] == both[1]
+    assert "training_data of 9 samples on rank 1 but training_data of 8 samples on rank 0" in both[0]
     for which in ("function", "scheduler"):
         other, own = run_ranks(2, _message, which)
         assert own == "planted"
