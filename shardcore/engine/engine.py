@@ -7,24 +7,25 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
-from shardcore.engine.host_grads import GradHome, sq_norm_of
-from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
+from shardcore.engine.clip import clip
+from shardcore.engine.host_grads import GradHome
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
 from shardcore.engine.pace import Pace
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
-from shardcore.engine.store import StateStore
+from shardcore.engine.store import StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
@@ -95,9 +96,10 @@ class Engine:
         return type(None), ()
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete; on CUDA in the order of the current stream."""
+        """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
         if self.lazy is not None:
             self.lazy.finish()
+        self.updater.raise_failure()
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -129,7 +131,15 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problem = problem or error
-        self.meetings.meet(STEP)
+        with self.meetings.entered(STEP, self._leave_step):
+            self._step_together(grad_scale, max_norm, problem)
+
+    def _leave_step(self) -> None:
+        with suppress(ValueError):  # this one
+            self._step_together(1.0, None, ValueError("step: interrupted before ranks agreed on it"))
+
+    def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
+        """Step with all ranks. As a whole: what was begun cannot be made again."""
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
@@ -143,17 +153,16 @@ class Engine:
         limit = self.max_norm if max_norm is None else max_norm
         order = self.lazy.order if self.lazy is not None else ()
         norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
-        if plan is not None and self.lazy is None:
-            self.updater.apply(plan)
-        with held_back_interrupts() if self.lazy is not None else nullcontext():  # counted and handed over, or neither
-            if plan is not None:
-                self.updater.count(plan)
-                if self.pace is not None:
-                    self.pace.updated = True
-                if self.lazy is not None:
-                    self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
-                self.scaler.after_update()
-            self.reducer.end_step()
+        if plan is not None:
+            if self.lazy is None:
+                self.updater.apply(plan)
+            self.updater.count(plan)
+            if self.pace is not None:
+                self.pace.updated = True
+            if self.lazy is not None:
+                self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
+            self.scaler.after_update()
+        self.reducer.end_step()
         if plan is not None and self.weights is not None:
             self.weights.renew()
         elif plan is None and norm is not None:
@@ -267,33 +276,13 @@ class Engine:
             return f"max_norm={limit} over {', '.join(names)}"
 
         self.together("clip_grad_norm_", check)
-        self.reducer.reduce_pending()
-        self.reducer.host.arrive()
-        views = []
-        for bucket in self.updater.buckets:
-            for start, part in bucket.grads() if bucket.reduced else ():
-                views += [
-                    (bucket, managed, view)
-                    for managed, _, view in bucket.owned_views(part, start)
-                    if managed.has_grad and (chosen is None or managed.param in chosen)
-                ]
-        norm = self._norm_of_views(views)
-        coefficient = _C.clip_coefficient(norm, max_norm)
-        if coefficient != 1.0 and views:
-            torch._foreach_mul_([view for _, _, view in views], coefficient)
-            for bucket in {bucket: None for bucket, _, _ in views}:
-                place = self.comm.topology.place(self.comm.rank)
-                bucket.sq_norm = sq_norm_of(bucket.own_grads(place), self.device)
-            self.reducer.show_grads()
+        with held_back_interrupts():  # the others wait for this rank, and gradients are scaled all or not at all
+            self.reducer.reduce_pending()
+            self.reducer.host.arrive()
+            clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
+            if clipped:
+                self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
-
-    def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
-        own = [view for _, _, view in views]
-        part = sq_norm_of(own, self.device) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.lifetimes.owns_everything:
-            return _C.norm_from_sq(part.cpu())
-        rows = self.comm.gather_rows(part, Traffic.READ).cpu()
-        return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
     def together(self, op: str, check: Callable[[], str]) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
@@ -307,25 +296,31 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        self.meetings.meet(READ)
-        try:
-            what = None if problem is not None else check()
-        except (ValueError, TypeError, KeyError) as error:
-            problem = error
-        here = zlib.crc32((what or "").encode())
-        row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
-        others = self.comm.gather_rows(row, Traffic.READ).tolist()
+        with self.meetings.entered(READ, self._leave_read):
+            try:
+                what = None if problem is not None else check()
+            except (ValueError, TypeError, KeyError) as error:
+                problem = error
+            here = zlib.crc32((what or "").encode())
+            others = self._tell_read(_READS.index(op), problem is not None, here)
         if problem is not None:
             raise problem
         for rank, (read, refuses, there) in enumerate(others):
+            if refuses:
+                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
             if read != _READS.index(op):
                 raise ValueError(
                     f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
                 )
-            if refuses:
-                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
             if there != here:
                 raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
+
+    def _leave_read(self) -> None:
+        self._tell_read(0, True, 0)
+
+    def _tell_read(self, read: int, refuses: bool, what: int) -> list[list[int]]:
+        rows = self.comm.gather_rows(torch.tensor([read, refuses, what], device=self.device), Traffic.READ)
+        return [[*row] for row in rows.tolist()]
 
     def read_all(self, op: str, what: str) -> None:
         """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""

@@ -30,7 +30,8 @@ from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, Redu
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
-from shardcore.engine.lazy import LazyStep, held_back_interrupts
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import BACKWARD, LOCAL_BACKWARD, REFUSAL, Meetings, Notice
 from shardcore.engine.trace import scope
@@ -88,9 +89,8 @@ class Reducer:
         self._late_params: set[Managed] = set()
         self._gathers: list[dist.Work] = []
         for order, bucket in enumerate(self.buckets):
-            for slot in range(len(bucket.params)):
-                param = bucket.params[slot].param
-                watch(param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
+            for slot, managed in enumerate(bucket.params):
+                watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:
@@ -128,6 +128,7 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
+        self._meetings.settle()
         if not self._boundary.failed or self._settling:
             return
         self._failed = backwards = self.backwards + 1

@@ -9,8 +9,12 @@ import pytest
 from shardcore._native import _C
 from shardcore.engine.gather import Gatherer
 from shardcore.engine.host_grads import HostGrads
+from shardcore.engine.meeting import Meetings
+from shardcore.engine.store import DeviceStore
+from shardcore.engine.updater import Updater
 from tests.engine.late import micro_steps, start
 from tests.engine.models import Run, hash_of_training
+from tests.ranks import run_ranks
 
 EVERYTHING = {"optimizer": "cpu", "gradients": "cpu", "params": "cpu", "ratio": 0.6}
 PLACES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -71,3 +75,52 @@ def test_what_was_interrupted_can_be_made_again(place: str, monkeypatch: pytest.
     assert calls > 0
     for number in {1, 2, calls // 2, calls} - {0}:
         assert _trained(place, number, monkeypatch)[0] == expected, f"call {number} of {calls}"
+
+
+# --- a step, on some of the ranks -------------------------------------------------------------------------------------
+
+STEP_PLACES: dict[str, tuple[type, str]] = {
+    "before ranks meet": (Meetings, "entered"),
+    "while they wait for each other": (Meetings, "check"),
+    "behind that": (Updater, "decide"),
+    "while the weights change": (DeviceStore, "step"),
+}
+
+
+def _steps_interrupted(rank: int, world_size: int, place: str, who: int, lazy: bool) -> tuple[str, list[str], bool]:
+    """Train three steps; the second is interrupted on the ranks that `who` has bits for. Errors let a rank make it again."""
+    model, optimizer = start(rank, Run(stage=2), lazy, late=False)
+    owner, name = STEP_PLACES[place]
+    call, came, said = getattr(owner, name), [False], []
+
+    def interrupted(*arguments: Any) -> Any:
+        if optimizer.state[model.gain]["step"] == 1 and not came[0]:
+            came[0] = True
+            signal.raise_signal(signal.SIGINT)
+        return call(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        while (done := int(optimizer.state[model.gain]["step"])) < 3:
+            try:
+                micro_steps(model, optimizer, rank, done, 1)
+                if who >> rank & 1:
+                    patch.setattr(owner, name, interrupted)
+                optimizer.step()
+            except (KeyboardInterrupt, RuntimeError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+            patch.undo()
+            optimizer.zero_grad()
+    return hash_of_training(model, optimizer), said, came[0]
+
+
+@pytest.mark.parametrize(("place", "lazy"), [*((place, False) for place in STEP_PLACES), ("behind that", True)])
+def test_an_interrupted_step_is_made_by_all_ranks_or_by_none(place: str, lazy: bool) -> None:
+    """Whoever goes on without it is told so at once, and nobody waits for who has left."""
+    expected = [hashed for hashed, *_ in run_ranks(2, _steps_interrupted, place, 0, lazy)]
+    for who in (0b10, 0b11):
+        results = run_ranks(2, _steps_interrupted, place, who, lazy)
+        assert [hashed for hashed, *_ in results] == expected
+        for rank, (_, said, came) in enumerate(results):
+            assert came == bool(who >> rank & 1)
+            assert said[:came] == ["KeyboardInterrupt: "] * came
+            assert all("different ways" in text or "refused the step" in text for text in said[came:]), said
