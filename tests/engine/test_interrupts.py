@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 
 from shardcore._native import _C
+from shardcore.engine import reducer
+from shardcore.engine.exchange import Exchange
 from shardcore.engine.gather import Gatherer
 from shardcore.engine.host_grads import HostGrads
 from shardcore.engine.meeting import Meetings
 from shardcore.engine.store import DeviceStore
 from shardcore.engine.updater import Updater
+from shardcore.engine.weights import Weights
 from tests.engine.late import micro_steps, start
 from tests.engine.models import Run, hash_of_training
 from tests.ranks import run_ranks
@@ -77,34 +80,46 @@ def test_what_was_interrupted_can_be_made_again(place: str, monkeypatch: pytest.
         assert _trained(place, number, monkeypatch)[0] == expected, f"call {number} of {calls}"
 
 
-# --- a step, on some of the ranks -------------------------------------------------------------------------------------
+# --- on some of the ranks ---------------------------------------------------------------------------------------------
 
-STEP_PLACES: dict[str, tuple[type, str]] = {
+IN_STEP: dict[str, tuple[Any, str]] = {
     "before ranks meet": (Meetings, "entered"),
     "while they wait for each other": (Meetings, "check"),
     "behind that": (Updater, "decide"),
     "while the weights change": (DeviceStore, "step"),
 }
+IN_BACKWARD: dict[str, tuple[Any, str]] = {
+    "as gradients leave": (Exchange, "send"),
+    "as its end begins": (Weights, "end_backward"),
+    "as ranks tell what they used": (reducer, "agree_on_use"),
+}
 
 
-def _steps_interrupted(rank: int, world_size: int, place: str, who: int, lazy: bool) -> tuple[str, list[str], bool]:
+def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, lazy: bool) -> tuple[str, list[str], bool]:
     """Train three steps; the second is interrupted on the ranks that `who` has bits for. Errors let a rank make it again."""
-    model, optimizer = start(rank, Run(stage=2), lazy, late=False)
-    owner, name = STEP_PLACES[place]
+    model, optimizer = start(rank, Run(stage), lazy, late=False)
+    owner, name = (IN_STEP | IN_BACKWARD)[place]
+    param = next(model.parameters())
     call, came, said = getattr(owner, name), [False], []
 
     def interrupted(*arguments: Any) -> Any:
-        if optimizer.state[model.gain]["step"] == 1 and not came[0]:
+        if not came[0]:
             came[0] = True
             signal.raise_signal(signal.SIGINT)
         return call(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        while (done := int(optimizer.state[model.gain]["step"])) < 3:
+
+        def arm() -> None:
+            if who >> rank & 1 and done == 1:
+                patch.setattr(owner, name, interrupted)
+
+        while (done := int(optimizer.state[param]["step"])) < 3:
             try:
+                if place in IN_BACKWARD:
+                    arm()
                 micro_steps(model, optimizer, rank, done, 1)
-                if who >> rank & 1:
-                    patch.setattr(owner, name, interrupted)
+                arm()
                 optimizer.step()
             except (KeyboardInterrupt, RuntimeError, ValueError) as error:
                 said.append(f"{type(error).__name__}: {error}")
@@ -113,14 +128,24 @@ def _steps_interrupted(rank: int, world_size: int, place: str, who: int, lazy: b
     return hash_of_training(model, optimizer), said, came[0]
 
 
-@pytest.mark.parametrize(("place", "lazy"), [*((place, False) for place in STEP_PLACES), ("behind that", True)])
-def test_an_interrupted_step_is_made_by_all_ranks_or_by_none(place: str, lazy: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "place", "lazy"),
+    [
+        *((2, place, False) for place in IN_STEP),
+        (2, "behind that", True),
+        *((3, place, False) for place in IN_BACKWARD),
+        (2, "as gradients leave", True),
+        (2, "as ranks tell what they used", True),
+    ],
+)
+def test_a_step_that_was_interrupted_is_made_by_all_ranks_or_by_none(stage: int, place: str, lazy: bool) -> None:
     """Whoever goes on without it is told so at once, and nobody waits for who has left."""
-    expected = [hashed for hashed, *_ in run_ranks(2, _steps_interrupted, place, 0, lazy)]
+    expected = [hashed for hashed, *_ in run_ranks(2, _interrupted, stage, place, 0, lazy)]
     for who in (0b10, 0b11):
-        results = run_ranks(2, _steps_interrupted, place, who, lazy)
+        results = run_ranks(2, _interrupted, stage, place, who, lazy)
         assert [hashed for hashed, *_ in results] == expected
         for rank, (_, said, came) in enumerate(results):
             assert came == bool(who >> rank & 1)
             assert said[:came] == ["KeyboardInterrupt: "] * came
-            assert all("different ways" in text or "refused the step" in text for text in said[came:]), said
+            told = ("different ways", "refused the step", "a backward of rank")
+            assert all(any(part in text for part in told) for text in said[came:]), said
