@@ -7,7 +7,7 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,15 +131,11 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problem = problem or error
-        with self.meetings.entered(STEP, self._leave_step):
+        with held_back_interrupts():  # what ranks begin together they end together
             self._step_together(grad_scale, max_norm, problem)
 
-    def _leave_step(self) -> None:
-        with suppress(ValueError):  # this one
-            self._step_together(1.0, None, ValueError("step: interrupted before ranks agreed on it"))
-
     def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
-        """Step with all ranks. As a whole: what was begun cannot be made again."""
+        self.meetings.meet(STEP)
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
@@ -231,6 +227,7 @@ class Engine:
         for _, param in self.unmanaged:
             param.grad = None
 
+    @held_back_interrupts()  # see together
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.read_all("optimizer.state_dict", "the optimizer")
@@ -257,6 +254,7 @@ class Engine:
             self.reducer.sync = old
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def clip_grad_norm_(
         self, max_norm: float, params: Sequence[torch.Tensor] | None = None, problem: Exception | None = None
     ) -> torch.Tensor:
@@ -272,22 +270,23 @@ class Engine:
                 raise problem
             limit = check_max_norm("clip_grad_norm_", max_norm)
             self.reducer.accept_user_grads()
+            self.reducer.host.arrive()
             names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
             return f"max_norm={limit} over {', '.join(names)}"
 
         self.together("clip_grad_norm_", check)
-        with held_back_interrupts():  # the others wait for this rank, and gradients are scaled all or not at all
-            self.reducer.reduce_pending()
-            self.reducer.host.arrive()
-            clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
-            if clipped:
-                self.reducer.show_grads()
+        self.reducer.reduce_pending()
+        self.reducer.host.arrive()
+        clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
+        if clipped:
+            self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
     def together(self, op: str, check: Callable[[], str]) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank.
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank. Whoever
+        calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
         """
         self.reducer.settle()
         problem: Exception | None = None
@@ -296,31 +295,25 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        with self.meetings.entered(READ, self._leave_read):
-            try:
-                what = None if problem is not None else check()
-            except (ValueError, TypeError, KeyError) as error:
-                problem = error
-            here = zlib.crc32((what or "").encode())
-            others = self._tell_read(_READS.index(op), problem is not None, here)
+        self.meetings.meet(READ)
+        try:
+            what = None if problem is not None else check()
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
+            problem = error
+        here = zlib.crc32((what or "").encode())
+        row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
+        others = self.comm.gather_rows(row, Traffic.READ).tolist()
         if problem is not None:
             raise problem
         for rank, (read, refuses, there) in enumerate(others):
-            if refuses:
-                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
             if read != _READS.index(op):
                 raise ValueError(
                     f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
                 )
+            if refuses:
+                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
             if there != here:
                 raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
-
-    def _leave_read(self) -> None:
-        self._tell_read(0, True, 0)
-
-    def _tell_read(self, read: int, refuses: bool, what: int) -> list[list[int]]:
-        rows = self.comm.gather_rows(torch.tensor([read, refuses, what], device=self.device), Traffic.READ)
-        return [[*row] for row in rows.tolist()]
 
     def read_all(self, op: str, what: str) -> None:
         """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""
@@ -334,11 +327,13 @@ class Engine:
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
 
         def check() -> str:
             self.reducer.accept_user_grads()
+            self.reducer.host.arrive()
             return self._of("full_grad", param)[1].name
 
         self.together("full_grad", check)
@@ -351,6 +346,7 @@ class Engine:
         return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
 

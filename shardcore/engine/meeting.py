@@ -5,16 +5,12 @@ Note [Parting]: announcements are checked in the order in which they were made, 
 ranks differ. From there all start anew: with tags of their own, and with nothing learned. What was announced before it was sent
 by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
 
-Note [Left meetings]: a meeting that others wait behind (`entered`) can be interrupted, and made again. Who does another thing
-has left: before it announces that, it takes part in what the others went on to, as one that refuses.
-
 Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the wait.
 """
 
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +41,6 @@ class Notice:
     agreed: bool = False
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A meeting that was announced and has not ended. leave: see Meetings.entered."""
-
-    point: str
-    notice: Notice | None
-    leave: Callable[[], None]
-
-
 class Meetings:
     """Announces where this rank is: at one of the points above, or at the weights of a unit (stage 3)."""
 
@@ -63,7 +50,6 @@ class Meetings:
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
         self._unchecked: deque[Notice] = deque()
         self._lost: list[Notice] = []
-        self._entry: _Entry | None = None
         self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
@@ -76,7 +62,6 @@ class Meetings:
         return self._announce(len(_POINTS) + index)
 
     def _announce(self, what: int, history: int = 0) -> Notice | None:
-        self.settle()
         if self._comm.world_size == 1 or self._comm.uses_nccl:
             return None
         rows = torch.zeros(self._comm.world_size, 2, dtype=torch.int64, device=self._comm.device)
@@ -116,40 +101,6 @@ class Meetings:
             difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
             self.part()
             raise different_ways(str(difference))
-
-    @contextmanager
-    def entered(self, point: str, leave: Callable[[], None]) -> Iterator[None]:
-        """Meet at this point, then let Ctrl-C take effect at the end only: others wait for what is done inside.
-
-        leave: does the least of it for them. See Note [Left meetings]. Collective.
-        """
-        if self._entry is None or self._entry.point != point:
-            self.settle()
-            self.before()
-            with held_back_interrupts():
-                self._entry = _Entry(point, self.start(point), leave)
-        self._reach(self._entry)
-        with held_back_interrupts():
-            self._entry = None
-            yield
-
-    def settle(self) -> None:
-        """Leave a meeting that was interrupted and not made again. May be interrupted, and repeated."""
-        entry = self._entry
-        if entry is None:
-            return
-        with suppress(RuntimeError):  # ranks went different ways, or one is gone: nobody waits
-            self._reach(entry)
-            with held_back_interrupts():
-                self._entry = None
-                entry.leave()
-
-    def _reach(self, entry: _Entry) -> None:
-        try:
-            self.check(entry.notice)
-        except RuntimeError:
-            self._entry = None
-            raise
 
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""

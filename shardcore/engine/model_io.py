@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
+from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.unit import callable_parts
@@ -181,6 +182,7 @@ class _BeforeStateDict(_StateDictHook):
 class _WholeStateDict(_StateDictHook):
     """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
 
+    @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         if (engine := self.begin(prefix)) is None:
             return

@@ -126,7 +126,6 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
-        self._meetings.settle()
         if self._boundary.failed and not self._settling:
             with held_back_interrupts():  # others wait for what it sends; what is left of it would be added to the next one's
                 self._settle_failed()

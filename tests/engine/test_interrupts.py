@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from shardcore._native import _C
-from shardcore.engine import reducer
+from shardcore.engine import reducer as reducer_module
 from shardcore.engine.exchange import Exchange
 from shardcore.engine.gather import Gatherer
 from shardcore.engine.host_grads import HostGrads
 from shardcore.engine.meeting import Meetings
+from shardcore.engine.reducer import Reducer
 from shardcore.engine.store import DeviceStore
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
@@ -83,15 +84,15 @@ def test_what_was_interrupted_can_be_made_again(place: str, monkeypatch: pytest.
 # --- on some of the ranks ---------------------------------------------------------------------------------------------
 
 IN_STEP: dict[str, tuple[Any, str]] = {
-    "before ranks meet": (Meetings, "entered"),
-    "while they wait for each other": (Meetings, "check"),
+    "before ranks meet": (Reducer, "settle"),
+    "as they meet": (Meetings, "meet"),
     "behind that": (Updater, "decide"),
     "while the weights change": (DeviceStore, "step"),
 }
 IN_BACKWARD: dict[str, tuple[Any, str]] = {
     "as gradients leave": (Exchange, "send"),
     "as its end begins": (Weights, "end_backward"),
-    "as ranks tell what they used": (reducer, "agree_on_use"),
+    "as ranks tell what they used": (reducer_module, "agree_on_use"),
 }
 
 
