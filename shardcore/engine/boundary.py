@@ -80,6 +80,11 @@ def warn_of_old_grads() -> None:
     )
 
 
+def warn_of_dropped_grads() -> None:
+    """Say what became of a backward that ended in an error."""
+    logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
+
+
 def failed_elsewhere(rank: int) -> RuntimeError:
     """Return what other ranks raise where a backward of `rank` failed."""
     return RuntimeError(

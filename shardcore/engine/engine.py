@@ -7,24 +7,25 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
-from shardcore.engine.host_grads import GradHome, sq_norm_of
-from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
+from shardcore.engine.clip import clip
+from shardcore.engine.host_grads import GradHome
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
 from shardcore.engine.pace import Pace
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
-from shardcore.engine.store import StateStore
+from shardcore.engine.store import StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.weights import Weights
@@ -95,9 +96,10 @@ class Engine:
         return type(None), ()
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete; on CUDA in the order of the current stream."""
+        """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
         if self.lazy is not None:
             self.lazy.finish()
+        self.updater.raise_failure()
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -129,6 +131,10 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problem = problem or error
+        with held_back_interrupts():  # what ranks begin together they end together
+            self._step_together(grad_scale, max_norm, problem)
+
+    def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
         self.meetings.meet(STEP)
         if self.weights is not None:
             self.weights.close_all()
@@ -143,17 +149,16 @@ class Engine:
         limit = self.max_norm if max_norm is None else max_norm
         order = self.lazy.order if self.lazy is not None else ()
         norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
-        if plan is not None and self.lazy is None:
-            self.updater.apply(plan)
-        with held_back_interrupts() if self.lazy is not None else nullcontext():  # counted and handed over, or neither
-            if plan is not None:
-                self.updater.count(plan)
-                if self.pace is not None:
-                    self.pace.updated = True
-                if self.lazy is not None:
-                    self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
-                self.scaler.after_update()
-            self.reducer.end_step()
+        if plan is not None:
+            if self.lazy is None:
+                self.updater.apply(plan)
+            self.updater.count(plan)
+            if self.pace is not None:
+                self.pace.updated = True
+            if self.lazy is not None:
+                self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
+            self.scaler.after_update()
+        self.reducer.end_step()
         if plan is not None and self.weights is not None:
             self.weights.renew()
         elif plan is None and norm is not None:
@@ -222,6 +227,7 @@ class Engine:
         for _, param in self.unmanaged:
             param.grad = None
 
+    @held_back_interrupts()  # see together
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.read_all("optimizer.state_dict", "the optimizer")
@@ -248,6 +254,7 @@ class Engine:
             self.reducer.sync = old
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def clip_grad_norm_(
         self, max_norm: float, params: Sequence[torch.Tensor] | None = None, problem: Exception | None = None
     ) -> torch.Tensor:
@@ -263,42 +270,23 @@ class Engine:
                 raise problem
             limit = check_max_norm("clip_grad_norm_", max_norm)
             self.reducer.accept_user_grads()
+            self.reducer.host.arrive()
             names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
             return f"max_norm={limit} over {', '.join(names)}"
 
         self.together("clip_grad_norm_", check)
         self.reducer.reduce_pending()
         self.reducer.host.arrive()
-        views = []
-        for bucket in self.updater.buckets:
-            for start, part in bucket.grads() if bucket.reduced else ():
-                views += [
-                    (bucket, managed, view)
-                    for managed, _, view in bucket.owned_views(part, start)
-                    if managed.has_grad and (chosen is None or managed.param in chosen)
-                ]
-        norm = self._norm_of_views(views)
-        coefficient = _C.clip_coefficient(norm, max_norm)
-        if coefficient != 1.0 and views:
-            torch._foreach_mul_([view for _, _, view in views], coefficient)
-            for bucket in {bucket: None for bucket, _, _ in views}:
-                place = self.comm.topology.place(self.comm.rank)
-                bucket.sq_norm = sq_norm_of(bucket.own_grads(place), self.device)
+        clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
+        if clipped:
             self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
-
-    def _norm_of_views(self, views: Sequence[tuple[Bucket, Managed, torch.Tensor]]) -> float:
-        own = [view for _, _, view in views]
-        part = sq_norm_of(own, self.device) if own else torch.zeros(2, dtype=torch.float64, device=self.device)
-        if self.lifetimes.owns_everything:
-            return _C.norm_from_sq(part.cpu())
-        rows = self.comm.gather_rows(part, Traffic.READ).cpu()
-        return _C.norm_from_sq(_C.sq_norm_add(rows[sorted(self.comm.sharers)]))
 
     def together(self, op: str, check: Callable[[], str]) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank.
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank. Whoever
+        calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
         """
         self.reducer.settle()
         problem: Exception | None = None
@@ -310,7 +298,7 @@ class Engine:
         self.meetings.meet(READ)
         try:
             what = None if problem is not None else check()
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error
         here = zlib.crc32((what or "").encode())
         row = torch.tensor([_READS.index(op), problem is not None, here], device=self.device)
@@ -339,11 +327,13 @@ class Engine:
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
 
         def check() -> str:
             self.reducer.accept_user_grads()
+            self.reducer.host.arrive()
             return self._of("full_grad", param)[1].name
 
         self.together("full_grad", check)
@@ -356,6 +346,7 @@ class Engine:
         return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
 
     @torch.no_grad()
+    @held_back_interrupts()  # see together
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
 

@@ -9,12 +9,15 @@ Note [Adding]: `out + float32(scale * sum)`, rounded once, is what `ordered_sum`
 in float32, whatever grad_dtype is, and the same function adds it, as a sum of one piece; so the bits are the same. A thread of
 its own waits for each copy and adds, in the order in which they left, while backward, and what comes after it, goes on; the
 norm is that of the sum, from the same pass. A place is taken again when it was added. `arrive` waits for all of that.
+Note [Failed copies]: an error of a copy or of a sum does not end the backward, in which other ranks wait for this one:
+`arrive` raises it, where a step or a read refuses on every rank.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from shardcore.engine.exchange import Parts
 from shardcore.engine.worker import Worker, WorkerThreads
 
 IN_FLIGHT = 2
+T = TypeVar("T")
 
 
 def home_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.dtype:
@@ -78,7 +82,7 @@ class _Leaving:
     """A gradient on its way: `source` (owned_numel,) is on the device until `give` takes it back.
 
     adds: to what is there, as_it_is: as torch would, else as ordered_sum. gathers: what has to end before it is whole. place:
-    where its copy arrives; arrived: when, None until that is queued.
+    where its copy arrives; started: that is queued; arrived: when, None if it failed.
     """
 
     bucket: Bucket
@@ -88,6 +92,7 @@ class _Leaving:
     as_it_is: bool
     gathers: list[dist.Work]
     place: torch.Tensor | None = None
+    started: bool = False
     arrived: _C.CopyEvent | None = None
 
 
@@ -120,10 +125,17 @@ def _sum(part: torch.Tensor, total: torch.Tensor, as_it_is: bool) -> torch.Tenso
     return _C.sq_norm([total.add_(part)]) if as_it_is else _C.ordered_sum(part, 1, 1.0, total, accumulate=True)
 
 
+def _failed(doing: str, error: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"{doing} gradients in host memory failed ({type(error).__name__}: {error}); expected it to succeed (zero_grad() "
+        "forgets them; where copies go on failing, make the model anew and load its last saved state)"
+    )
+
+
 def _result(adding: "Future[torch.Tensor]") -> torch.Tensor:
     error = adding.exception()
     if error is not None:
-        raise RuntimeError(f"adding gradients in host memory failed ({type(error).__name__}: {error})") from error
+        raise _failed("adding", error) from error
     return adding.result()
 
 
@@ -151,6 +163,7 @@ class HostGrads:
         self._leaving: deque[_Leaving] = deque()
         self._lost: list[_Leaving] = []
         self._last: _C.CopyEvent | None = None
+        self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 
     def __contains__(self, bucket: Bucket) -> bool:
         """Whether the bucket's gradients leave."""
@@ -220,9 +233,15 @@ class HostGrads:
         self._make_room(0)
 
     def arrive(self) -> None:
-        """Wait on the host until what has left is there, and added, so that it may be read. Interrupted, it may be repeated."""
+        """Wait on the host until what has left is there, and added, so that it may be read. Interrupted, it may be repeated.
+
+        RuntimeError if something is missing, until all is forgotten.
+        """
         if self._last is not None:
-            self._last.synchronize()
+            self._watch("keeping", self._last.synchronize)
+        if self._failure is not None:
+            doing, error = self._failure
+            raise _failed(doing, error) from error
         for adding in filter(None, self._adding):
             _result(adding)
         for bucket, total in self._sums.items():
@@ -233,8 +252,17 @@ class HostGrads:
     def forget(self) -> None:
         """Wait as `arrive` does, for gradients that nobody needs."""
         if self._last is not None:
-            self._last.synchronize()
+            self._watch("keeping", self._last.synchronize)
         self._end_sums()
+        self._failure = None
+
+    def _watch(self, doing: str, call: Callable[[], T]) -> T | None:
+        """Return what `call` returns, or keep its error for `arrive`."""
+        try:
+            return call()
+        except Exception as error:
+            self._failure = self._failure or (doing, error)
+            return None
 
     def _end_sums(self) -> None:
         wait(filter(None, self._adding))
@@ -244,13 +272,13 @@ class HostGrads:
     def abandon(self, lost: bool) -> None:
         """Drop what is on its way: its backward has failed. lost: see Exchange.abandon."""
         for leaving in self._leaving:
-            if leaving.arrived is None and not lost:
+            if not leaving.started and not lost:
                 wait_all(leaving.gathers)
         if self._copies is not None:
             self._copies.drain()
         self._end_sums()
         for leaving in self._leaving:
-            if leaving.arrived is None and lost:
+            if not leaving.started and lost:
                 self._lost.append(leaving)
             else:
                 leaving.give(leaving.source)
@@ -284,14 +312,14 @@ class HostGrads:
         turn = self._turn % IN_FLIGHT
         last = self._adding[turn]
         if last is not None:
-            _result(last)
+            self._watch("adding", last.result)
         if self._places[turn].numel() < numel * dtype.itemsize:
             self._places[turn] = self._empty(numel * dtype.itemsize)
         return self._places[turn][: numel * dtype.itemsize].view(dtype)
 
     def _make_room(self, keep: int = IN_FLIGHT - 1) -> None:
         for leaving in self._leaving:
-            if leaving.arrived is None:
+            if not leaving.started:
                 wait_all(leaving.gathers)
                 self._start(leaving)
         while len(self._leaving) > keep:
@@ -307,12 +335,15 @@ class HostGrads:
                 self._near(bucket, source.dtype).copy_(source[:cut])
         else:
             leaving.place = self._adding_place(self._numel(bucket), source.dtype)
-        assert self._copies is not None
-        leaving.arrived = self._last = self._copies.to_tier(leaving.place, source[cut:])
-        if leaving.adds:
-            self._let_add(leaving)
+        copies, place = self._copies, leaving.place
+        assert copies is not None
+        leaving.started = True
+        leaving.arrived = self._watch("keeping", lambda: copies.to_tier(place, source[cut:]))
+        self._last = leaving.arrived or self._last
+        if leaving.adds and leaving.arrived is not None:
+            self._let_add(leaving, leaving.arrived)
 
-    def _let_add(self, leaving: _Leaving) -> None:
+    def _let_add(self, leaving: _Leaving, arrived: _C.CopyEvent) -> None:
         """Let the worker add what is on its way."""
         bucket = leaving.bucket
         first = bucket.host_grad
@@ -322,16 +353,16 @@ class HostGrads:
             bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
         total = bucket.host_grad
         own = bucket.own_grads(self._place)[-1] if len(self._owners) > 1 else None  # each takes the norm of its piece
-        far = self._worker.submit(_add, leaving.arrived, leaving.place, first, total, leaving.as_it_is, own)
+        far = self._worker.submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own)
         self._adding[self._turn % IN_FLIGHT] = far
         self._sums[bucket] = _Sum(far)
 
     def _end(self, leaving: _Leaving) -> None:
         """Give the device memory of one that has left back; what is added to the device's part is there."""
-        assert leaving.arrived is not None
-        if leaving.adds and self._cuts[leaving.bucket]:
-            self._sums[leaving.bucket].near = self._add_near(leaving)
-        leaving.arrived.wait()
+        if leaving.arrived is not None:
+            if leaving.adds and self._cuts[leaving.bucket]:
+                self._sums[leaving.bucket].near = self._add_near(leaving)
+            self._watch("keeping", leaving.arrived.wait)
         leaving.give(leaving.source)
 
     def _add_near(self, leaving: _Leaving) -> torch.Tensor:

@@ -17,12 +17,11 @@ called on, and each stream that waits for a bucket waits for an event of the wor
 """
 
 import os
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,16 +32,13 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
+from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward
-from shardcore.engine.store import Span, StateStore
+from shardcore.engine.store import Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
 from shardcore.engine.waiting import Waiting, WaitingGroup
 from shardcore.engine.worker import WorkerThreads, use_own_threads
-
-
-class StepError(RuntimeError):
-    """A step failed after `step()` had returned: some weights are of the step before, some are not."""
 
 
 @dataclass(eq=False)
@@ -319,23 +315,6 @@ def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-@contextmanager
-def held_back_interrupts() -> Iterator[None]:
-    """Let Ctrl-C take effect at the end only: what is inside is done as a whole."""
-    old = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(old):
-        yield
-        return
-    came: list[tuple[Any, ...]] = []
-    signal.signal(signal.SIGINT, lambda *arguments: came.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
-        if came:
-            old(*came[0])
 
 
 # os.register_at_fork keeps what it is given for good; engines come and go.

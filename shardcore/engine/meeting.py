@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
+from shardcore.engine.interrupts import held_back_interrupts
 
 BACKWARD = "a backward"
 LOCAL_BACKWARD = "a backward that reduces nothing"
@@ -65,8 +66,9 @@ class Meetings:
             return None
         rows = torch.zeros(self._comm.world_size, 2, dtype=torch.int64, device=self._comm.device)
         rows[self._comm.rank, 0], rows[self._comm.rank, 1] = what, history
-        notice = Notice(rows, iter(self._comm.all_gather(rows, Traffic.NOTICE)))
-        self._unchecked.append(notice)
+        with held_back_interrupts():
+            notice = Notice(rows, iter(self._comm.all_gather(rows, Traffic.NOTICE)))
+            self._unchecked.append(notice)
         return notice
 
     def sent_by_all(self, notice: Notice | None) -> bool:

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
+from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import tensors_in
+from shardcore.engine.store import StepError
 from shardcore.engine.unit import callable_parts
 
 
@@ -36,6 +38,8 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
     model.register_forward_hook(_AfterForward(engine))
     for name, module in model.named_modules():
         if any(param in engine.managed for param in module.parameters()):
+            if engine.lazy is not None:
+                module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
             module.register_state_dict_post_hook(_WholeStateDict(engine, name))
         if any(param in engine.managed for param in module._parameters.values() if param is not None):
             load = _LoadIntoMaster(engine)
@@ -151,19 +155,40 @@ class _AfterPart(_UnitHook):
             self.engine.weights.after_part(self.index, module, output)
 
 
-class _WholeStateDict(_EngineHook):
-    """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
-
+class _StateDictHook(_EngineHook):
     def __init__(self, engine: Engine | None, name: str) -> None:
         super().__init__(engine)
         self.name = name
 
+    def begin(self, prefix: str) -> Engine | None:
+        """Return the engine, None for a submodule on the way of the root's state_dict."""
+        return None if prefix and self.name else self.engine
+
+    def read(self, engine: Engine) -> None:
+        engine.read_all("state_dict", self.name or "the model")
+
+
+class _BeforeStateDict(_StateDictHook):
+    """Finish the step. If it failed, the other ranks, which wait for this one's part, are told so."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if (engine := self.begin(prefix)) is not None:
+            try:
+                engine.synchronize()
+            except StepError:
+                self.read(engine)
+
+
+class _WholeStateDict(_StateDictHook):
+    """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
+
+    @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if self.engine is None or (prefix and self.name):  # a submodule on the way of the root's state_dict
+        if (engine := self.begin(prefix)) is None:
             return
-        self.engine.read_all("state_dict", self.name or "the model")
+        self.read(engine)
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.engine.managed.values()}
+        param_at = {(*managed.place, managed.param.shape): managed.param for managed in engine.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}
         for key, value in state_dict.items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
@@ -171,10 +196,10 @@ class _WholeStateDict(_EngineHook):
                 if place in param_at:
                     keys.setdefault(param_at[place], []).append(key)
         with torch.no_grad():
-            for bucket in self.engine.buckets:
+            for bucket in engine.buckets:
                 if not any(managed.param in keys for managed in bucket.params):
                     continue
-                whole = self.engine.master_or_weight(bucket)
+                whole = engine.master_or_weight(bucket)
                 for managed in bucket.params:
                     if managed.param in keys:
                         values = managed.slice_of(whole).clone()

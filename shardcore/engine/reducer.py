@@ -15,7 +15,6 @@ checkpointing), even after its bucket was sent. All but the first part wait in `
 every rank; also where the bucket is still here, or the order of sums would depend on units.
 """
 
-import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,19 +24,18 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_old_grads, watch
+from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_dropped_grads, warn_of_old_grads, watch
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
-from shardcore.engine.lazy import LazyStep, held_back_interrupts
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import BACKWARD, LOCAL_BACKWARD, REFUSAL, Meetings, Notice
 from shardcore.engine.trace import scope
 from shardcore.engine.use import agree_on_use
 from shardcore.engine.weights import Weights
-
-logger = logging.getLogger("shardcore")
 
 
 class Reducer:
@@ -88,9 +86,8 @@ class Reducer:
         self._late_params: set[Managed] = set()
         self._gathers: list[dist.Work] = []
         for order, bucket in enumerate(self.buckets):
-            for slot in range(len(bucket.params)):
-                param = bucket.params[slot].param
-                watch(param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
+            for slot, managed in enumerate(bucket.params):
+                watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
 
     def _forget(self, memory: torch.Tensor) -> None:
         for bucket in self.buckets:
@@ -112,15 +109,16 @@ class Reducer:
             self._told = True
             if self.comm.rank == 0:
                 warn_of_old_grads()
-        self._boundary.begin(self._end_backward)
-        self._next, self._partings = 0, self.comm.partings
-        self._any_grad = self._told_use = self._sent_any = False
-        self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        if self.weights is not None:
-            self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD)
-            self._serving = self._reducing
-            self.weights.begin_backward()
+        with held_back_interrupts():
+            self._boundary.begin(self._end_backward)
+            self._next, self._partings = 0, self.comm.partings
+            self._any_grad = self._told_use = self._sent_any = False
+            self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
+            self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
+            if self.weights is not None:
+                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD)
+                self._serving = self._reducing
+                self.weights.begin_backward()
 
     def end_step(self) -> None:
         """Learn that a step used the gradients."""
@@ -128,8 +126,12 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
-        if not self._boundary.failed or self._settling:
-            return
+        if self._boundary.failed and not self._settling:
+            with held_back_interrupts():  # others wait for what it sends; what is left of it would be added to the next one's
+                self._settle_failed()
+            warn_of_dropped_grads()
+
+    def _settle_failed(self) -> None:
         self._failed = backwards = self.backwards + 1
         unknown = self._partings == self.comm.partings and not self.comm.broken  # to the others, that this one failed
         telling = self.comm.world_size > 1 and self.weights is None and unknown
@@ -144,11 +146,9 @@ class Reducer:
                     self._meetings.part()  # all failed alike
         finally:
             self._settling = False
-            with held_back_interrupts():  # or what is left of it would be added to the next one's
-                self._drop_all()
+            self._drop_all()
         if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
             self._failed, self._local_sums, self.backwards = backwards, True, backwards
-        logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
 
     def _drop_all(self) -> None:
         self._boundary.clear()
@@ -200,16 +200,16 @@ class Reducer:
 
     def _end_backward(self) -> None:
         self._boundary.fail()  # unless this comes to its end
-        if self.weights is not None:
-            if self._reducing and self._any_grad:
-                self._launch_rest()  # Note [Unused here only]
-            self.weights.end_backward()
-        self.scaler.end_backward(self._any_grad)
-        if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
-            self.show_grads()
-        elif self._reducing:
-            self._reduce_rest()
-        with held_back_interrupts():  # one that was interrupted before has failed
+        with held_back_interrupts():  # the others wait for all of it
+            if self.weights is not None:
+                if self._reducing and self._any_grad:
+                    self._launch_rest()  # Note [Unused here only]
+                self.weights.end_backward()
+            self.scaler.end_backward(self._any_grad)
+            if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
+                self.show_grads()
+            elif self._reducing:
+                self._reduce_rest()
             self._serving = False
             self._boundary.clear()
             self.backwards += self._any_grad
@@ -277,7 +277,6 @@ class Reducer:
         return self._late[bucket]
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Take a whole-bucket buffer for local gradients."""
         passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host)
         return take_full(bucket, dtype, self.pool, passing)
 
@@ -287,6 +286,7 @@ class Reducer:
         else:
             self.pool.give(buffer)
 
+    @held_back_interrupts()  # what is launched is sent
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1

@@ -20,6 +20,7 @@ from torch import nn
 from shardcore.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
+from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
 from shardcore.optim import step_tensor
 
@@ -134,6 +135,7 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 
 
 @torch.no_grad()
+@held_back_interrupts()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
     engine.read_all("sharded_state_dict", "the model")
@@ -150,6 +152,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
+@held_back_interrupts()
 def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
     named = dict(_named(engine.model))
@@ -183,6 +186,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
+@held_back_interrupts()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the states by "parameter.key": `Shards`, and each parameter's step count. Collective."""
     engine.read_all("sharded_state_dict", "the optimizer")
@@ -196,6 +200,7 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
+@held_back_interrupts()
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set states and step counts from what `optimizer_state` returned and a checkpoint filled. Collective."""
     keys = {

@@ -19,6 +19,10 @@ from shardcore.engine.trace import scope
 from shardcore.optim import PARAM_DTYPES, SCALES
 
 
+class StepError(RuntimeError):
+    """A step failed on its way: some weights are of the step before, some are not."""
+
+
 @dataclass(frozen=True)
 class Span:
     """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step.

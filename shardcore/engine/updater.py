@@ -2,16 +2,18 @@
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.store import Span, StateStore, arrivals, part_of, set_weights
+from shardcore.engine.store import Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
@@ -53,6 +55,7 @@ class Updater:
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self.loaded = False  # an optimizer state, since the last step
+        self._failure: Exception | None = None  # of a step that was under way
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
 
     @torch.no_grad()
@@ -90,12 +93,31 @@ class Updater:
         buckets, parts = list(plan.spans), list(plan.spans.values())
         if self.lifetimes.owns_everything:
             buckets, parts = [], [[span for part in parts for span in part]]  # nothing is gathered: one call of the kernel
-        works = []
-        for index in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
-            if self.lifetimes.full_weight_resident and buckets:
-                with scope("gather", buckets[index].unit):
-                    works += self.comm.all_gather(buckets[index].weight, Traffic.STEP, self.comm.sharers)
+        left = deque(buckets if self.lifetimes.full_weight_resident else ())
+        works: list[dist.Work] = []
+
+        def gather_next() -> None:
+            with scope("gather", left[0].unit):
+                works.extend(self.comm.all_gather(left.popleft().weight, Traffic.STEP, self.comm.sharers))
+
+        try:
+            for _ in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
+                if left:
+                    gather_next()
+        except Exception as error:
+            self._failure = error
+            while left:  # other ranks wait for them, and learn at the next step that this one refuses
+                gather_next()
         wait_all(works)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise StepError if `apply` has failed on its way, this time and from then on."""
+        if self._failure is not None:
+            raise StepError(
+                f"step: updating the weights failed on its way ({type(self._failure).__name__}: {self._failure}); expected it "
+                "to succeed (some weights are new, some are not: make the model anew and load its last saved state)"
+            ) from self._failure
 
     def count(self, plan: Plan) -> None:
         """Learn that the plan's parameters are updated once more, here or on the lazy step's worker."""

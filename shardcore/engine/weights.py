@@ -25,9 +25,11 @@ from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
 from shardcore.engine.gather import Gatherer
-from shardcore.engine.lazy import LazyStep, StepError, held_back_interrupts
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
+from shardcore.engine.store import StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, closed_message, take_edits
 

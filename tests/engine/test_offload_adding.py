@@ -1,4 +1,4 @@
-"""Gradients of micro-steps that are added in host memory: on a thread of its own, behind backward; waits and errors."""
+"""Gradients on their way to host memory: those of micro-steps are added there, on a thread of its own; waits and errors."""
 
 import threading
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+import shardcore
 from shardcore.engine import host_grads
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
+from tests.engine.test_offload import Watched, tier_with
 from tests.engine.test_offload_tiers import GRADS
+from tests.ranks import run_ranks
 
 
 def _one_bucket(**options: Any) -> tuple[Any, Any]:
@@ -66,3 +69,44 @@ def test_an_error_of_the_thread_that_adds_is_the_step_s(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match=r"adding gradients in host memory failed \(OSError: planted\)"):
         optimizer.step()
     assert hash_of(model.parameters()) == before
+
+
+def _fails_to_leave(rank: int, world_size: int, accumulate: int) -> list[str]:
+    """Of rank 0 the second copy behind the first step fails, and all after it in that direction."""
+    run = Run(steps=1, accumulate=accumulate, precision="bf16", shard={"offload": GRADS, "sync_each": True})
+    said: list[str] = []
+    log: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        tier_with(patch, lambda tier: Watched(tier, log))
+        train(rank, run)
+        patch.undo()
+        copies = log.count("to_tier") + log.count("from_tier")
+        tier_with(patch, failing_copy=copies + 2 if rank == 0 else None)
+        model, optimizer, _ = train(rank, run)
+        for step in (1, 2):
+            for micro in range(accumulate):
+                loss_of(model, batch_of(step, micro, rank)).backward()
+            for call in (
+                lambda: shardcore.clip_grad_norm_(model, 0.1),
+                lambda: shardcore.full_grad(model.gain),
+                optimizer.step,
+            ):
+                try:
+                    call()
+                    said.append("nothing")
+                except (RuntimeError, ValueError) as error:
+                    said.append(f"{error} from {type(error.__cause__).__name__}")
+            optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_that_cannot_leave_is_refused_by_what_needs_it(accumulate: int) -> None:
+    """Not by backward, in which the other ranks wait for more of this one."""
+    mine, others = run_ranks(2, _fails_to_leave, accumulate)
+    for text in mine:
+        assert "gradients in host memory failed (RuntimeError: HostTier.to_tier: copy " in text
+        assert "(a planted fault)" in text
+        assert text.endswith("from RuntimeError")
+    assert [text.split(":")[0] for text in others] == ["clip_grad_norm_", "full_grad", "step"] * 2
+    assert all("rank 0 refused" in text for text in others)

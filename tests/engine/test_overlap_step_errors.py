@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardcore.engine.lazy import LazyStep, held_back_interrupts
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
+from shardcore.engine.updater import Updater
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
 from tests.ranks import run_ranks
@@ -23,9 +25,9 @@ X = batch_of(99, 0, 0)[0]
 
 
 class _Failing:
-    def __init__(self, lazy: LazyStep, unit: str, count: int) -> None:
-        self._store, self._unit, self._left = lazy.store, unit, count
-        lazy.store = self  # type: ignore[assignment]
+    def __init__(self, owner: LazyStep | Updater, unit: str, count: int) -> None:
+        self._store, self._unit, self._left = owner.store, unit, count
+        owner.store = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -40,16 +42,16 @@ class _Failing:
         yield from inner
 
 
-def _failing(rank: int, world_size: int, stage: int) -> list[str]:
-    model, optimizer = start(rank, Run(stage=stage), True, late=False)
+def _failing(rank: int, world_size: int, stage: int, lazy: bool) -> list[str]:
+    model, optimizer = start(rank, Run(stage=stage), lazy, late=False)
+    engine = optimizer._engine
     if rank == 0:
-        _Failing(optimizer._engine.lazy, "blocks.1", 2)
-    stepped(model, optimizer, rank, 0)
-    stepped(model, optimizer, rank, 1)
+        _Failing(engine.lazy or engine.updater, "blocks.1", 2)
+    calls: list[Callable[[], Any]] = [lambda: stepped(model, optimizer, rank, 0), lambda: stepped(model, optimizer, rank, 1)]
+    calls += [optimizer.step, optimizer.step, model.state_dict, optimizer.state_dict]
+    if rank == 0:
+        calls += [optimizer.synchronize, *([lambda: model(X), lambda: list(model.blocks[1].parameters())] if lazy else [])]
     said = []
-    calls: list[Callable[[], Any]] = [optimizer.step, optimizer.step]
-    if rank == 0:
-        calls += [lambda: model(X), lambda: list(model.blocks[1].parameters()), optimizer.synchronize]
     for call in calls:
         try:
             call()
@@ -60,14 +62,19 @@ def _failing(rank: int, world_size: int, stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_error_of_the_worker_surfaces_with_its_origin(stage: int) -> None:
-    mine, others = run_ranks(2, _failing, stage)
-    for text in mine:
-        assert "StepError: step 2: updating the weights of blocks.1 failed" in text
+@pytest.mark.parametrize(("stage", "lazy"), [(0, True), (2, True), (3, True), (2, False)])
+def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, lazy: bool) -> None:
+    """A lazy step's at the next call, a complete one's at once; and no other rank waits for the weights that do not come."""
+    mine, others = run_ranks(2, _failing, stage, lazy)
+    assert mine[: 1 + lazy] == others[:2][: 1 + lazy] == ["nothing"] * (1 + lazy)
+    for text in mine[1 + lazy :]:
+        assert "StepError: step 2: updating the weights of blocks.1 failed" in text or not lazy
+        assert "StepError: step: updating the weights failed on its way" in text or lazy
         assert "OSError: planted" in text
         assert text.endswith("from OSError")
-    assert all("rank 0 refused the step" in text for text in others)
+    assert others[1] == "nothing"
+    assert all("rank 0 refused the step" in text for text in others[2:4])
+    assert all("rank 0 refused; its own error says why" in text for text in others[4:])
 
 
 def _fails_ahead(rank: int, world_size: int) -> list[str]:
