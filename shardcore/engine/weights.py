@@ -82,12 +82,11 @@ class Weights:
             self._owed = unit
 
     def _start_owed(self) -> None:
-        if self._owed is None:
-            return
-        try:
-            self._start(self._owed)
-        except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
-            self._owed = None
+        if self._owed is not None:
+            try:
+                self._start(self._owed)
+            except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
+                self._owed = None
 
     def _start(self, unit: Unit) -> None:
         if self._owed is not unit:
@@ -342,7 +341,8 @@ class Weights:
             task = torch._C._current_graph_task_id()
             if task != last:
                 last = task
-                self._before_backward(unit)
+                unit.calls += 1
+                self._use(unit)
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -373,10 +373,6 @@ class Weights:
         for unit in self.units:
             unit.calls = 0
             unit.incomplete = {bucket for bucket in unit.buckets if bucket.trainable}
-
-    def _before_backward(self, unit: Unit) -> None:
-        unit.calls += 1
-        self._use(unit)
 
     def gradients_complete(self, bucket: Bucket) -> None:
         """Learn that all gradients of a bucket are there. See Note [Letting go in backward]."""
