@@ -20,11 +20,11 @@ from shardcore.comm import Comm
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
 from shardcore.engine.exchange import MAX_IN_FLIGHT
+from shardcore.engine.gather import keepers_of
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
 from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
 from shardcore.engine.use import use_row_bytes
-from shardcore.engine.weights import keepers_of
 from shardcore.offload_split import cuts_of
 from shardcore.optim import AdamOptimizer
 from shardcore.predict_tiers import LeavingGrads, MetaStates

@@ -37,6 +37,16 @@ class Gatherer:
         place.copy_(bucket.owned_weight)
         return None
 
+    def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
+        """Raise if one of these shards cannot arrive, where that can be known before other ranks are told that it comes.
+
+        On CUDA it is known too late, and ranks are told nothing (engine/meeting.py); a rank alone waits when it needs them.
+        """
+        if self._stream is None and not self._alone:
+            for arrived in arrivals:
+                if arrived is not None:
+                    arrived.wait()
+
     def gather(self, bucket: Bucket, arrived: _C.CopyEvent | None) -> list[Any]:
         """Start to gather `bucket.weight` once the shard has arrived; returns what to `wait` for (Note [Shards that come])."""
         if self._alone:
@@ -60,3 +70,8 @@ class Gatherer:
             return
         for arrived in gathers:
             arrived.wait()
+
+
+def keepers_of(reshard_after_forward: bool | int) -> int:
+    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
+    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward

@@ -11,6 +11,7 @@ Messages of NCCL cannot be told apart by tags: there nothing is told (`start` re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,17 @@ class Meetings:
             difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
             self.part()
             raise different_ways(str(difference))
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Let an error of this rank's own stop the other ranks: it tells them in place of what it would announce next."""
+        try:
+            yield
+        except Exception:
+            if not self._comm.broken:
+                with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
+                    self.meet(REFUSAL)
+            raise
 
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""

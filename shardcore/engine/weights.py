@@ -14,8 +14,9 @@ Note [Recomputation]: with activation checkpointing forward hooks run inside bac
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +25,10 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, BufferPool, Managed
-from shardcore.engine.gather import Gatherer
+from shardcore.engine.gather import Gatherer, keepers_of
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
-from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, REFUSAL, Meetings
+from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.trace import scope
@@ -99,16 +100,20 @@ class Weights:
         gathers: list[Any] = []
         with held_back_interrupts(), scope("gather", unit.name), torch.no_grad():
             try:
+                with self.meetings.refusing():
+                    starts = self._bring(unit)
                 unit.notice = self.meetings.start_weights(self.units.index(unit))
-                self._fill(unit, gathers)
+                for start in starts:
+                    gathers += start()
                 unit.gathers = iter(gathers)
             except Exception:
                 unit.gathers, unit.kept = iter(gathers), None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
-    def _fill(self, unit: Unit, gathers: list[Any]) -> None:
-        arrivals = []
+    def _bring(self, unit: Unit) -> Sequence[Callable[[], list[Any]]]:
+        """Give a unit memory with this rank's part in place, or on its way there; returns what starts to gather the rest."""
+        starts, arrivals = [], []
         for bucket in unit.buckets:
             if not self._gatherer.apart:
                 bucket.weight = bucket.owned_weight
@@ -118,18 +123,20 @@ class Weights:
                 part = unit.kept.pop(0)
                 self._kept_part(bucket).copy_(part)
                 self.pool.give(part)
-                gathers += self._gatherer.gather_kept(bucket, self._keepers)
+                starts.append(partial(self._gatherer.gather_kept, bucket, self._keepers))
             else:
-                arrivals.append((bucket, self._gatherer.bring(bucket)))
-        for bucket, arrived in arrivals:
-            gathers += self._gatherer.gather(bucket, arrived)
+                arrivals.append(self._gatherer.bring(bucket))
+                starts.append(partial(self._gatherer.gather, bucket, arrivals[-1]))
         unit.kept = None
+        self._gatherer.find_errors(arrivals)
+        return starts
 
     def _wait(self, unit: Unit) -> None:
         """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
         try:
             self.meetings.check(unit.notice)
-            self._gatherer.wait(unit.gathers or ())
+            with self.meetings.refusing():
+                self._gatherer.wait(unit.gathers or ())
         except Exception:
             self._lose(unit)
             raise
@@ -159,10 +166,9 @@ class Weights:
     def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
         """Let an exchange of memory that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
         try:
-            yield
+            with self.meetings.refusing():
+                yield
         except (TypeError, ValueError):
-            with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
-                self.meetings.meet(REFUSAL)
             bucket.check_in_place(op)
             raise
 
@@ -391,8 +397,3 @@ class Weights:
         self.meetings.meet(END_OF_BACKWARD, [unit.name or "root" for unit in self._backward.now])
         self._backward.end()
         self.close_all()
-
-
-def keepers_of(reshard_after_forward: bool | int) -> int:
-    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
-    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward

@@ -1,8 +1,11 @@
 """Weights in host memory (stage 3): when shards come, what edits and steps do to them, and twins that forget one."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import shardcore
 from shardcore.engine.bucket import Bucket
@@ -82,3 +85,46 @@ def test_weights_in_host_memory_that_are_not_kept_up_change_the_hash(twin: Any, 
     good = hashes_of(0, 1, [run])
     twin(monkeypatch)
     assert hashes_of(0, 1, [run]) != good
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _fails_to_come(rank: int, world_size: int) -> list[list[str]]:
+    """Of rank 0 a copy of weights fails, and all after it: the first, one ahead, or the last one of a pass."""
+    group = dist.new_group(timeout=timedelta(seconds=15))  # which nobody waits for
+    run = Run(3, 1, precision="bf16", shard={"offload": PARAMS, "process_group": group})
+    said: list[list[str]] = []
+    log: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        tier_with(patch, lambda tier: Watched(tier, log))
+        model, _, _ = train(rank, run)
+        copies = sum(not entry.endswith("wait") and not entry.endswith("synchronize") for entry in log)
+        log.clear()
+        loss_of(model, batch_of(1, 0, rank)).backward()
+        last = log.count("from_tier")
+    for number in (1, 3, last):
+        with pytest.MonkeyPatch.context() as patch:
+            tier_with(patch, failing_copy=copies + number if rank == 0 else None)
+            model, optimizer, _ = train(rank, run)
+        once = [_error_of(lambda model=model: loss_of(model, batch_of(1, 0, rank)).backward())]
+        optimizer.zero_grad()
+        once += [_error_of(shardcore.full_params(model).__enter__)]
+        once += [_error_of(lambda model=model: model(batch_of(1, 0, rank)[0]))]
+        said.append(once)
+    return said
+
+
+def test_weights_that_cannot_come_to_one_rank_are_used_on_none() -> None:
+    """Every rank is told at once, and again by what would use them next."""
+    mine, others = run_ranks(2, _fails_to_come)
+    for text in (text for once in mine for text in once):
+        assert text.startswith("HostTier.from_tier: copy ")
+        assert "(a planted fault)" in text
+    for text in (text for once in others for text in once):
+        assert text.startswith("ranks went different ways: rank 0 at an error of its own; rank 1 at the weights of ")
