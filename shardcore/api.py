@@ -144,8 +144,8 @@ def shard(
 
     Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
     disagree; NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where the ranks
-    of a machine would take more host memory than it has free. RuntimeError on every rank if what `materialize` does fails on
-    one: then the model is partly made, and to be built anew.
+    of a machine would take more host memory than it has free. RuntimeError on every rank if what `materialize` does, or a
+    copy of weights or states, fails on one: then the model is partly made, and to be built anew.
     """
     comm, problem = join(process_group, ranks_per_node)
     options: dict[str, Any] = {
@@ -277,7 +277,8 @@ def shard(
     )
     if host is not None:
         warn_of_pageable(host.copies)
-    engine.state_io.carry(carried)
+    with build.together(comm, "taking over the optimizer's states"):
+        engine.state_io.carry(carried)
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
     adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]

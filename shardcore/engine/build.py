@@ -1,6 +1,7 @@
 """From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -209,20 +210,31 @@ class Builder:
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
         """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing.
 
-        Parameters on the meta device have none: their places stay zero, and they are placed when they get values.
+        Parameters on the meta device have none: their places stay zero, and they are placed when they get values. Collective.
+        Raises RuntimeError on every rank if it fails on one.
         """
         real = [managed for managed in bucket.params if not managed.param.is_meta]
         if not real:
             return
+        doing = f"placing the weights of {bucket.unit or 'the root'}"
+        with together(self.comm, doing):
+            values = self._values_of(bucket, real)
+        if broadcast:
+            self.comm.broadcast(values)
+        with together(self.comm, doing):
+            self._keep(bucket, real, values, store)
+
+    def _values_of(self, bucket: Bucket, real: Sequence[Managed]) -> torch.Tensor:
         exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         values = allocate(bucket.layout.numel, exact, self.device)
         for managed in real:
             managed.slice_of(values).copy_(managed.param.data)
-        if broadcast:
-            self.comm.broadcast(values)
+        return values
+
+    def _keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:
         resident = self.lifetimes.full_weight_resident
         target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
-        if bucket.dtype != exact:
+        if bucket.dtype != values.dtype:
             rounded = target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
             _C.cast([rounded], [source])
             source = rounded
@@ -271,3 +283,22 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def together(comm: Comm, doing: str) -> Iterator[None]:
+    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective."""
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    flag = torch.tensor([problem is not None], device=comm.device)
+    if not bool(comm.gather_rows(flag).any()):
+        return
+    said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
+    rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
+    raise RuntimeError(
+        f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank (weights are partly made: build "
+        "model and optimizer anew)"
+    ) from problem

@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed
-from shardcore.engine.build import Builder, become
+from shardcore.engine.build import Builder, become, together
 from shardcore.engine.store import StateStore, assign, part_of, set_weights
 from shardcore.engine.tensor_files import PathLike, TensorFiles
 
@@ -109,16 +108,15 @@ class FromInit:
                     tied.append((table, key, tensor))
                     blank = _blank(tensor, builder.device)
                     table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
-            problem: Exception | None = None
-            try:
-                with torch.no_grad():
-                    self._init(module)
-                self._check(name, module, fresh, has_values=builder.comm.rank == 0 or not broadcast)
-            except Exception as error:
-                problem = error
-            for table, key, tensor in tied:
-                table[key] = tensor
-            _raise_together(builder.comm, problem, f"filling {_described(name, module)}")
+            doing = f"filling {_described(name, module)}"
+            with together(builder.comm, doing):
+                try:
+                    with torch.no_grad():
+                        self._init(module)
+                    self._check(name, module, fresh, has_values=builder.comm.rank == 0 or not broadcast)
+                finally:
+                    for table, key, tensor in tied:
+                        table[key] = tensor
             for table, key, tensor in fresh:
                 if tensor not in place_of:
                     builder.place_rest([table[key]], broadcast)
@@ -126,8 +124,9 @@ class FromInit:
                 values = tensor.data.contiguous()
                 if broadcast:
                     builder.comm.broadcast(values)
-                set_weights(store, *place_of[tensor], part_of(values))
-                builder.place(*place_of[tensor])
+                with together(builder.comm, doing):
+                    set_weights(store, *place_of[tensor], part_of(values))
+                    builder.place(*place_of[tensor])
 
     def _check(
         self, name: str, module: nn.Module, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool
@@ -200,12 +199,8 @@ class FromFiles:
 
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if one cannot read."""
-        problem: Exception | None = None
-        try:
+        with together(builder.comm, "reading files"):
             self._read(builder, buckets, store)
-        except Exception as error:
-            problem = error
-        _raise_together(builder.comm, problem, "reading files")
         if self._rest is not None:
             self._rest.fill(builder, buckets, store, broadcast)
 
@@ -247,16 +242,3 @@ def _described(name: str, module: nn.Module) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" (and {len(names) - 1} more: {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})" if len(names) > 1 else ""
     return names[0] + more
-
-
-def _raise_together(comm: Comm, problem: Exception | None, doing: str) -> None:
-    """Raise RuntimeError on every rank if one has a problem. Collective."""
-    flag = torch.tensor([problem is not None], device=comm.device)
-    if not bool(comm.gather_rows(flag).any()):
-        return
-    said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
-    rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
-    raise RuntimeError(
-        f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank (weights are partly made: build "
-        "model and optimizer anew)"
-    ) from problem

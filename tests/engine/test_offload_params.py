@@ -10,7 +10,8 @@ import torch.distributed as dist
 import shardcore
 from shardcore.engine.bucket import Bucket
 from shardcore.offload_split import SplitStore
-from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+from tests.engine.made import init, meta
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.engine.test_offload import Watched, tier_with
 from tests.engine.test_offload_tiers import GRADS, PARAMS, hashes_of, partly_frozen
 from tests.ranks import run_ranks
@@ -128,3 +129,43 @@ def test_weights_that_cannot_come_to_one_rank_are_used_on_none() -> None:
         assert "(a planted fault)" in text
     for text in (text for once in others for text in once):
         assert text.startswith("ranks went different ways: rank 0 at an error of its own; rank 1 at the weights of ")
+
+
+def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
+    """Of rank 0 the first copy of those that shard makes fails, or the last one."""
+    said: list[str] = []
+    log: list[str] = []
+    shard = {"offload": PARAMS, "process_group": dist.new_group(timeout=timedelta(seconds=15))}
+
+    def sharded() -> None:
+        model = meta() if how == "meta" else make_net()
+        optimizer = shardcore.FusedAdam(model.parameters())
+        if how == "with states":
+            loss_of(model, batch_of(0, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        shardcore.shard(model, optimizer, 3, materialize=init if how == "meta" else None, **shard)
+
+    with pytest.MonkeyPatch.context() as patch:
+        tier_with(patch, lambda tier: Watched(tier, log))
+        sharded()
+    for number in (1, log.count("to_tier")):
+        with pytest.MonkeyPatch.context() as patch:
+            tier_with(patch, failing_copy=number if rank == 0 else None)
+            said.append(_error_of(sharded))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "last"),
+    [
+        ("plain", "placing the weights of the root", "placing the weights of blocks.2"),
+        ("with states", "placing the weights of the root", "taking over the optimizer's states"),
+        ("meta", "filling the root (Net)", "filling blocks.2.up (Linear)"),
+    ],
+)
+def test_a_copy_that_fails_in_shard_is_the_error_of_every_rank(how: str, first: str, last: str) -> None:
+    for said in run_ranks(2, _fails_in_shard, how):
+        for text, doing in zip(said, (first, last), strict=True):
+            assert text.startswith(f"shard: {doing} failed on rank 0: RuntimeError: HostTier.to_tier: copy ")
+            assert "(a planted fault)" in text
