@@ -1,10 +1,11 @@
 """Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks over gloo, or
 with --device cuda on GPUs over nccl (a rank each; without DeepSpeed, whose CPU Adam is meant here).
 
-All engines live in the same processes and take turns, step by step, in a random order that the ranks share; every step
+All engines live in the same processes and take turns in a random order that the ranks share, a step each, or --steps in a
+row: as in training, caches then hold what this engine left, and a rank may be ahead of another until they next meet. A turn
 starts at a barrier and counts as long as its slowest rank. All train the same model from the same weights on the same
-batches in float32, and their losses must agree, so nobody is fast by doing less: a peer whose
-losses do not is left out by name. What counts is the ratio to DDP within a round (with --nproc 1: to torch without any
+batches in float32, and their losses must agree, so nobody is fast by doing less: a peer whose losses do not is left out by
+name. What counts is the ratio to DDP within a round (with --nproc 1: to torch without any
 engine). Engines:
 
     DDP                  DistributedDataParallel (gradient_as_bucket_view, no buffer broadcast) + fused AdamW
@@ -156,7 +157,7 @@ def base_of(world_size: int) -> str:
 
 
 def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Run all engines in turns; returns this rank's seconds and losses by engine and round (warm-up left out of seconds)."""
+    """Run all engines in turns; returns this rank's seconds a step by round (warm-up left out), and all losses, by engine."""
     base, makers = base_of(rank.world_size), engines(options.batch)
     makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
     on_gpu = rank.device.type == "cuda"
@@ -168,19 +169,22 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
     for number, order in enumerate(harness.random_order(list(steps), options.warmup + options.rounds, seed=0)):
-        batch = corpus.batch(
-            seed=0, rank=rank.rank, step=number, micro_step=0, batch=options.batch, context=PRESETS[options.preset].context
-        )
-        tokens, targets = (part.to(rank.device) for part in batch)
+        batches = [
+            corpus.batch(
+                seed=0, rank=rank.rank, step=step, micro_step=0, batch=options.batch, context=PRESETS[options.preset].context
+            )
+            for step in range(number * options.steps, (number + 1) * options.steps)
+        ]
+        placed = [[part.to(rank.device) for part in batch] for batch in batches]
         for name in order:
             time.sleep(options.pause)
             dist.barrier()
             finish()
             start = time.perf_counter()
-            loss = steps[name](tokens, targets)
+            of_turn = [steps[name](tokens, targets) for tokens, targets in placed]
             finish()
-            seconds[name].append(time.perf_counter() - start)
-            losses[name].append(loss.item())
+            seconds[name].append((time.perf_counter() - start) / options.steps)
+            losses[name] += [loss.item() for loss in of_turn]
         if rank.rank == 0:
             print(f"\rround {number + 1}/{options.warmup + options.rounds}", end="", file=sys.stderr, flush=True)
     return {name: samples[options.warmup :] for name, samples in seconds.items()}, losses
@@ -259,6 +263,7 @@ def main() -> int:
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=1, help="steps in a row of an engine's turn (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument(
         "--nproc", type=positive, default=2, help="ranks; with 1 the base is plain torch (default: %(default)s)"

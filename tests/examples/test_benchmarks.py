@@ -38,6 +38,7 @@ def test_cpu_adam(tmp_path, run_main, pages):
 )
 def test_train_step(tmp_path, run_main, nproc, base, engines):
     options = ["--preset", "tiny", "--batch", "1", "--rounds", "2", "--warmup", "1", "--pause", "0", "--nproc", str(nproc)]
+    options += ["--steps", "2"]
     printed = run_main(bench_train_step, *options, "--engines", *engines, "--out", str(tmp_path))
     assert f"time / {base}" in printed
     result = json.loads((tmp_path / "train_step.json").read_text())
