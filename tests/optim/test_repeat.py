@@ -172,6 +172,7 @@ def list_of_betas(group):
 SPOILED = {
     "lr": (lambda group: lambda: group.update(lr=-1.0), "lr"),
     "seed": (lambda group: lambda: group.update(seed="one"), "seed"),
+    "gone": (lambda group: lambda: group.pop("eps"), "eps is missing"),
     "lr in place": (tensor_lr, "lr"),
     "betas in place": (list_of_betas, "betas"),
 }
