@@ -87,13 +87,21 @@ def shard(shapes: Shapes, ranks: int) -> Shapes:
     return [(shape[0] // ranks, *shape[1:]) for shape in shapes]
 
 
-def check_same_work(subject: str, weights: Mapping[str, torch.Tensor], ours: str, op: str) -> float:
-    """Return the largest difference of any engine's weights from ours, relative to |weight| + lr; raises if it is large."""
+def differences(weights: Mapping[str, torch.Tensor], ours: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return each engine's largest difference from our weights, relative to |weight| + lr: those that agree, the others."""
     sampled = {name: weight.detach()[::CHECK_STRIDE].double() for name, weight in weights.items()}
     # A bfloat16 weight may round the other way once. In float32, engines that keep beta^t in float32 are off by 1e-5 and more.
     tolerance = 2.0**-7 if weights[ours].dtype == torch.bfloat16 else 1e-4
     scale = sampled[ours].abs() + OPTIONS["lr"]
-    worst = max(float(((values - sampled[ours]).abs() / scale).max()) for values in sampled.values())
-    if not worst <= tolerance:
-        raise ValueError(f"{op}: {subject} weights differ by {worst:.2e} relative; expected at most {tolerance:.2e}")
-    return worst
+    found = {name: float(((values - sampled[ours]).abs() / scale).max()) for name, values in sampled.items()}
+    agree = {name: difference for name, difference in found.items() if difference <= tolerance}
+    return agree, {name: difference for name, difference in found.items() if name not in agree}
+
+
+def check_same_work(subject: str, weights: Mapping[str, torch.Tensor], ours: str, op: str) -> float:
+    """Return the largest difference of any engine's weights from ours; ValueError if one is large."""
+    agree, others = differences(weights, ours)
+    if others:
+        named = ", ".join(f"{name}'s by {difference:.2e}" for name, difference in others.items())
+        raise ValueError(f"{op}: {subject} weights differ from ours: {named} relative; expected the same but for rounding")
+    return max(agree.values())

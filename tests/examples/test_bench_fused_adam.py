@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import adam_kinds, bench_fused_adam, device
 from benchmarks.adam_kinds import Kind, every_kind, numel_of
-from benchmarks.adam_peers import FP32, Peer
+from benchmarks.adam_peers import FP32, PEERS, Peer
 from shardcore import FusedAdam
 
 QUICK = ["--device", "cpu", "--rounds", "2", "--repeats", "1", "--pause", "0"]
@@ -95,6 +95,18 @@ def test_a_run_on_the_cpu(tmp_path, run_main):
             assert case["share"]["low"] <= case["share"]["median"] <= case["share"]["high"]
     assert sum(case["ours"] for case in report["workloads"][2]["cases"]) == 63
     assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # only a GPU tells
+
+
+def test_a_peer_that_does_other_work_is_left_out_by_name(run_main, monkeypatch, tmp_path):
+    other = Peer("torch NAdam", "torch.optim", "NAdam", [FP32], on_cpu=True)
+    monkeypatch.setattr(bench_fused_adam, "PEERS", [PEERS[0], other])
+    run_main(bench_fused_adam, *QUICK, "--only", "flat 1e6", "--out", str(tmp_path))
+    first = json.loads((tmp_path / "fused_adam.json").read_text())["workloads"][0]
+    assert [(entry["engine"], "other work" in entry["reason"]) for entry in first["left_out"]] == [("torch NAdam", True)]
+    assert "torch NAdam" not in [case["engine"] for case in first["cases"]]
+    monkeypatch.setattr(bench_fused_adam, "PEERS", [other])
+    with pytest.raises(ValueError, match="fp32 weights differ from every peer's"):
+        run_main(bench_fused_adam, *QUICK, "--only", "flat 1e6", "--out", str(tmp_path))
 
 
 def test_shares_are_of_the_same_round():
