@@ -128,9 +128,9 @@ def _run_rank(
     if device == "cuda":
         place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(place)
-    backend = "nccl" if place.type == "cuda" else "gloo"
     # Also for one rank: the group says which device is meant (a CPU run on a machine with GPUs).
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
+    ours = {"backend": "nccl", "device_id": place} if place.type == "cuda" else {"backend": "gloo"}
+    dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **ours)
     result = function(Rank(rank, world_size, place), *args)
     gc.collect()  # models hold process groups: left to the end of Python these would end after what they run on
     dist.destroy_process_group()

@@ -113,6 +113,7 @@ def initialize(
 
 def _start_process_group() -> bool:
     """Start torch.distributed if the environment says how and nobody has yet; returns whether it was started here."""
+    device = None
     if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
         local_rank = _int_variable("LOCAL_RANK")
         if not 0 <= local_rank < torch.cuda.device_count():
@@ -121,6 +122,7 @@ def _start_process_group() -> bool:
                 "expected a process for each device at most"
             )
         torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)  # else NCCL guesses it from the rank
     if not dist.is_available() or dist.is_initialized() or not {"RANK", "WORLD_SIZE"} & set(os.environ):
         return False
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
@@ -131,7 +133,7 @@ def _start_process_group() -> bool:
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         _int_variable(name)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
     return True
 
 
