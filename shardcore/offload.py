@@ -27,7 +27,7 @@ from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
 
-CHUNK_NUMEL = 1 << 22
+CHUNK_NUMEL = (1 << 22) + (1 << 19)  # a little above a power of two: so are units, by their biases and norms
 GRAD_PLACES, WEIGHT_PLACES = 2, 3
 _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 
@@ -216,9 +216,14 @@ class CpuStore:
         return _Chunk(part, spans, chunk_grads, params, weights, place, arrived)
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Cut spans at block boundaries and pack them into lists of at most `chunk_numel` elements, of none one empty list."""
+        """Cut spans at block boundaries into as few lists as can be, of about equal size; of none one empty list."""
+        if not spans:
+            yield []
+            return
+        numel = sum(_whole_blocks(span.numel) for span in spans)
+        most = _whole_blocks(-(-numel // -(-numel // self._chunk_numel)))
         chunk: list[Span] = []
-        room = self._chunk_numel
+        room = most
         for span in spans:
             done = 0
             while done < span.numel:
@@ -227,8 +232,8 @@ class CpuStore:
                 done, room = done + part.numel, room - _whole_blocks(part.numel)
                 if room <= 0:
                     yield chunk
-                    chunk, room = [], self._chunk_numel
-        if chunk or not spans:
+                    chunk, room = [], most
+        if chunk:
             yield chunk
 
 

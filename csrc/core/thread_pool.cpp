@@ -3,25 +3,52 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
 
 namespace shardcore {
+
+namespace {
+
+// A part is a fraction of a thread's share, so that one that is late (its core had other work) costs little.
+constexpr int64_t kPartsPerThread = 4;
+// Whoever waits looks for new work this long before it sleeps: the next chunk of a step comes sooner, and waking takes as long.
+constexpr std::chrono::microseconds kSpin{200};
+
+// Yields its core to whoever has work until ready() or kSpin is over; returns ready().
+template <typename Ready>
+bool spin_until(const Ready& ready) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  while (!ready()) {
+    if (std::chrono::steady_clock::now() > end) return ready();
+    std::this_thread::yield();
+  }
+  return true;
+}
+
+}  // namespace
 
 struct ThreadPool::State {
   std::mutex mutex;
   std::condition_variable wake;
   std::condition_variable done;
   std::vector<std::thread> threads;
-  // One job at a time, split into parts of equal size; part i belongs to thread i.
+  // One job at a time. It stays as it is while one of its parts is not done.
   const RangeFn* fn = nullptr;
   int64_t begin = 0, end = 0, part_size = 0;
-  uint64_t generation = 0;
-  int running = 0;
+  // Number of the job above, parts that nobody has taken yet below: a late thread cannot take a part of a job that it has not
+  // seen.
+  std::atomic<uint64_t> untaken{0};
+  std::atomic<int64_t> undone{0};
+  int sleeping = 0;  // guarded by the mutex, as are the next two
   bool stop = false;
   std::exception_ptr error;
 
-  void run_part(int index);
-  void worker(int index);
+  static int64_t parts_of(uint64_t word) { return static_cast<int64_t>(word & 0xffffffffu); }
+  bool has_work() const { return parts_of(untaken.load(std::memory_order_acquire)) > 0; }
+  void run_parts();
+  void worker();
   void stop_and_join();
 };
 
@@ -31,7 +58,7 @@ ThreadPool::ThreadPool(int num_threads, const Spawn& spawn)
   auto state = std::make_unique<State>();
   state->threads.reserve(static_cast<size_t>(num_threads_));
   try {
-    for (int i = 1; i < num_threads_; ++i) state->threads.push_back(spawn([s = state.get(), i] { s->worker(i); }));
+    for (int i = 1; i < num_threads_; ++i) state->threads.push_back(spawn([s = state.get()] { s->worker(); }));
   } catch (...) {
     state->stop_and_join();
     throw;
@@ -54,55 +81,68 @@ void ThreadPool::State::stop_and_join() {
   for (std::thread& thread : threads) thread.join();
 }
 
-void ThreadPool::State::run_part(int index) {
-  const int64_t first = begin + index * part_size;
-  const int64_t last = std::min(end, first + part_size);
-  if (first >= last) return;
-  try {
-    (*fn)(first, last);
-  } catch (...) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (!error) error = std::current_exception();
+// Takes parts, the last one first, until none is left.
+void ThreadPool::State::run_parts() {
+  uint64_t word = untaken.load(std::memory_order_acquire);
+  while (parts_of(word) > 0) {
+    if (!untaken.compare_exchange_weak(word, word - 1, std::memory_order_acq_rel)) continue;
+    const int64_t first = begin + (parts_of(word) - 1) * part_size;
+    try {
+      (*fn)(first, std::min(end, first + part_size));
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      if (!error) error = std::current_exception();
+    }
+    if (undone.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      done.notify_one();
+    }
+    word = untaken.load(std::memory_order_acquire);
   }
 }
 
-void ThreadPool::State::worker(int index) {
-  uint64_t seen = 0;
-  std::unique_lock<std::mutex> lock(mutex);
+void ThreadPool::State::worker() {
   for (;;) {
-    wake.wait(lock, [&] { return stop || generation != seen; });
-    if (stop) return;
-    seen = generation;
-    lock.unlock();
-    run_part(index);
-    lock.lock();
-    if (--running == 0) done.notify_one();
+    if (!spin_until([this] { return has_work(); })) {
+      std::unique_lock<std::mutex> lock(mutex);
+      ++sleeping;
+      wake.wait(lock, [this] { return stop || has_work(); });
+      --sleeping;
+      if (stop) return;
+    }
+    run_parts();
   }
 }
 
 void ThreadPool::parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) {
   if (begin >= end) return;
   const int64_t count = end - begin;
-  const int64_t parts = std::min<int64_t>(num_threads_, std::max<int64_t>(1, count / std::max<int64_t>(1, grain)));
-  if (parts == 1 || getpid() != pid_) {
+  const int64_t most = count / std::max<int64_t>(1, grain);
+  if (num_threads_ == 1 || most < 2 || getpid() != pid_) {
     fn(begin, end);
     return;
   }
+  const int64_t part_size = (count - 1) / std::min(most, kPartsPerThread * num_threads_) + 1;
+  const int64_t parts = (count - 1) / part_size + 1;
+  State& job = *state_;
+  job.fn = &fn, job.begin = begin, job.end = end, job.part_size = part_size;
+  job.undone.store(parts, std::memory_order_relaxed);
+  const uint64_t number = (job.untaken.load(std::memory_order_relaxed) >> 32) + 1;
+  job.untaken.store(number << 32 | static_cast<uint64_t>(parts), std::memory_order_release);
   {
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->fn = &fn;
-    state_->begin = begin;
-    state_->end = end;
-    state_->part_size = (count + parts - 1) / parts;
-    state_->running = num_threads_ - 1;
-    state_->error = nullptr;
-    ++state_->generation;
+    const std::lock_guard<std::mutex> lock(job.mutex);  // who is about to sleep has seen the job, or is woken
+    if (job.sleeping > 0) job.wake.notify_all();
   }
-  state_->wake.notify_all();
-  state_->run_part(0);
-  std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->done.wait(lock, [&] { return state_->running == 0; });
-  if (state_->error) std::rethrow_exception(state_->error);
+  job.run_parts();
+  const auto is_done = [&job] { return job.undone.load(std::memory_order_acquire) == 0; };
+  std::unique_lock<std::mutex> lock(job.mutex, std::defer_lock);
+  if (!spin_until(is_done)) {
+    lock.lock();
+    job.done.wait(lock, is_done);
+  } else {
+    lock.lock();
+  }
+  if (job.error) std::rethrow_exception(std::exchange(job.error, nullptr));
 }
 
 }  // namespace shardcore
