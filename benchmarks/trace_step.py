@@ -1,9 +1,10 @@
-"""Draw one training step of shardcore from a torch.profiler trace: what ran when, and how much of the communication was hidden.
+"""Draw training steps of shardcore from a torch.profiler trace: what ran when, and how much of what moves bytes was hidden.
 
 Writes trace_step.png (a lane for each CUDA stream, or CPU thread, and one for the engine's scopes), trace_step.json (busy
 times, and the share of communication and copies during which something computed) and the trace itself for chrome://tracing.
-With --device cuda each rank has a GPU: with one alone nothing is communicated, but --offload has copies. On CPU ranks torch's
-profiler does not see the threads of gloo: there the picture shows when the engine started what, and only tests this program.
+With --device cuda each rank has a GPU: with one alone nothing is communicated, but --offload has copies, which --overlap-step
+hides behind two steps' compute. Copies within a GPU's memory count as compute. On CPU ranks torch's profiler does not see the
+threads of gloo: there the picture shows when the engine started what, and only tests this program.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 import shardcore
@@ -27,6 +29,7 @@ from examples.launch import Rank, default_nproc, launch
 
 COLOURS = {"compute": "tab:blue", "communication": "tab:red", "copy": "tab:orange"}
 SCOPES = {"gather": "tab:purple", "gather_grad": "tab:pink", "reduce": "tab:brown", "sum": "tab:olive", "adam": "tab:green"}
+TIERS = ("optimizer", "gradients", "params")  # what leaves for host memory, each with those before it
 WARMUP = 3  # steps: the order of units is learned, pools have their size
 
 
@@ -43,7 +46,8 @@ def spans_of(events: Iterable[Mapping[str, object]]) -> list[Span]:
                 continue
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
             lane = f"GPU stream {event['tid']}"
-            kind = "copy" if category != "kernel" else "communication" if name.startswith("nccl") else "compute"
+            leaves = category == "gpu_memcpy" and "Device -> Device" not in name
+            kind = "copy" if leaves else "communication" if name.startswith("nccl") else "compute"
         elif category == "cpu_op":
             lane = f"CPU thread {event['tid']}"
             kind = "communication" if name.startswith(("gloo:", "c10d::")) else "compute"
@@ -76,7 +80,7 @@ def overlap(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) 
 
 
 def figures_of(spans: Sequence[Span]) -> dict[str, object]:
-    """Return the step's length and busy times in microseconds, and which shares of moving bytes computing hides (on GPUs)."""
+    """Return the length of all and busy times in microseconds, and which shares of moving bytes computing hides (on GPUs)."""
     busy: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         busy[span.kind if span.lane != "engine" else f"shardcore::{span.kind}"].append(span)
@@ -95,8 +99,15 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     """Train a few steps and record one; rank 0 reports."""
     model = build_gpt(options.preset, seed=0).to(rank.device)
     optimizer = shardcore.FusedAdam(model.parameters(), lr=1e-4)
-    place = {"optimizer": "cpu"} if options.offload else None
-    model, optimizer = shardcore.shard(model, optimizer, options.stage, offload=place, precision=options.precision)
+    tiers = TIERS[: TIERS.index(options.offload) + 1] if options.offload else ()
+    model, optimizer = shardcore.shard(
+        model,
+        optimizer,
+        options.stage,
+        offload=dict.fromkeys(tiers, "cpu") or None,
+        precision=options.precision,
+        overlap_step=options.overlap_step,
+    )
     corpus, context = load_corpus(), PRESETS[options.preset].context
     on_gpu = rank.device.type == "cuda"
 
@@ -110,8 +121,11 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     for number in range(WARMUP):
         step(number)
     dist.barrier()
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as recorded:
-        step(WARMUP)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as recorded:
+        for number in range(2 if options.overlap_step else 1):
+            step(WARMUP + number)
+        optimizer.synchronize()
         if on_gpu:
             torch.cuda.synchronize()
     if rank.rank > 0:
@@ -123,8 +137,9 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     where = f"{rank.world_size} {options.device} rank{'s' * (rank.world_size > 1)}"
     harness.write_json(options.out / "trace_step.json", {**suite.about_run("trace_step", options), **figures})
     print(json.dumps(figures, indent=1))
-    offload = ", states on the CPU" * options.offload
-    title = f"{options.preset}, stage {options.stage}, {options.precision}{offload}, {where}"
+    offload = f", {' and '.join(tiers)} in host memory" if tiers else ""
+    steps = ", two steps with overlap_step" if options.overlap_step else ", one step"
+    title = f"{options.preset}, stage {options.stage}, {options.precision}{offload}{steps}, {where}"
     lanes = sorted({span.lane for span in spans}, key=lambda lane: (lane != "engine", lane))
     draw(options.out / "trace_step.png", [Chart(title, spans, lanes)], COLOURS | SCOPES)
     return 0
@@ -138,7 +153,8 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
     parser.add_argument("--stage", type=int, choices=[0, 1, 2, 3], default=3, help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16", help="(default: %(default)s)")
-    parser.add_argument("--offload", action="store_true", help="keep optimizer states on the CPU")
+    parser.add_argument("--offload", choices=TIERS, help="in host memory, with those before it (default: nothing)")
+    parser.add_argument("--overlap-step", action="store_true", help="let the step run behind the next forward")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument("--nproc", type=positive, help="ranks (default: all GPUs, or 2 on the CPU)")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"), help="folder (default: %(default)s)")

@@ -116,11 +116,12 @@ def sharding() -> list[Step]:
     ours = [f"shardcore {stage}" for stage in range(4)]
     engines = ["--engines", "FSDP2 2", "FSDP2 3", *ours, "shardcore 2 + offload"]
     trace = [*python, "benchmarks.trace_step", *gpu]
+    lazy = ["--stage", "2", "--offload", "gradients", "--overlap-step"]
     return [
         Step("tests", [*python, *gpu_tests("tests/engine", f"--ignore={OFFLOAD}")], 120, read_tests),
         Step("benchmark", [*python, "benchmarks.bench_train_step", *gpu, *engines], 200, read_figures("train_step"), echo=True),
         Step("trace", trace, 60, read_figures("trace_step")),
-        Step("trace_offload", [*trace, "--stage", "2", "--offload"], 60, read_figures("trace_step")),
+        Step("trace_offload", [*trace, *lazy], 60, read_figures("trace_step")),
     ]
 
 

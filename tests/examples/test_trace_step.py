@@ -17,6 +17,7 @@ TRACE = [
     event("gemm", "kernel", 5, 20),
     event("ncclDevKernel_AllGather", "kernel", 15, 35, tid=9),
     event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 40, 44, tid=10),
+    event("Memcpy DtoD (Device -> Device)", "gpu_memcpy", 20, 22),
     event("shardcore::gather(blocks.0)", "user_annotation", 1, 3),
     event("shardcore::step", "user_annotation", 36, 50),
     event("aten::mm", "cpu_op", 0, 100),
@@ -31,12 +32,13 @@ def test_spans_of_a_gpu():
         ("GPU stream 7", "compute"),
         ("GPU stream 9", "communication"),
         ("GPU stream 10", "copy"),
+        ("GPU stream 7", "compute"),
         ("engine", "gather"),
     ]
     figures = trace_step.figures_of(spans)
     assert figures["step_us"] == pytest.approx(44)
-    assert figures["busy_us"] == pytest.approx({"communication": 20, "compute": 20, "copy": 4, "shardcore::gather": 2})
-    assert figures["hidden_share"] == pytest.approx({"communication": 0.25, "copy": 0.0})
+    assert figures["busy_us"] == pytest.approx({"communication": 20, "compute": 22, "copy": 4, "shardcore::gather": 2})
+    assert figures["hidden_share"] == pytest.approx({"communication": 0.35, "copy": 0.0})
 
 
 def test_spans_of_a_cpu_say_nothing_of_what_is_hidden():
@@ -51,7 +53,7 @@ def test_times_are_united():
     assert trace_step.overlap([(0, 3), (5, 8)], [(2, 6), (7, 20)]) == 1 + 1 + 1
 
 
-@pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload"]), (2, [])])
+@pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload", "gradients", "--overlap-step"]), (2, [])])
 def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
     common = ["--preset", "tiny", "--batch", "1", "--nproc", str(nproc), "--out", str(tmp_path)]
     run_main(trace_step, *common, *options)
