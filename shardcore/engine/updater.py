@@ -152,15 +152,11 @@ class Updater:
 
         Raises on all ranks if one refuses or differs in its terms.
         """
-        parts = (
-            torch.stack([bucket.sq_norm for bucket in active]).cpu()
-            if active
-            else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
-        )
         told = self._told(terms) if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
         said = torch.tensor([problem is not None, digest, order], dtype=torch.float64, device="cpu")
-        rows = self.comm.gather_rows(torch.cat([_C.sq_norm_add(parts), said]).to(self.comm.device), Traffic.STEP).cpu()
+        row = torch.cat([_C.sq_norm_add(_squares_of(active)), said])
+        rows = row[None] if self.comm.world_size == 1 else self.comm.gather_rows(row.to(self.comm.device), Traffic.STEP).cpu()
         if problem is not None:
             raise problem
         if rows[:, 2].any():
@@ -254,3 +250,12 @@ class Updater:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
         managed.changes = ", loaded"
+
+
+def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
+    """Return the squared norms of the buckets' gradients (n, 2), on the CPU; those not taken yet in one call."""
+    squares = [bucket.sq_norm for bucket in buckets if bucket.sq_norm is not None]
+    grads = [bucket.grad for bucket in buckets if bucket.sq_norm is None and bucket.grad is not None]
+    if grads:
+        squares.append(_C.sq_norm(grads))
+    return torch.stack(squares).cpu() if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
