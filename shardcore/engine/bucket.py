@@ -102,6 +102,15 @@ class Managed:
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
 
 
+def closed_message(name: str, unit: str) -> str:
+    """What a read of weights that are only in shards says."""
+    inside = f"the forward and backward of {unit or 'the model'}"
+    return (
+        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
+        "`with shardcore.full_params(model):`"
+    )
+
+
 def refuse_grads(params: Iterable[Managed]) -> None:
     """Raise ValueError for a `param.grad` that a user assigned where gradients live in shards."""
     for managed in params:
@@ -141,6 +150,8 @@ class Bucket:
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
+        self._lent = [managed.param for managed in params], [managed.offset for managed in params]
+        self._closed = [closed_message(managed.name, unit) for managed in params]
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
@@ -168,6 +179,14 @@ class Bucket:
         """Return the memory of the whole weights, which the bucket has only in shards from now on."""
         weight, self.weight = self.weight, _NOWHERE
         return weight
+
+    def lend(self) -> None:
+        """Let the parameters use their slots of `weight`."""
+        _C.lend(self._lent[0], self.weight, self._lent[1])
+
+    def withdraw(self) -> None:
+        """Close the parameters."""
+        _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
