@@ -159,7 +159,10 @@ class Updater:
         digest = zlib.crc32("\n".join(told).encode())
         said = torch.tensor([problem is not None, digest, order], dtype=torch.float64, device="cpu")
         row = torch.cat([_C.sq_norm_add(_squares_of(active)), said])
-        rows = row[None] if self.comm.world_size == 1 else self.comm.gather_rows(row.to(self.comm.device), Traffic.STEP).cpu()
+        if self.comm.world_size > 1:
+            rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
+        else:
+            rows = row[None]
         if problem is not None:
             raise problem
         if rows[:, 2].any():
@@ -263,8 +266,13 @@ class Updater:
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
     """Return the squared norms of the buckets' gradients (n, 2), on the CPU; those not taken yet in one call."""
-    squares = [bucket.sq_norm for bucket in buckets if bucket.sq_norm is not None]
-    grads = [bucket.grad for bucket in buckets if bucket.sq_norm is None and bucket.grad is not None]
+    squares, grads = [], []
+    for bucket in buckets:
+        if bucket.sq_norm is not None:
+            squares.append(bucket.sq_norm)
+        else:
+            assert bucket.grad is not None
+            grads.append(bucket.grad)
     if grads:
         squares.append(_C.sq_norm(grads))
     return torch.stack(squares).cpu() if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")

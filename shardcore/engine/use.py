@@ -29,7 +29,8 @@ def agree_on_use(
             managed.used = False
         return set(late), [failed]
     flags = [_USED * m.used + _LATE * (m in late) for m in params] + [min(failed, 255)]
-    rows = comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=device), Traffic.BACKWARD).cpu()
+    row = torch.tensor(flags, dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
+    rows = comm.gather_rows(row, Traffic.BACKWARD).cpu()
     is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
