@@ -51,11 +51,27 @@ def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_her
     return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
+class _Place:
+    """Memory in staging; each element has the bytes of the widest dtype."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._parts: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+
+    def part(self, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
+        """Return elements [start, start + numel) as values of `dtype`. Kept: another dtype lets go of the GIL to be viewed."""
+        key = dtype, start, numel
+        if key not in self._parts:
+            first = start * _ITEM_BYTES
+            self._parts[key] = self.memory[first : first + numel * dtype.itemsize].view(dtype)
+        return self._parts[key]
+
+
 @dataclass
 class _Weights:
     """A place for weights, and the last copy that left it."""
 
-    memory: torch.Tensor
+    memory: "_Place"
     left: _C.CopyEvent | None = None
 
 
@@ -102,18 +118,19 @@ class CpuStore:
         self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
-        self._grads = [self.copies.empty(place_bytes, torch.uint8) for _ in range(0 if grads_leave else GRAD_PLACES)]
-        self._weights = [
-            _Weights(self.copies.empty(place_bytes, torch.uint8)) for _ in range(0 if weights_here else WEIGHT_PLACES)
-        ]
+        self._grads = [self._place(place_bytes) for _ in range(0 if grads_leave else GRAD_PLACES)]
+        self._weights = [_Weights(self._place(place_bytes)) for _ in range(0 if weights_here else WEIGHT_PLACES)]
         self._turn = 0  # chunks so far: says whose turn it is
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
 
+    def _place(self, size: int) -> _Place:
+        return _Place(self.copies.empty(size, torch.uint8))
+
     @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
-        return sum(memory.nbytes for memory in [*self._grads, *(place.memory for place in self._weights)])
+        return sum(place.memory.nbytes for place in [*self._grads, *(weights.memory for weights in self._weights)])
 
     @property
     def weight_scratch_bytes(self) -> int:
@@ -199,13 +216,13 @@ class CpuStore:
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
             weight = bucket.owned_weight[span.start : end]
-            param = weight if place is None else _part(place.memory, bucket.dtype, cursor, span.numel)
+            param = weight if place is None else place.memory.part(bucket.dtype, cursor, span.numel)
             if bucket.host_grad is not None:
                 grad = bucket.host_grad[span.start : end]
             else:
                 assert bucket.grad is not None
                 grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
-                grad = _part(grad_place, bucket.grad.dtype, cursor, span.numel)
+                grad = grad_place.part(bucket.grad.dtype, cursor, span.numel)
                 arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
             if place is not None and bucket.kind.reads_weights:
                 arrived = self.copies.to_tier(param, weight)
@@ -248,12 +265,6 @@ def _one_ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
 
 def _whole_blocks(numel: int) -> int:
     return -(-numel // BLOCK) * BLOCK
-
-
-def _part(place: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-    """Return elements [start, start + numel) of a place in staging, as values of `dtype`."""
-    first = start * _ITEM_BYTES
-    return place[first : first + numel * dtype.itemsize].view(dtype)
 
 
 def warn_of_pageable(copies: _C.HostTier) -> None:

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <deque>
+#include <optional>
 
 #include "bind/checks.h"
 #include "bind/initialized.h"
@@ -108,7 +109,7 @@ class __attribute__((visibility("hidden"))) PyCopyEvent {
   }
 
   void synchronize() {
-    {
+    if (!stream().query(number_)) {  // who lets go of the GIL has to get it back, from threads that never rest
       const py::gil_scoped_release no_gil;
       stream().synchronize(number_);
     }
@@ -242,7 +243,8 @@ class __attribute__((visibility("hidden"))) PyHostTier {
     {
       void* const d = dst.data_ptr();
       const void* const s = src.const_data_ptr();
-      const py::gil_scoped_release no_gil;  // a copy of pageable memory may wait for the device
+      std::optional<py::gil_scoped_release> no_gil;
+      if (!copies_->tier->queues(ours.const_data_ptr())) no_gil.emplace();  // it may wait for the device
       number = copies_->tier->copy(direction, d, s, size_bytes, copies_->current_stream());
     }
     copies_->keep(direction, number, dst, src);

@@ -1,5 +1,7 @@
 #include "copy/host_tier.h"
 
+#include <iterator>
+
 #include "copy/host_memory.h"
 
 namespace shardcore {
@@ -46,13 +48,24 @@ void HostTier::release(void* data) noexcept {
   free_pages(data, made.size_bytes);
 }
 
+const HostTier::Buffers::value_type* HostTier::buffer_before(const void* data) const {
+  const auto after = buffers_.upper_bound(reinterpret_cast<uintptr_t>(data));
+  return after == buffers_.begin() ? nullptr : &*std::prev(after);
+}
+
 bool HostTier::owns(const void* data, int64_t size_bytes) const {
-  const auto begin = reinterpret_cast<uintptr_t>(data);
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto after = buffers_.upper_bound(begin);
-  if (after == buffers_.begin()) return false;
-  --after;
-  return begin + static_cast<uintptr_t>(size_bytes) <= after->first + static_cast<uintptr_t>(after->second.size_bytes);
+  const auto* const buffer = buffer_before(data);
+  if (buffer == nullptr) return false;
+  const auto end = buffer->first + static_cast<uintptr_t>(buffer->second.size_bytes);
+  return reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(size_bytes) <= end;
+}
+
+bool HostTier::queues(const void* data) const {
+  if (!backend_->can_pin()) return true;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto* const buffer = buffer_before(data);
+  return buffer != nullptr && buffer->second.pinned;
 }
 
 int64_t HostTier::copy(Direction direction, void* dst, const void* src, int64_t size_bytes, void* stream) {

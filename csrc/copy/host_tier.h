@@ -30,6 +30,8 @@ class HostTier {
   void release(void* data) noexcept;
   // Whether [data, data + size_bytes) lies in one live buffer of this tier.
   bool owns(const void* data, int64_t size_bytes) const;
+  // Whether copies of this owned memory are queued at once: CUDA may make those of pageable memory before it returns.
+  bool queues(const void* data) const;
 
   // Queues a counted copy and returns its number in that direction's queue. dst (to_tier) or src (from_tier) must be owned;
   // the caller has checked. Both stay alive until the copy is done. stream: see CopyStream.
@@ -52,13 +54,16 @@ class HostTier {
     bool pinned, refused;
   };
 
-  std::string try_pin(void* data, int64_t mapped);  // why not, or an empty string
+  using Buffers = std::map<uintptr_t, Allocation>;  // by start
+
+  std::string try_pin(void* data, int64_t mapped);                   // why not, or an empty string
+  const Buffers::value_type* buffer_before(const void* data) const;  // or at it; none: null. With the mutex held
 
   const std::unique_ptr<CopyBackend> backend_;
   const bool pin_;
   const int64_t pin_limit_bytes_;
-  mutable std::mutex mutex_;                 // guards buffers_ and pin_refusal_
-  std::map<uintptr_t, Allocation> buffers_;  // by start
+  mutable std::mutex mutex_;  // guards buffers_ and pin_refusal_
+  Buffers buffers_;
   std::string pin_refusal_;
   std::atomic<int64_t> bytes_copied_[2] = {0, 0};  // by Direction
   std::atomic<int64_t> bytes_allocated_{0};

@@ -64,12 +64,16 @@ def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Cal
     """
     weak = weakref.ref(owner)
 
-    def call(what: Callable[[T], None]) -> None:
+    def call_before(grad: torch.Tensor) -> None:
         if (here := weak()) is not None:
-            what(here)
+            before(here)
 
-    param.register_hook(lambda grad: call(before))  # type: ignore[no-untyped-call]
-    param.register_post_accumulate_grad_hook(lambda param: call(after))  # type: ignore[no-untyped-call]
+    def call_after(param: torch.Tensor) -> None:
+        if (here := weak()) is not None:
+            after(here)
+
+    param.register_hook(call_before)  # type: ignore[no-untyped-call]
+    param.register_post_accumulate_grad_hook(call_after)  # type: ignore[no-untyped-call]
 
 
 def warn_of_old_grads() -> None:

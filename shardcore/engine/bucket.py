@@ -16,6 +16,7 @@ from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
+_SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,25 @@ class Managed:
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
 
 
+def closed_message(name: str, unit: str) -> str:
+    """What a read of weights that are only in shards says."""
+    inside = f"the forward and backward of {unit or 'the model'}"
+    return (
+        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
+        "`with shardcore.full_params(model):`"
+    )
+
+
+def refuse_grads(params: Iterable[Managed]) -> None:
+    """Raise ValueError for a `param.grad` that a user assigned where gradients live in shards."""
+    for managed in params:
+        if managed.param.grad is not None:
+            raise ValueError(
+                f"{managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
+                "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
+            )
+
+
 class Bucket:
     """The parameters of one unit with one dtype and one optimizer group, and their buffers; or frozen ones of one dtype.
 
@@ -109,7 +129,7 @@ class Bucket:
     weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: the end of it where gradients leave for host memory (engine/host_grads.py); `grad` is what comes before, if any.
-    sq_norm: its squared norm (high, low) over this rank's shard.
+    sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
     """
@@ -130,8 +150,11 @@ class Bucket:
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
+        self._lent = [managed.param for managed in params], [managed.offset for managed in params]
+        self._closed = [closed_message(managed.name, unit) for managed in params]
         self._gaps = tuple(layout.gaps())
-        self._views: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.kind = trainable, kind
         self.weight = self.owned_weight = _NOWHERE
         self.weight_tier = "device"
@@ -141,7 +164,7 @@ class Bucket:
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False
-        self.sq_norm = torch.zeros(2, dtype=torch.float64, device="cpu")
+        self.sq_norm: torch.Tensor | None = None
 
     @property
     def owned_numel(self) -> int:
@@ -156,6 +179,14 @@ class Bucket:
         """Return the memory of the whole weights, which the bucket has only in shards from now on."""
         weight, self.weight = self.weight, _NOWHERE
         return weight
+
+    def lend(self) -> None:
+        """Let the parameters use their slots of `weight`."""
+        _C.lend(self._lent[0], self.weight, self._lent[1])
+
+    def withdraw(self) -> None:
+        """Close the parameters."""
+        _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
@@ -221,25 +252,54 @@ class Bucket:
             if end > 0 and first < flat.numel():
                 yield self.params[piece.slot], piece, flat[max(0, first) : end]
 
-    def views(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Return each parameter's slot of a long-lived whole-bucket buffer. Kept: they cost more to make than to fill."""
+    def _views_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """View each parameter's slot, and each gap between them, of a long-lived whole-bucket buffer.
+
+        Kept: they cost more to make than to fill.
+        """
         key = (whole.data_ptr(), whole.dtype)
-        if key not in self._views:
-            self._views[key] = [managed.slice_of(whole) for managed in self.params]
-        return self._views[key]
+        views = self._views.get(key)
+        if views is None:
+            slots = [managed.slice_of(whole) for managed in self.params]
+            views = self._views[key] = slots, [whole[start:end] for start, end in self._gaps]
+        return views
 
     def forget_views(self, memory: torch.Tensor) -> None:
         """Let go of a buffer that is given up."""
         for key in [key for key in self._views if key[0] == memory.data_ptr()]:
             del self._views[key]
 
+    def collect(self, slot: int, grad: torch.Tensor, wire: torch.Tensor) -> None:
+        """Add a parameter's local gradient to `wire`. Small ones wait until `collect_waiting` copies them together."""
+        managed, target = self.params[slot], self._views_of(wire)[0][slot]
+        if managed.used:
+            self.collect_waiting()
+            target.add_(grad)
+        elif grad.nbytes <= _SMALL_BYTES:
+            self._waiting.append((target, grad))
+        else:
+            target.copy_(grad)
+        managed.used = True
+
+    def collect_waiting(self) -> None:
+        """Copy the gradients that wait."""
+        if self._waiting:
+            targets, grads = zip(*self._waiting, strict=True)
+            self._waiting.clear()
+            torch._foreach_copy_(targets, grads)
+
+    def drop_wire(self) -> torch.Tensor | None:
+        """Give up the local gradient; returns its memory."""
+        wire, self.wire = self.wire, None
+        self._waiting.clear()
+        return wire
+
     def zero_unused(self, whole: torch.Tensor) -> None:
         """Zero the padding and the slots of parameters that are not `used`, so that a sum over ranks reads no stale bytes."""
-        for start, end in self._gaps:
-            whole[start:end].zero_()
-        for managed in self.params:
-            if not managed.used:
-                managed.slice_of(whole).zero_()
+        slots, gaps = self._views_of(whole)
+        unused = [slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used]
+        if gaps or unused:
+            torch._foreach_zero_([*gaps, *unused])
 
 
 class BufferPool:

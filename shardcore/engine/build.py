@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.comm import Comm, plain
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.kinds import NO_STATES, kind_of
 from shardcore.engine.store import StateStore
-from shardcore.engine.unit import Unit, closed_message
+from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_state
 from shardcore.units import UnitSpec

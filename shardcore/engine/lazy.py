@@ -281,12 +281,12 @@ def _update_all(
     for update in updates:
         try:
             if error is None:
-                use_own_threads(threads)
-                if update is updates[0]:
-                    steps = store.steps([update.spans for update in updates], hypers)
                 with nullcontext() if stream is None else torch.cuda.stream(stream), scope("adam", update.bucket.unit):
-                    if stream is not None and began is not None:
-                        stream.wait_event(began)
+                    if update is updates[0]:
+                        use_own_threads(threads)
+                        steps = store.steps([update.spans for update in updates], hypers)
+                        if stream is not None and began is not None:
+                            stream.wait_event(began)
                     update.left = next(steps)
                     if all_gather is not None and update.left is not None:
                         update.left.wait()

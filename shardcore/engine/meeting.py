@@ -11,7 +11,7 @@ Messages of NCCL cannot be told apart by tags: there nothing is told (`start` re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,7 @@ class Meetings:
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
         self._unchecked: deque[Notice] = deque()
         self._lost: list[Notice] = []
+        self._refusing = _Refusing(self)
         self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
@@ -72,9 +73,14 @@ class Meetings:
             self._unchecked.append(notice)
         return notice
 
+    @property
+    def broken(self) -> bool:
+        """Whether nothing can be told any more (Comm.broken)."""
+        return self._comm.broken
+
     def sent_by_all(self, notice: Notice | None) -> bool:
         """Whether what `notice` announced is sent by every rank, as far as this one knows by now, and can be waited for."""
-        return not self._comm.broken and (notice is None or notice.agreed)
+        return not self.broken and (notice is None or notice.agreed)
 
     def check(self, notice: Notice | None) -> None:
         """Wait until every rank has said where it is; RuntimeError if one is elsewhere (Note [Parting])."""
@@ -103,16 +109,9 @@ class Meetings:
             self.part()
             raise different_ways(str(difference))
 
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
+    def refusing(self) -> "_Refusing":
         """Let an error of this rank's own stop the other ranks: it tells them in place of what it would announce next."""
-        try:
-            yield
-        except Exception:
-            if not self._comm.broken:
-                with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
-                    self.meet(REFUSAL)
-            raise
+        return self._refusing
 
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""
@@ -121,3 +120,18 @@ class Meetings:
         self._lost += self._unchecked
         self._unchecked.clear()
         self._comm.start_anew()
+
+
+class _Refusing:
+    """See Meetings.refusing. A class, since it is entered for each unit."""
+
+    def __init__(self, meetings: Meetings) -> None:
+        self._meetings = meetings
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, Exception) and not self._meetings.broken:
+            with suppress(RuntimeError):  # what the others do: they learn of it, and this rank's own error says more
+                self._meetings.meet(REFUSAL)

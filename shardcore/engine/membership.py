@@ -5,6 +5,7 @@ holds, by identity, a microsecond a module; names are looked at only if somethin
 """
 
 from collections.abc import Iterator
+from itertools import chain
 
 from torch import nn
 
@@ -16,17 +17,24 @@ class Membership:
         """Remember what `model` has now."""
         self._model = model
         self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._modules: list[nn.Module] = []
+        self._remember()
+
+    def _remember(self) -> None:
+        self._modules = list(self._model.modules())
         self._held = self._look()
 
-    def _look(self) -> list[tuple[nn.Module, tuple[int, ...]]]:
-        return [(module, _identities(module)) for module in self._model.modules()]
+    def _look(self) -> list[int]:
+        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
+        params = chain.from_iterable(module._parameters.values() for module in self._modules)
+        return [*map(id, params), *map(id, chain.from_iterable(module._modules.values() for module in self._modules))]
 
     def check(self, op: str) -> None:
         """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
 
         Modules that were put around others (activation checkpointing, torch.compile) only change names.
         """
-        if all(_identities(module) == held for module, held in self._held):
+        if self._look() == self._held:
             return
         changes = list(self._changes())
         if changes:
@@ -36,7 +44,7 @@ class Membership:
                 "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
                 "place or with load_state_dict)"
             )
-        self._held = self._look()
+        self._remember()
 
     def _changes(self) -> Iterator[str]:
         first_names: dict[nn.Parameter, str] = {}
@@ -54,7 +62,3 @@ class Membership:
         for param, name in first_names.items():
             if param not in present and param not in replaced:
                 yield f"{name} was removed"
-
-
-def _identities(module: nn.Module) -> tuple[int, ...]:
-    return (*map(id, module._parameters.values()), *map(id, module._modules.values()))

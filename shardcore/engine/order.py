@@ -61,11 +61,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
             yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):

@@ -22,10 +22,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_dropped_grads, warn_of_old_grads, watch
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, take_full
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, refuse_grads, take_full
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
@@ -97,9 +96,9 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of one backward, unless one is under way."""
-        self.settle()
         if self._boundary.under_way:
             return
+        self.settle()
         if self.lazy is not None:
             self.lazy.finish()
         self.accept_user_grads()
@@ -171,32 +170,34 @@ class Reducer:
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
         managed = bucket.params[slot]
-        grad = managed.param.grad
-        if grad is None:
+        if (grad := managed.param.grad) is None:
             return
         managed.param.grad = None
         if grad.layout != torch.strided:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
+        if torch.is_grad_enabled():  # create_graph=True; else no_grad would take longer than all of this
+            with torch.no_grad():
+                self._collect(bucket, managed, slot, grad)
+        else:
+            self._collect(bucket, managed, slot, grad)
+
+    def _collect(self, bucket: Bucket, managed: Managed, slot: int, grad: torch.Tensor) -> None:
         self._any_grad = True
         self._local_sums |= not self._reducing
         missing = self._missing[bucket]
         first = managed in missing
-        with torch.no_grad():
-            if self._reducing and not first:
-                self._late_params.add(managed)
-                managed.slice_of(self._late_buffer(bucket)).add_(grad)
-                return
-            target = bucket.views(self._collect_buffer(bucket))[slot]
-            if managed.used:
-                target.add_(grad)
-            else:
-                target.copy_(grad)
-            managed.used = True
-            missing.discard(managed)
-            if self.weights is not None and first and not missing:
-                self.weights.gradients_complete(bucket)
-            while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
-                self._launch_next()
+        if self._reducing and not first:
+            self._late_params.add(managed)
+            managed.slice_of(self._late_buffer(bucket)).add_(grad)
+            return
+        bucket.collect(slot, grad, bucket.wire if bucket.wire is not None else self._collect_buffer(bucket))
+        missing.discard(managed)
+        if missing or not first:
+            return
+        if self.weights is not None:
+            self.weights.gradients_complete(bucket)
+        while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
+            self._launch_next()
 
     def _end_backward(self) -> None:
         self._boundary.fail()  # unless this comes to its end
@@ -210,6 +211,9 @@ class Reducer:
                 self.show_grads()
             elif self._reducing:
                 self._reduce_rest()
+            else:
+                for bucket in self.buckets:
+                    bucket.collect_waiting()
             self._serving = False
             self._boundary.clear()
             self.backwards += self._any_grad
@@ -291,6 +295,7 @@ class Reducer:
         bucket = self.buckets[self._next]
         self._next += 1
         whole = self._collect_buffer(bucket)
+        bucket.collect_waiting()
         bucket.wire = None
         bucket.zero_unused(whole)
         dtype = self._sent_dtype(bucket)
@@ -327,10 +332,11 @@ class Reducer:
             return
         if alone and as_it_is:
             bucket.replace_grad(whole, self.pool)  # nothing to sum: the gradient as it is
-            bucket.sq_norm = _C.sq_norm([whole])
+            bucket.sq_norm = None
         elif alone and late:
             assert bucket.grad is not None
-            bucket.sq_norm = _C.sq_norm([bucket.grad.add_(whole)])  # what has no late part stays as it is
+            bucket.grad.add_(whole)  # what has no late part stays as it is
+            bucket.sq_norm = None
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
@@ -355,12 +361,7 @@ class Reducer:
         if self.handout is not None:
             self.handout.absorb()
             return
-        for managed in self.params:
-            if managed.param.grad is not None:
-                raise ValueError(
-                    f"{managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
-                    "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
-                )
+        refuse_grads(self.params)
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""
@@ -373,15 +374,14 @@ class Reducer:
         self._late.clear()
         self._late_params.clear()
         for bucket in self.buckets:
-            if bucket.wire is not None:
-                self._release_full(bucket, bucket.wire)
-                bucket.wire = None
+            if (wire := bucket.drop_wire()) is not None:
+                self._release_full(bucket, wire)
             if set_to_none:
                 bucket.reduced = False
             elif bucket.reduced:
                 for _, grad in bucket.grads():
                     grad.zero_()
-            bucket.sq_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
+                bucket.sq_norm = torch.zeros(2, dtype=torch.float64, device=self.device)
         for managed in self.params:
             managed.used = False
             managed.has_grad &= not set_to_none

@@ -101,6 +101,19 @@ def step_spans(
     )
 
 
+class _Views:
+    """The views of weights and states that a step needs, kept for the next one: they cost more than to start its kernel."""
+
+    def __init__(self, spans: Sequence[Span], weights: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
+        """View `weights`, the owned ranges that `spans` are parts of; `states` are views already."""
+        self._spans, self._weights, self.states = spans, weights, states
+        self.params = [w[span.start : span.start + span.numel] for w, span in zip(weights, spans, strict=True)]
+
+    def serve(self, spans: Sequence[Span]) -> bool:
+        """Whether they are those of `spans`, and the weights lie where they lay."""
+        return spans == self._spans and all(s.bucket.owned_weight is w for s, w in zip(spans, self._weights, strict=True))
+
+
 class DeviceStore:
     """States beside the weights."""
 
@@ -109,6 +122,7 @@ class DeviceStore:
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """Allocate zero states for `buckets` on their weights' device."""
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
+        self._views: dict[Bucket, _Views] = {}  # of the last step, by the bucket of the first span
         self._states: dict[Bucket, Kept] = {
             bucket: bucket.kind.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
             for bucket in buckets
@@ -153,14 +167,16 @@ class DeviceStore:
         """Update one part. Queued on the current stream on CUDA."""
         if not spans:
             return
-        params, grads, states = [], [], []
+        first = spans[0].bucket
+        views = self._views.get(first)
+        if views is None or not views.serve(spans):
+            states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
+            views = self._views[first] = _Views(spans, [span.bucket.owned_weight for span in spans], states)
+        grads = []
         for span in spans:
             assert span.bucket.grad is not None
-            end = span.start + span.numel
-            params.append(span.bucket.owned_weight[span.start : end])
-            grads.append(span.bucket.grad[span.start : end])
-            states.append(range_of(self._states[span.bucket], span.start, span.numel))
-        step_spans(self._steppers[spans[0].bucket], hypers, spans, params, grads, states)
+            grads.append(span.bucket.grad[span.start : span.start + span.numel])
+        step_spans(self._steppers[first], hypers, spans, views.params, grads, views.states)
 
 
 def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:

@@ -42,15 +42,6 @@ class Unit:
         return any(not bucket.trainable for bucket in self.buckets)
 
 
-def closed_message(name: str, unit: str) -> str:
-    """What a read of weights that are only in shards says."""
-    inside = f"the forward and backward of {unit or 'the model'}"
-    return (
-        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
-        "`with shardcore.full_params(model):`"
-    )
-
-
 def callable_parts(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
     """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
 

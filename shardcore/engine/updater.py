@@ -57,6 +57,9 @@ class Updater:
         self.loaded = False  # an optimizer state, since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
+        self._gathers = lifetimes.full_weight_resident and not lifetimes.owns_everything and len(comm.sharers) > 1
+        self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
+        self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
 
     @torch.no_grad()
     def decide(
@@ -89,11 +92,11 @@ class Updater:
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
-        """Update weights and states. Bucket by bucket, so that the new weights of one travel while the next is computed."""
+        """Update weights and states. Bucket by bucket where something of one travels while the next is computed."""
         buckets, parts = list(plan.spans), list(plan.spans.values())
-        if self.lifetimes.owns_everything:
-            buckets, parts = [], [[span for part in parts for span in part]]  # nothing is gathered: one call of the kernel
-        left = deque(buckets if self.lifetimes.full_weight_resident else ())
+        if self._at_once:
+            buckets, parts = [], [[span for part in parts for span in part]]
+        left = deque(buckets if self._gathers else ())
         works: list[dist.Work] = []
 
         def gather_next() -> None:
@@ -152,15 +155,14 @@ class Updater:
 
         Raises on all ranks if one refuses or differs in its terms.
         """
-        parts = (
-            torch.stack([bucket.sq_norm for bucket in active]).cpu()
-            if active
-            else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
-        )
         told = self._told(terms) if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
         said = torch.tensor([problem is not None, digest, order], dtype=torch.float64, device="cpu")
-        rows = self.comm.gather_rows(torch.cat([_C.sq_norm_add(parts), said]).to(self.comm.device), Traffic.STEP).cpu()
+        row = torch.cat([_C.sq_norm_add(_squares_of(active)), said])
+        if self.comm.world_size > 1:
+            rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
+        else:
+            rows = row[None]
         if problem is not None:
             raise problem
         if rows[:, 2].any():
@@ -195,29 +197,35 @@ class Updater:
         """
         hypers: list[_C.AdamHyper] = []
         index_of: dict[tuple[int, int], int] = {}
+
+        def index(group: int, step: int) -> int:
+            if (group, step) not in index_of:
+                index_of[group, step] = len(hypers)
+                hypers.append(hyper_of(self.groups[group], step, scale))
+            return index_of[group, step]
+
         plan: dict[Bucket, list[Span]] = {}
         for bucket in active:
-            spans = plan[bucket] = []
-            previous = -1
-            for piece in bucket.pieces:
-                managed = bucket.params[piece.slot]
-                if not managed.has_grad:
-                    previous = -1
-                    continue
-                assert bucket.group is not None
-                key = (bucket.group, managed.step + 1)
-                if key not in index_of:
-                    index_of[key] = len(hypers)
-                    hypers.append(hyper_of(self.groups[bucket.group], managed.step + 1, scale))
-                hyper, end = index_of[key], piece.start + piece.numel
-                if previous == hyper:
-                    spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, hyper)
-                else:
-                    spans.append(
-                        Span(bucket, piece.start, piece.numel, hyper, (self._number[managed.param], piece.param_start))
-                    )
-                previous = -1 if bucket.kind.random else hyper
+            assert bucket.group is not None
+            group = bucket.group
+            indices = tuple(index(group, m.step + 1) if m.has_grad else None for m in bucket.params)
+            if bucket not in self._spans or self._spans[bucket][0] != indices:
+                self._spans[bucket] = indices, self._cut(bucket, indices)
+            plan[bucket] = self._spans[bucket][1]
         return plan, hypers
+
+    def _cut(self, bucket: Bucket, indices: Sequence[int | None]) -> list[Span]:
+        """Cut a bucket's owned range; `indices` says which scalars update each of its parameters, None: it stays."""
+        spans: list[Span] = []
+        previous = None
+        for piece in bucket.pieces:
+            managed, index, end = bucket.params[piece.slot], indices[piece.slot], piece.start + piece.numel
+            if index is not None and index == previous:
+                spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, index)
+            elif index is not None:
+                spans.append(Span(bucket, piece.start, piece.numel, index, (self._number[managed.param], piece.param_start)))
+            previous = None if bucket.kind.random else index
+        return spans
 
     @staticmethod
     def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
@@ -254,3 +262,17 @@ class Updater:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
         managed.changes = ", loaded"
+
+
+def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
+    """Return the squared norms of the buckets' gradients (n, 2), on the CPU; those not taken yet in one call."""
+    squares, grads = [], []
+    for bucket in buckets:
+        if bucket.sq_norm is not None:
+            squares.append(bucket.sq_norm)
+        else:
+            assert bucket.grad is not None
+            grads.append(bucket.grad)
+    if grads:
+        squares.append(_C.sq_norm(grads))
+    return torch.stack(squares).cpu() if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")

@@ -23,8 +23,14 @@ def agree_on_use(
     late: those with gradients that came after their bucket was sent; failed: the number of this rank's last backward that
     failed, 0 for none. Returns the parameters that are late on any rank, and what each rank said of failures.
     """
+    if comm.world_size == 1:  # the device need not be asked, which would wait for the backward
+        for managed in params:
+            managed.has_grad |= managed.used
+            managed.used = False
+        return set(late), [failed]
     flags = [_USED * m.used + _LATE * (m in late) for m in params] + [min(failed, 255)]
-    rows = comm.gather_rows(torch.tensor(flags, dtype=torch.uint8, device=device), Traffic.BACKWARD).cpu()
+    row = torch.tensor(flags, dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
+    rows = comm.gather_rows(row, Traffic.BACKWARD).cpu()
     is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used

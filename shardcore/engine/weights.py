@@ -24,7 +24,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import Comm
-from shardcore.engine.bucket import Bucket, BufferPool, Managed
+from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.gather import Gatherer, keepers_of
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
@@ -32,7 +32,7 @@ from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD, Meetings
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.trace import scope
-from shardcore.engine.unit import Unit, closed_message, take_edits
+from shardcore.engine.unit import Unit, take_edits
 
 
 class Weights:
@@ -98,7 +98,7 @@ class Weights:
             self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
             self._owed = None
         gathers: list[Any] = []
-        with held_back_interrupts(), scope("gather", unit.name), torch.no_grad():
+        with held_back_interrupts(), scope("gather", unit.name):
             try:
                 with self.meetings.refusing():
                     starts = self._bring(unit)
@@ -135,8 +135,9 @@ class Weights:
         """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
         try:
             self.meetings.check(unit.notice)
-            with self.meetings.refusing():
-                self._gatherer.wait(unit.gathers or ())
+            if unit.gathers is not None:
+                with self.meetings.refusing():
+                    self._gatherer.wait(unit.gathers)
         except Exception:
             self._lose(unit)
             raise
@@ -162,12 +163,11 @@ class Weights:
             self._parted = False
             self.close_all()
 
-    @contextmanager
-    def _lying_here(self, bucket: Bucket, op: str) -> Iterator[None]:
-        """Let an exchange of memory that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
+    def _exchange(self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Exchange memory; if that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
         try:
             with self.meetings.refusing():
-                yield
+                call(*arguments)
         except (TypeError, ValueError):
             bucket.check_in_place(op)
             raise
@@ -180,8 +180,7 @@ class Weights:
         with held_back_interrupts():
             unit.gathers = None
             for bucket in unit.buckets:
-                with self._lying_here(bucket, "use"):
-                    _C.lend([m.param for m in bucket.params], bucket.weight, [m.offset for m in bucket.params])
+                self._exchange(bucket, "use", bucket.lend)
             unit.open = True
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
@@ -193,7 +192,6 @@ class Weights:
             part = self._kept_part(bucket)
             unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
 
-    @torch.no_grad()
     def _close(self, unit: Unit, keep: bool = False) -> None:
         if unit.held:
             return
@@ -207,9 +205,7 @@ class Weights:
                 if unit.open:
                     if any(managed.edited for managed in bucket.params):
                         bucket.take_edits()
-                    with self._lying_here(bucket, "letting go"):
-                        messages = [closed_message(managed.name, unit.name) for managed in bucket.params]
-                        _C.withdraw([managed.param for managed in bucket.params], messages)
+                    self._exchange(bucket, "letting go", bucket.withdraw)
                 memory = bucket.let_go()
                 if self._gatherer.apart:
                     self.pool.give(memory)
@@ -267,8 +263,8 @@ class Weights:
         place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
         chosen = [place[param] for param in params if param in place]
         for unit, bucket, managed in chosen:
-            with self._lying_here(bucket, "load_state_dict"):
-                _C.lend([managed.param], torch.empty_like(managed.param).detach().view(-1), [0])
+            memory = torch.empty_like(managed.param).detach().view(-1)
+            self._exchange(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
             self._scratch.append((unit, managed))
 
     def end_scratch(self) -> None:
@@ -389,7 +385,8 @@ class Weights:
 
     def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
         unit.calls = max(0, unit.calls - 1)
-        if unit.calls == 0 and not (only_if_complete and unit.incomplete):
+        here = unit.open or unit.gathers is not None
+        if unit.calls == 0 and here and not (only_if_complete and unit.incomplete):
             self._close(unit)
 
     def end_backward(self) -> None:

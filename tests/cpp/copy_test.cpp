@@ -114,6 +114,7 @@ TEST(copy, what_may_not_be_pinned_is_pageable_and_counted) {
   EXPECT_EQ(capped->pin_refusal(), "pin_memory_limit is " + std::to_string(4 * kPage + 7) + " bytes, of which " +
                                        std::to_string(3 * kPage) + " are pinned");
   static_cast<char*>(b)[kPage] = 1;
+  EXPECT_TRUE(capped->queues(static_cast<char*>(a) + 2 * kPage) && !capped->queues(b));
   capped->release(a);
   void* const c = capped->allocate(4 * kPage, true);  // there is room again
   EXPECT_EQ(capped->bytes_pinned(), 4 * kPage);
@@ -126,9 +127,12 @@ TEST(copy, what_may_not_be_pinned_is_pageable_and_counted) {
   EXPECT_EQ(refused->pin_refusal(), "the simulated system locks no more pages");
   refused->release(d);
 
-  for (const auto& tier : {pinning_tier(100, false, -1), std::make_unique<HostTier>(make_thread_backend(), true, 0)}) {
+  const std::unique_ptr<HostTier> tiers[] = {pinning_tier(100, false, -1),
+                                             std::make_unique<HostTier>(make_thread_backend(), true, 0)};
+  for (const auto& tier : tiers) {
     void* const e = tier->allocate(kPage, true);  // not asked to, or without any meaning
     EXPECT_EQ(tier->bytes_pinned() + tier->bytes_refused(), 0);
+    EXPECT_EQ(tier->queues(e), tier != tiers[0]);
     tier->release(e);
   }
 }

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
+from shardcore.engine.bucket import Bucket
 from tests.engine.models import Block, Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -29,6 +30,22 @@ def _early_step(rank: int, world_size: int, declared: int) -> str:
 def test_step_takes_what_is_there() -> None:
     early, in_time = run_ranks(2, _early_step, 4)[0], run_ranks(2, _early_step, 2)[0]
     assert early == in_time
+
+
+def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
+    patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
+    for name, method in twin.items():
+        patch.setattr(Bucket, name, method)
+    model, optimizer, _ = train(0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each}))
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = _collected(monkeypatch, -1, sync_each)
+    assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
+    assert _collected(monkeypatch, 1 << 16, sync_each) == alone
+    assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
 
 
 def _no_sync(rank: int, world_size: int, use_no_sync: bool) -> str:

@@ -177,7 +177,8 @@ def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
 
     def whole() -> None:
         with held_back_interrupts():
-            signal.raise_signal(signal.SIGINT)
+            with held_back_interrupts():
+                signal.raise_signal(signal.SIGINT)
             seen.append("done")
 
     with pytest.raises(KeyboardInterrupt):
