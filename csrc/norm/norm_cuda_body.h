@@ -21,12 +21,6 @@ constexpr int kBlockSize = static_cast<int>(kBlock);
 constexpr int kNormStride = kNormWarps * kBlockSize;  // what a CUDA block does at a time
 constexpr int64_t kNormChunk = 64 * kBlock;
 
-// Which elements of a block a lane has. With float32 alone neighbouring lanes take neighbouring 16 bytes.
-SHARDCORE_HD Octet lane_octet(int lane, bool f32_only) {
-  const int first = f32_only ? 4 * lane : 8 * lane;
-  return {first, first + (f32_only ? 128 : 4)};
-}
-
 // A step of the tree between lanes that differ in the bits of mask. Of a[0:2 * kKept] the lower lane keeps the sums of the
 // lower half, the upper lane those of the upper half.
 template <int kKept, typename Warp>

@@ -80,21 +80,19 @@ std::vector<AdamHyper> every_hyper() {
   return hypers;
 }
 
-// Every combination of dtypes, states, masters and amsgrad that there is, with every one of those options. reduced: those that
-// need the reduced kernel, else those that either kernel can do.
-std::vector<TensorSpec> every_combination(bool reduced, int64_t numel, int64_t misalign) {
+// Every combination of dtypes, masters and amsgrad that there is with this state dtype, with every one of those options, at
+// first elements that are and are not a block's.
+std::vector<TensorSpec> every_combination(StateDType state, int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
-  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
-    for (const Master master : {Master::none, Master::f32, Master::split}) {
-      if (reduced != (state != StateDType::f32 || master == Master::split)) continue;
-      for (const DType param : kDTypes) {
-        if (master == Master::split && param != DType::bf16) continue;
-        for (const DType grad : kDTypes) {
-          for (const bool amsgrad : {false, true}) {
-            if (amsgrad && state != StateDType::f32) continue;
-            for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
-              specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 77 * hyper, state});
-            }
+  for (const Master master : {Master::none, Master::f32, Master::split}) {
+    for (const DType param : kDTypes) {
+      if (master == Master::split && param != DType::bf16) continue;
+      for (const DType grad : kDTypes) {
+        for (const bool amsgrad : {false, true}) {
+          if (amsgrad && state != StateDType::f32) continue;
+          for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
+            const int64_t first = hyper % 2 ? 77 * hyper : 256 * hyper;
+            specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), first, state});
           }
         }
       }
@@ -114,10 +112,10 @@ uint64_t hash_of(const std::vector<std::vector<uint8_t>>& buffers) {  // FNV-1a
 TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) {
   const std::vector<AdamHyper> hypers = every_hyper();
   const int64_t numel = 8 * kAdamThreads + 256 + 3;  // a round of vectors, a whole block more, a tail
-  for (const bool reduced : {false, true}) {
+  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
     for (const int64_t misalign : {0, 1}) {
-      const std::vector<TensorSpec> specs = every_combination(reduced, numel, misalign);
-      EXPECT_EQ(specs.size(), (kThreadSanitizer ? 2u : 16u) * (reduced ? 2 * 3 + 2 * 7 * 3 : 2 * 6 * 3));
+      const std::vector<TensorSpec> specs = every_combination(state, numel, misalign);
+      EXPECT_EQ(specs.size(), (kThreadSanitizer ? 2u : 16u) * 7 * 3 * (state == StateDType::f32 ? 2 : 1));
       const auto values = misalign ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
       AdamProblem problem(specs, 42, values);
       problem.run_cuda_body(hypers);
@@ -125,12 +123,11 @@ TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) 
       for_each_isa([&](const std::string&) {
         problem.reset();
         problem.run_cpu(hypers);
-        EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", reduced " << reduced;
+        EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", states " << int(state);
       });
-      if (reduced) continue;
       problem.reset();
-      problem.run_cuda_body(hypers, false);
-      EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel without reduced states, misaligned by " << misalign;
+      problem.run_cuda_body(hypers, true);
+      EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel for states " << int(state) << ", misaligned by " << misalign;
       if (misalign) continue;
       problem.segments().back().numel -= 1;  // a twin that leaves out one element of one combination
       problem.reset();

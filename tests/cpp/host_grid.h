@@ -53,6 +53,13 @@ class HostBlock {
     return x;
   }
 
+  int uniform(int x) const { return x; }
+
+  template <typename Bits>
+  Bits shfl(Bits x, int from) const {
+    return static_cast<Bits>(exchange(x)[static_cast<size_t>(from)]);
+  }
+
   void sync() const {
     shared_.barrier->wait(sync_turn_);
     sync_turn_ ^= 1;
