@@ -82,9 +82,11 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<false>": [_ADAM] * 2 + [_ADAM_AMSGRAD] * 2,
     "adam_kernel<true>": [_ADAM_8BIT] * 2 + [_REDUCED] * 2 + [_REDUCED_AMSGRAD] * 2,
     "device_scalars_kernel": [],  # tables alone
-    "sq_norm_kernel": [LoopRule(loads=3, stores=0)],
+    # One loop a dtype; a lane has 8 loads in flight.
+    "sq_norm_kernel": [LoopRule(loads=8, stores=0)] * 3,
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
-    "ordered_sum_kernel": [LoopRule(loads=3 + 3, stores=3)],  # the pieces, and what they are added to
+    # 32 elements of a lane: the first piece, each other, what their sum is added to. float32 alone, and any dtypes.
+    "ordered_sum_kernel": [LoopRule(loads=8 + 8 + 8, stores=8), LoopRule(loads=16 + 16 + 12, stores=12)],
     "cast_kernel": [LoopRule(loads=3, stores=3)],
 }
 
