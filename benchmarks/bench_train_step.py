@@ -18,6 +18,7 @@ engine). Engines:
 """
 
 import argparse
+import copy
 import os
 import sys
 import time
@@ -163,7 +164,8 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
         makers = {name: make for name, make in makers.items() if not name.startswith("DeepSpeed")}
-    steps = {name: make(build_gpt(options.preset, seed=0).to(rank.device)) for name, make in makers.items()}
+    model = build_gpt(options.preset, seed=0)
+    steps = {name: make(copy.deepcopy(model).to(rank.device)) for name, make in makers.items()}
     finish = torch.cuda.synchronize if on_gpu else lambda: None
     corpus = load_corpus()
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -80,9 +80,11 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<false, false, true>": [_8BIT],
     "adam_kernel<true, true, true>": [_8BIT, _BF16, _F32, _AMSGRAD],
     "device_scalars_kernel": [],  # tables alone
-    "sq_norm_kernel": [LoopRule(loads=3, stores=0)],
+    # One loop a dtype; a lane has 8 loads in flight.
+    "sq_norm_kernel": [LoopRule(loads=8, stores=0)] * 3,
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
-    "ordered_sum_kernel": [LoopRule(loads=3 + 3, stores=3)],  # the pieces, and what they are added to
+    # 32 elements of a lane: the first piece, each other, what their sum is added to. float32 alone, and any dtypes.
+    "ordered_sum_kernel": [LoopRule(loads=8 + 8 + 8, stores=8), LoopRule(loads=16 + 16 + 12, stores=12)],
     "cast_kernel": [LoopRule(loads=3, stores=3)],
 }
 

@@ -36,7 +36,7 @@ class Partials {
   template <typename Block>
   DoubleDouble total() {
     Partials out(1);
-    HostGrid::run(1, kNormThreads, [&](int64_t, int thread, const HostBlock& block) {
+    HostGrid::run(1, kSumThreads, [&](int64_t, int thread, const HostBlock& block) {
       add_partials_body(data(), count_, out.data(), block.shared<DoubleDouble>(), thread, Block(block));
     });
     return *out.data();
