@@ -5,13 +5,11 @@
 namespace shardcore {
 namespace {
 
-constexpr int min_blocks(bool f32, bool bf16, bool q8) {
-  if (f32 + bf16 + q8 > 1) return SHARDCORE_MIN_BLOCKS_ANY;
-  return f32 ? SHARDCORE_MIN_BLOCKS_F32 : (bf16 ? SHARDCORE_MIN_BLOCKS_BF16 : SHARDCORE_MIN_BLOCKS_Q8);
-}
+// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (64, 56, and up to 96 registers).
+constexpr int min_blocks(bool bf16, bool q8) { return q8 ? 5 : (bf16 ? 9 : 8); }
 
 template <bool kF32, bool kBf16, bool kQ8>
-__global__ void __launch_bounds__(kAdamThreads, min_blocks(kF32, kBf16, kQ8))
+__global__ void __launch_bounds__(kAdamThreads, min_blocks(kBf16, kQ8))
     adam_kernel(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars) {
   adam_cuda_body<kF32, kBf16, kQ8>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
 }
@@ -28,12 +26,11 @@ __global__ void __launch_bounds__(kScalarsThreads)
 }  // namespace
 
 void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
-               StateDTypes states, cudaStream_t stream) {
-  auto kernel = adam_kernel<true, true, true>;
-  if (states == StateDTypes{true, false, false}) kernel = adam_kernel<true, false, false>;
-  if (states == StateDTypes{false, true, false}) kernel = adam_kernel<false, true, false>;
-  if (states == StateDTypes{false, false, true}) kernel = adam_kernel<false, false, true>;
-  kernel<<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+               MomentKinds kinds, cudaStream_t stream) {
+  choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
+    constexpr auto kernel = adam_kernel<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>;
+    kernel<<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+  });
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -10,15 +10,10 @@
 
 namespace shardcore {
 
-// Which state dtypes the segments of a launch have.
-struct StateDTypes {
-  bool f32 = false, bf16 = false, q8 = false;
-  bool operator==(const StateDTypes&) const = default;
-};
-
 // All pointers are device memory. chunks: make_chunks(..., kAdamChunk) over the segments. num_chunks > 0.
+// kinds: moment_kinds_of them.
 void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
-               StateDTypes states, cudaStream_t stream);
+               MomentKinds kinds, cudaStream_t stream);
 
 // device_scalars_body, a thread a tensor. hypers, counts, scalars and what `decision` points to are device memory; `decision`
 // itself and num_tensors (> 0) are kept by a graph that captures the launch. Runs before adam_cuda of the same step.

@@ -7,6 +7,8 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <vector>
 
 #include "adam/adam_cuda_lanes.h"
 #include "adam/adam_cuda_q8.h"
@@ -29,16 +31,14 @@ SHARDCORE_HD void adam_cuda_scalar(const AdamChunkView& t, const AdamScalars& s,
 }
 
 // All that a lane loads of a block: all loads before the first use, so that they are in flight together.
-template <StateDType kState, bool kAmsgrad>
 struct AdamRaw {
   Raw g, p, m, v, vmax;  // moments that are bfloat16: in low
   Q8Moments q;
 };
 
 template <StateDType kState, bool kAmsgrad>
-SHARDCORE_HD AdamRaw<kState, kAmsgrad> load_block(const AdamChunkView& t, int i, int lane) {
-  const Octet at = adam_octet(t, lane);
-  AdamRaw<kState, kAmsgrad> raw{};
+SHARDCORE_HD AdamRaw load_block(const AdamChunkView& t, int i, Octet at, int lane) {
+  AdamRaw raw{};
   raw.g = load_grad_raw(t, i, at, lane);
   raw.p = load_weight_raw(t, i, at, lane);
   if (kState == StateDType::f32) {
@@ -54,11 +54,11 @@ SHARDCORE_HD AdamRaw<kState, kAmsgrad> load_block(const AdamChunkView& t, int i,
   return raw;
 }
 
-// key: of the block's random bits. Every lane of the warp calls it.
+// Every lane of the warp calls it.
 template <StateDType kState, bool kAmsgrad, typename Warp>
-SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int i, uint64_t key, int lane, const Warp& warp,
-                               AdamRaw<kState, kAmsgrad>& raw) {
-  const Octet at = adam_octet(t, lane);
+SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int i, int lane, const Warp& warp) {
+  const Octet at = lane_octet(lane, t.any_f32);
+  AdamRaw raw = load_block<kState, kAmsgrad>(t, i, at, lane);
   float g[8], p[8], m[8], v[8], vmax[8];
   unpack_grad(t, raw.g, lane, warp, g);
   unpack_weight(t, raw.p, lane, warp, p);
@@ -77,7 +77,7 @@ SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int
     unpack_16bit(raw.v.low, DType::bf16, v);
     update_octet<false>(s, g, p, m, v, vmax);
     uint32_t bits[8];
-    random_octet(state_key(t.param_key), key, t.first_element + i, at, bits);
+    random_octet(state_key(t.param_key), t.first_element + i, at, bits);
     Bytes16 m16, v16;
     SHARDCORE_UNROLL
     for (int k = 0; k < 8; ++k) {
@@ -91,7 +91,7 @@ SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int
   } else {
     to_octet<1>(t, raw.q.m, lane, warp);
     to_octet<1>(t, raw.q.v, lane, warp);
-    update_q8(t, s, i, at, static_cast<int>(kBlock), key, lane, warp, g, p, raw.q);
+    update_q8(t, s, i, at, static_cast<int>(kBlock), lane, warp, g, p, raw.q);
     to_neighbours<1>(t, raw.q.m, lane, warp);
     to_neighbours<1>(t, raw.q.v, lane, warp);
     store8(t.exp_avg + i + 8 * lane, raw.q.m);
@@ -105,52 +105,69 @@ SHARDCORE_HD void adam_cuda_chunk(const AdamChunkView& t, const AdamScalars& s, 
   constexpr int kSize = static_cast<int>(kBlock);
   const int lane = thread % 32;
   const int vector_numel = aligned ? t.numel / kSize * kSize : 0;
-  int i = warp.uniform(thread / 32) * kSize;
-  // Random keys take long to make: a lane makes those of one round.
-  uint64_t keys = 0;
-  if (kState != StateDType::f32) keys = rounding_block_key(state_key(t.param_key), t.first_element + i + lane * kAdamStride);
-  int round = 0;
-#if SHARDCORE_PREFETCH
-  AdamRaw<kState, kAmsgrad> next{};
-  if (i < vector_numel) next = load_block<kState, kAmsgrad>(t, i, lane);
+  int i = thread / 32 * kSize;
   SHARDCORE_NO_UNROLL
-  for (; i < vector_numel; i += kAdamStride, ++round) {
-    AdamRaw<kState, kAmsgrad> raw = next;
-    if (i + kAdamStride < vector_numel) next = load_block<kState, kAmsgrad>(t, i + kAdamStride, lane);
-    update_block<kState, kAmsgrad>(t, s, i, kState == StateDType::f32 ? 0 : warp.shfl(keys, round), lane, warp, raw);
-  }
-#else
-  SHARDCORE_NO_UNROLL
-  for (; i < vector_numel; i += kAdamStride, ++round) {
-    AdamRaw<kState, kAmsgrad> raw = load_block<kState, kAmsgrad>(t, i, lane);
-    update_block<kState, kAmsgrad>(t, s, i, kState == StateDType::f32 ? 0 : warp.shfl(keys, round), lane, warp, raw);
-  }
-#endif
+  for (; i < vector_numel; i += kAdamStride) update_block<kState, kAmsgrad>(t, s, i, lane, warp);
   if (kState == StateDType::q8) {
     SHARDCORE_NO_UNROLL
-    for (; i < t.numel; i += kAdamStride, ++round) adam_cuda_q8_tail(t, s, i, warp.shfl(keys, round), lane, warp);
+    for (; i < t.numel; i += kAdamStride) adam_cuda_q8_tail(t, s, i, lane, warp);
   } else {
     SHARDCORE_NO_UNROLL
     for (int e = vector_numel + thread; e < t.numel; e += kAdamThreads) adam_cuda_scalar<kAmsgrad>(t, s, e);
   }
 }
 
-// Which state dtypes segments may have; a kernel for one needs fewer registers than one for all.
+// Which kinds of moments a kernel can do: one, or any mixture and amsgrad. A kernel for one needs fewer registers.
+struct MomentKinds {
+  bool f32 = false, bf16 = false, q8 = false;
+};
+
+constexpr MomentKinds kAnyMoments{true, true, true};
+
+// What the kernel for these segments must do.
+inline MomentKinds moment_kinds_of(const std::vector<AdamSegment>& segments) {
+  MomentKinds kinds;
+  for (const AdamSegment& t : segments) {
+    if (t.max_exp_avg_sq) return kAnyMoments;
+    kinds.f32 |= t.state_dtype == StateDType::f32;
+    kinds.bf16 |= t.state_dtype == StateDType::bf16;
+    kinds.q8 |= t.state_dtype == StateDType::q8;
+  }
+  return kinds;
+}
+
+// run(f32, bf16, q8) with adam_cuda_body's template arguments, a std::bool_constant each.
+template <typename Run>
+void choose_adam_body(MomentKinds kinds, const Run& run) {
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (kinds.f32 + kinds.bf16 + kinds.q8 != 1) {
+    run(yes, yes, yes);
+  } else if (kinds.f32) {
+    run(yes, no, no);
+  } else if (kinds.bf16) {
+    run(no, yes, no);
+  } else {
+    run(no, no, yes);
+  }
+}
+
+// The arguments are MomentKinds.
 template <bool kF32, bool kBf16, bool kQ8, typename Warp>
 SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars, int64_t block,
                                  int thread, const Warp& warp) {
-  constexpr bool kOne = kF32 + kBf16 + kQ8 == 1;
+  constexpr bool kAny = kF32 && kBf16 && kQ8;
   const Chunk chunk = chunks[block];
   const AdamSegment& segment = segments[chunk.tensor];
   const AdamScalars s = scalars[segment.hyper_index];
   if (s.skip) return;
   const AdamChunkView t = adam_chunk_view(segment, chunk.first, s);
   const bool aligned = segment.aligned16;
-  if (kQ8 && (kOne || t.state_dtype == StateDType::q8)) {
+  if (kQ8 && (!kAny || t.state_dtype == StateDType::q8)) {
     adam_cuda_chunk<StateDType::q8, false>(t, s, aligned, thread, warp);
-  } else if (kBf16 && (kOne || t.state_dtype == StateDType::bf16)) {
+  } else if (kBf16 && (!kAny || t.state_dtype == StateDType::bf16)) {
     adam_cuda_chunk<StateDType::bf16, false>(t, s, aligned, thread, warp);
-  } else if (kF32 && t.max_exp_avg_sq) {
+  } else if (kAny && t.max_exp_avg_sq) {
     adam_cuda_chunk<StateDType::f32, true>(t, s, aligned, thread, warp);
   } else if (kF32) {
     adam_cuda_chunk<StateDType::f32, false>(t, s, aligned, thread, warp);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "adam/adam_cuda_view.h"
-#include "adam/adam_roots.h"
+#include "adam/adam_math.h"
 
 namespace shardcore {
 
@@ -12,38 +12,14 @@ struct Raw {
   Bytes16 low, high;
 };
 
-// Which elements of a block the lane has.
-SHARDCORE_HD Octet adam_octet(const AdamChunkView& t, int lane) {
-#if SHARDCORE_WHOLE_LINES
-  return lane_octet(lane, t.any_f32);
-#else
-  const int first = t.any_f32 ? 16 * (lane / 2) + 4 * (lane % 2) : 8 * lane;
-  return {first, first + (t.any_f32 ? 8 : 4)};
-#endif
-}
-
 template <int kWords, typename Warp>
 SHARDCORE_HD void to_octet(const AdamChunkView& t, uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
-  if (!t.any_f32) return;
-#if SHARDCORE_WHOLE_LINES
-  neighbours_to_octet<kWords>(words, lane, warp);
-#else
-  SHARDCORE_UNROLL
-  for (int k = 0; k < kWords; ++k) {
-    const uint32_t got = warp.shfl(lane % 2 ? words[k] : words[kWords + k], lane ^ 1);
-    words[k] = lane % 2 ? got : words[k];
-    words[kWords + k] = lane % 2 ? words[kWords + k] : got;
-  }
-#endif
+  if (t.any_f32) neighbours_to_octet<kWords>(words, lane, warp);
 }
 
 template <int kWords, typename Warp>
 SHARDCORE_HD void to_neighbours(const AdamChunkView& t, uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
-#if SHARDCORE_WHOLE_LINES
   if (t.any_f32) octet_to_neighbours<kWords>(words, lane, warp);
-#else
-  to_octet<kWords>(t, words, lane, warp);
-#endif
 }
 
 SHARDCORE_HD Raw load_f32_raw(const void* data, int i, Octet at) {
@@ -99,17 +75,16 @@ SHARDCORE_HD void unpack_weight(const AdamChunkView& t, Raw& raw, int lane, cons
   }
 }
 
-// random32 of the lane's elements of the block. element: the block's first in the parameter; key: rounding_block_key of it.
-SHARDCORE_HD void random_octet(uint64_t parent, uint64_t key, int64_t element, Octet at, uint32_t (&bits)[8]) {
+// random32 of the lane's elements of the block, which lies in one or two of the parameter's: a key each. element: the block's
+// first in the parameter.
+SHARDCORE_HD void random_octet(uint64_t parent, int64_t element, Octet at, uint32_t (&bits)[8]) {
   const auto start = static_cast<uint32_t>(element & 255);
-  SHARDCORE_UNROLL
-  for (int k = 0; k < 8; ++k) bits[k] = random32(key, start + static_cast<uint32_t>(octet_element(at, k)));
-  if (start == 0) return;
-  const uint64_t next = rounding_block_key(parent, element + 256);  // the block lies in two of the parameter's
+  const uint64_t key = rounding_block_key(parent, element);
+  const uint64_t next = start == 0 ? key : rounding_block_key(parent, element + kBlock);
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) {
     const uint32_t place = start + static_cast<uint32_t>(octet_element(at, k));
-    if (place >= 256) bits[k] = random32(next, place - 256);
+    bits[k] = random32(place < 256 ? key : next, place & 255);
   }
 }
 
@@ -122,9 +97,8 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
   }
   Bytes16 weight;
   if (t.stochastic) {
-    const int64_t element = t.first_element + i;
     uint32_t bits[8];
-    random_octet(t.param_key, rounding_block_key(t.param_key, element), element, at, bits);
+    random_octet(t.param_key, t.first_element + i, at, bits);
     SHARDCORE_UNROLL
     for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_bf16_plus(p[k], bits[k] >> 16));
   } else if (t.param_dtype == DType::bf16) {
@@ -148,9 +122,13 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
 template <bool kAmsgrad>
 SHARDCORE_HD void update_octet(const AdamScalars& s, const float (&g)[8], float (&p)[8], float (&m)[8], float (&v)[8],
                                float (&vmax)[8]) {
-  const bool fast = sure_scalars(s);
-  adam_quartet<kAmsgrad>(s, fast, g, p, m, v, vmax);
-  adam_quartet<kAmsgrad>(s, fast, g + 4, p + 4, m + 4, v + 4, vmax + 4);
+  if (s.l2 != 0.0f) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) adam_element<true, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
+  } else {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) adam_element<false, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
+  }
 }
 
 }  // namespace shardcore

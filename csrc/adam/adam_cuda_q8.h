@@ -20,10 +20,10 @@ SHARDCORE_HD void set_code(uint32_t (&words)[2], int k, uint8_t code) {
   words[k / 4] = k % 4 == 0 ? shifted : words[k / 4] | shifted;
 }
 
-// One step of the lane's elements, those from i + numel on left out: 0 weighs nothing in the largest magnitudes. key: of the
-// block's random bits. Every lane of the warp calls it.
+// One step of the lane's elements, those from i + numel on left out: 0 weighs nothing in the largest magnitudes. Every
+// lane of the warp calls it.
 template <typename Warp>
-SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i, Octet at, int numel, uint64_t key, int lane,
+SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i, Octet at, int numel, int lane,
                             const Warp& warp, const float (&g)[8], float (&p)[8], Q8Moments& q) {
   float m[8], v[8], vmax[8];
   SHARDCORE_UNROLL
@@ -40,9 +40,9 @@ SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i,
     v_largest = larger(v_largest, magnitude_bits(v[k]));
   }
   q.m_scale = scale_of(warp.max(m_largest)), q.v_scale = scale_of(warp.max(v_largest));
-  const float m_inv = inverse_of_scale(q.m_scale), v_inv = inverse_of_scale(q.v_scale);
+  const float m_inv = 1.0f / q.m_scale, v_inv = 1.0f / q.v_scale;
   uint32_t bits[8];
-  random_octet(state_key(t.param_key), key, t.first_element + i, at, bits);
+  random_octet(state_key(t.param_key), t.first_element + i, at, bits);
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) {
     set_code(q.m, k, static_cast<uint8_t>(encode_exp_avg(m[k], m_inv, exp_avg_noise(bits[k]))));
@@ -65,8 +65,7 @@ SHARDCORE_HD Q8Moments load_q8(const AdamChunkView& t, int i, int lane) {
 
 // A block that is not whole, or whose streams are not aligned: element by element.
 template <typename Warp>
-SHARDCORE_HD void adam_cuda_q8_tail(const AdamChunkView& t, const AdamScalars& s, int i, uint64_t key, int lane,
-                                    const Warp& warp) {
+SHARDCORE_HD void adam_cuda_q8_tail(const AdamChunkView& t, const AdamScalars& s, int i, int lane, const Warp& warp) {
   const Octet at = lane_octet(lane, false);
   const int block = i / static_cast<int>(kBlock);
   float g[8], p[8];
@@ -81,7 +80,7 @@ SHARDCORE_HD void adam_cuda_q8_tail(const AdamChunkView& t, const AdamScalars& s
     set_code(q.v, k, is_there ? static_cast<uint8_t>(t.exp_avg_sq[e]) : 0);
   }
   q.m_scale = t.exp_avg_scale[block], q.v_scale = t.exp_avg_sq_scale[block];
-  update_q8(t, s, i, at, t.numel - i, key, lane, warp, g, p, q);
+  update_q8(t, s, i, at, t.numel - i, lane, warp, g, p, q);
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) {
     const int e = i + octet_element(at, k);

@@ -6,17 +6,14 @@
 #include "adam/adam_scalars.h"
 #include "adam/adam_segment.h"
 #include "adam/state_codec.h"
-#include "core/cuda_tuning.h"
 #include "core/tile.h"
 #include "core/vector_io.h"
 
 namespace shardcore {
 
-constexpr int kAdamThreads = SHARDCORE_ADAM_THREADS;
+constexpr int kAdamThreads = 128;
 constexpr int kAdamStride = 8 * kAdamThreads;  // what a CUDA block does at a time: 256 elements a warp
-constexpr int kAdamRounds = SHARDCORE_ADAM_ROUNDS;
-constexpr int kAdamChunk = kAdamRounds * kAdamStride;
-static_assert(kAdamRounds <= 32);  // a lane keeps the random key of a round
+constexpr int kAdamChunk = 8 * kAdamStride;
 
 struct AdamChunkView {
   char* param;

@@ -199,12 +199,8 @@ class __attribute__((visibility("hidden"))) AdamStepper {
                           static_cast<AdamScalars*>(scalars_bytes.data_ptr()), stream);
     }
     if (tables.adam().num_chunks == 0) return;
-    StateDTypes states;
-    for (const AdamSegment& t : tables.segments()) {
-      (t.state_dtype == StateDType::f32 ? states.f32 : (t.state_dtype == StateDType::bf16 ? states.bf16 : states.q8)) = true;
-    }
     adam_cuda(tables.adam().segments(), tables.adam().chunks(), tables.adam().num_chunks,
-              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), states, stream);
+              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), moment_kinds_of(tables.segments()), stream);
   }
 
   const AdamTables& tables_for(std::vector<AdamSegment> segments, const DevicePlan* plan, at::Device device,

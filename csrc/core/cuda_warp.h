@@ -28,16 +28,8 @@ struct CudaWarp {
     return x;
   }
 
-  // x, which is the same in all lanes: tells the compiler, which then keeps it once a warp and sees that branches on it are
-  // taken by all.
-  __host__ __device__ __forceinline__ int uniform(int x) const {
-    SHARDCORE_ON_DEVICE(return __shfl_sync(0xffffffffu, x, 0);)
-    return x;
-  }
-
   // The x of lane `from`.
-  template <typename Bits>
-  __host__ __device__ __forceinline__ Bits shfl(Bits x, [[maybe_unused]] int from) const {
+  __host__ __device__ __forceinline__ uint32_t shfl(uint32_t x, [[maybe_unused]] int from) const {
     SHARDCORE_ON_DEVICE(return __shfl_sync(0xffffffffu, x, from);)
     return x;
   }

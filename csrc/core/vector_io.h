@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "core/convert.h"
-#include "core/cuda_tuning.h"
 #include "core/dtype.h"
 #include "core/macros.h"
 
@@ -22,16 +21,7 @@ SHARDCORE_HD Bytes16 load16(const void* p) {
   SHARDCORE_ASSUME_GLOBAL(p);
   Bytes16 bytes;
 #if defined(__CUDA_ARCH__)
-#if SHARDCORE_STREAMING == 1
-  const uint4 v = __ldcs(static_cast<const uint4*>(p));
-#elif SHARDCORE_STREAMING == 2
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p));
-#else
   const uint4 v = *static_cast<const uint4*>(p);
-#endif
   bytes.words[0] = v.x, bytes.words[1] = v.y, bytes.words[2] = v.z, bytes.words[3] = v.w;
 #else
   memcpy(&bytes, __builtin_assume_aligned(p, 16), sizeof bytes);
@@ -42,11 +32,7 @@ SHARDCORE_HD Bytes16 load16(const void* p) {
 SHARDCORE_HD void store16(void* p, const Bytes16& bytes) {
   SHARDCORE_ASSUME_GLOBAL(p);
 #if defined(__CUDA_ARCH__)
-#if SHARDCORE_STREAMING == 1
-  __stcs(static_cast<uint4*>(p), make_uint4(bytes.words[0], bytes.words[1], bytes.words[2], bytes.words[3]));
-#else
   *static_cast<uint4*>(p) = make_uint4(bytes.words[0], bytes.words[1], bytes.words[2], bytes.words[3]);
-#endif
 #else
   memcpy(__builtin_assume_aligned(p, 16), &bytes, sizeof bytes);
 #endif

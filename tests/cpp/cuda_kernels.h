@@ -19,6 +19,14 @@ struct BlockWithoutSync : HostBlock {
   void sync() const {}
 };
 
+// Whether one of a few runs is rejected: without a barrier, fibers may happen to come in an order that does no harm.
+template <typename Rejected>
+bool some_run_is_rejected(const Rejected& rejected) {
+  bool any = false;
+  for (int run = 0; run < 20; ++run) any = rejected() || any;
+  return any;
+}
+
 // Its lanes take from others than they should.
 struct BlockOfOtherLanes : HostBlock {
   explicit BlockOfOtherLanes(const HostBlock& block) : HostBlock(block) {}

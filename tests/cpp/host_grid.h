@@ -53,12 +53,7 @@ class HostBlock {
     return x;
   }
 
-  int uniform(int x) const { return x; }
-
-  template <typename Bits>
-  Bits shfl(Bits x, int from) const {
-    return static_cast<Bits>(exchange(x)[static_cast<size_t>(from)]);
-  }
+  uint32_t shfl(uint32_t x, int from) const { return static_cast<uint32_t>(exchange(x)[static_cast<size_t>(from)]); }
 
   void sync() const {
     shared_.barrier->wait(sync_turn_);
