@@ -64,27 +64,27 @@ class LoopRule:
 
 
 # What a stream needs for 8 elements of a thread: 1 access if it is 16-bit, 2 if it is float32, 3 in code for either.
-# Adam: grad; weight or float32 master; the parameter beside a master; two float32 moments.
-_ADAM = LoopRule(loads=3 + 3 + 4, stores=3 + 2 + 4)
-_ADAM_AMSGRAD = LoopRule(loads=_ADAM.loads + 2, stores=_ADAM.stores + 2)
-# And two bf16 moments, the remainder of a split master.
-_REDUCED = LoopRule(loads=_ADAM.loads + 2 + 1, stores=_ADAM.stores + 2 + 1)
-_REDUCED_AMSGRAD = LoopRule(loads=_REDUCED.loads + 2, stores=_REDUCED.stores + 2)
-# grad; weight; float32 master; a split master's two. Both moments 8 bytes, their scales 4 bytes a 256-element block.
-_ADAM_8BIT = LoopRule(
-    loads=3 + 3 + 2 + 2,
-    stores=3 + 2 + 1,
-    narrower={("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2},
-)
+# Adam: grad; weight or float32 master; the parameter beside a master; a split master's remainder; the moments.
+_LOADS = 3 + 3 + 1
+_STORES = 3 + 2 + 1
+_F32 = LoopRule(_LOADS + 4, _STORES + 4)
+_AMSGRAD = LoopRule(_LOADS + 6, _STORES + 6)
+_BF16 = LoopRule(_LOADS + 2, _STORES + 2)
+# Both moments 8 bytes, their scales 4 bytes a 256-element block.
+_8BIT = LoopRule(_LOADS, _STORES, narrower={("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2})
 
-# Every kernel, with a rule for each of its bulk loops (Adam: two of a kind, with and without l2), the lesser rules first.
+# Every kernel, with a rule for each of its bulk loops, the lesser rules first. Adam: f32, bf16, 8-bit moments, any.
 RULES: dict[str, list[LoopRule]] = {
-    "adam_kernel<false>": [_ADAM] * 2 + [_ADAM_AMSGRAD] * 2,
-    "adam_kernel<true>": [_ADAM_8BIT] * 2 + [_REDUCED] * 2 + [_REDUCED_AMSGRAD] * 2,
+    "adam_kernel<true, false, false>": [_F32],
+    "adam_kernel<false, true, false>": [_BF16],
+    "adam_kernel<false, false, true>": [_8BIT],
+    "adam_kernel<true, true, true>": [_8BIT, _BF16, _F32, _AMSGRAD],
     "device_scalars_kernel": [],  # tables alone
-    "sq_norm_kernel": [LoopRule(loads=3, stores=0)],
+    # One loop a dtype; a lane has 8 loads in flight.
+    "sq_norm_kernel": [LoopRule(loads=8, stores=0)] * 3,
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
-    "ordered_sum_kernel": [LoopRule(loads=3 + 3, stores=3)],  # the pieces, and what they are added to
+    # 32 elements of a lane: the first piece, each other, what their sum is added to. float32 alone, and any dtypes.
+    "ordered_sum_kernel": [LoopRule(loads=8 + 8 + 8, stores=8), LoopRule(loads=16 + 16 + 12, stores=12)],
     "cast_kernel": [LoopRule(loads=3, stores=3)],
 }
 

@@ -5,10 +5,13 @@
 namespace shardcore {
 namespace {
 
-template <bool kReduced>
-__global__ void __launch_bounds__(kAdamThreads)
+// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (64, 56, and up to 96 registers).
+constexpr int min_blocks(bool bf16, bool q8) { return q8 ? 5 : (bf16 ? 9 : 8); }
+
+template <bool kF32, bool kBf16, bool kQ8>
+__global__ void __launch_bounds__(kAdamThreads, min_blocks(kBf16, kQ8))
     adam_kernel(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars) {
-  adam_cuda_body<kReduced>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
+  adam_cuda_body<kF32, kBf16, kQ8>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
 }
 
 constexpr int kScalarsThreads = 128;
@@ -22,10 +25,12 @@ __global__ void __launch_bounds__(kScalarsThreads)
 
 }  // namespace
 
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars, bool reduced,
-               cudaStream_t stream) {
-  const auto kernel = reduced ? adam_kernel<true> : adam_kernel<false>;
-  kernel<<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
+               MomentKinds kinds, cudaStream_t stream) {
+  choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
+    constexpr auto kernel = adam_kernel<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>;
+    kernel<<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+  });
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }
 

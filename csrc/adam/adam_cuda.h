@@ -11,9 +11,9 @@
 namespace shardcore {
 
 // All pointers are device memory. chunks: make_chunks(..., kAdamChunk) over the segments. num_chunks > 0.
-// reduced: whether any segment has moments that are not float32, or a split master.
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars, bool reduced,
-               cudaStream_t stream);
+// kinds: moment_kinds_of them.
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
+               MomentKinds kinds, cudaStream_t stream);
 
 // device_scalars_body, a thread a tensor. hypers, counts, scalars and what `decision` points to are device memory; `decision`
 // itself and num_tensors (> 0) are kept by a graph that captures the launch. Runs before adam_cuda of the same step.

@@ -1,13 +1,16 @@
 // What one CUDA thread does in the Adam kernel, as a host/device function of (block, thread): tests/cpp runs it on the host
 // over all blocks and threads and compares bits with the CPU path.
 //
-// A block works on one chunk of one tensor. Aligned tensors go 8 elements a thread in 16-byte accesses; the rest of the
-// last chunk, and tensors that are not aligned to 16 bytes, go element by element through the same formula. Tensors with
-// 8-bit states go a 256-element block a warp (adam_cuda_q8.h).
+// A CUDA block works on one chunk of one tensor, a warp on 256 elements of it at a time, in 16-byte accesses
+// (adam_cuda_lanes.h). The rest of the last chunk, and tensors that are not aligned to 16 bytes, go element by element through
+// the same formula.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
+#include <vector>
 
+#include "adam/adam_cuda_lanes.h"
 #include "adam/adam_cuda_q8.h"
 #include "adam/adam_cuda_view.h"
 #include "adam/adam_math.h"
@@ -15,117 +18,159 @@
 
 namespace shardcore {
 
-template <bool kL2, bool kAmsgrad>
+template <bool kAmsgrad>
 SHARDCORE_HD void adam_cuda_scalar(const AdamChunkView& t, const AdamScalars& s, int i) {
   const float g = load_as_f32(t.grad, t.grad_dtype, i);
   float p = load_weight(t, i);
   float m = load_moment(t, t.exp_avg, i);
   float v = load_moment(t, t.exp_avg_sq, i);
-  adam_element<kL2, kAmsgrad>(s, g, p, m, v, kAmsgrad ? t.max_exp_avg_sq + i : nullptr);
+  float* const vmax = kAmsgrad ? t.max_exp_avg_sq + i : nullptr;
+  s.l2 != 0.0f ? adam_element<true, kAmsgrad>(s, g, p, m, v, vmax) : adam_element<false, kAmsgrad>(s, g, p, m, v, vmax);
   store_moments(t, i, m, v);
   store_weight(t, i, p);
 }
 
-// 8 elements in two halves of 4, whose first elements are first and second: neighbours if a stream is 16-bit.
-// kReduced: moments may be bfloat16, the master split; else both are float32.
-template <bool kL2, bool kAmsgrad, bool kReduced>
-SHARDCORE_HD void adam_cuda_vector(const AdamChunkView& t, const AdamScalars& s, int first, int second) {
-  const bool grad_f32 = t.grad_dtype == DType::f32;
-  const bool param_f32 = t.param_dtype == DType::f32;
-  const bool weight_f32 = t.master_kind == Master::f32 || param_f32;
-  const bool split = kReduced && t.master_kind == Master::split;
-  const bool moments_f32 = !kReduced || t.state_dtype == StateDType::f32;
-  char* const weight = t.master_kind == Master::f32 ? t.master : t.param;  // the float32 weights, if weight_f32
-  Bytes16 grad16{}, param16{}, rest16{}, m16{}, v16{};
-  if (!grad_f32) grad16 = load16(t.grad + 2 * first);
-  if (!weight_f32) param16 = load16(t.param + 2 * first);
-  if (split) rest16 = load16(t.master + 2 * first);
-  if (!moments_f32) m16 = load16(t.exp_avg + 2 * first), v16 = load16(t.exp_avg_sq + 2 * first);
-  SHARDCORE_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    const int i = half == 0 ? first : second;
-    // All loads before the first use, so that they are in flight together.
-    Bytes16 raw_g{}, raw_p{}, raw_m{}, raw_v{}, raw_vmax{};
-    if (grad_f32) raw_g = load16(t.grad + 4 * i);
-    if (weight_f32) raw_p = load16(weight + 4 * i);
-    if (moments_f32) raw_m = load16(t.exp_avg + 4 * i), raw_v = load16(t.exp_avg_sq + 4 * i);
-    if (kAmsgrad) raw_vmax = load16(t.max_exp_avg_sq + i);
-    float g[4], p[4], m[4], v[4], vmax[4];
-    grad_f32 ? unpack_f32(raw_g, g) : unpack_16bit(grad16, t.grad_dtype, half, g);
-    if (weight_f32) {
-      unpack_f32(raw_p, p);
-    } else if (split) {
-      unpack_split(param16, rest16, half, p);
-    } else {
-      unpack_16bit(param16, t.param_dtype, half, p);
-    }
-    moments_f32 ? unpack_f32(raw_m, m) : unpack_16bit(m16, DType::bf16, half, m);
-    moments_f32 ? unpack_f32(raw_v, v) : unpack_16bit(v16, DType::bf16, half, v);
-    unpack_f32(raw_vmax, vmax);
+// All that a lane loads of a block: all loads before the first use, so that they are in flight together.
+struct AdamRaw {
+  Raw g, p, m, v, vmax;  // moments that are bfloat16: in low
+  Q8Moments q;
+};
+
+template <StateDType kState, bool kAmsgrad>
+SHARDCORE_HD AdamRaw load_block(const AdamChunkView& t, int i, Octet at, int lane) {
+  AdamRaw raw{};
+  raw.g = load_grad_raw(t, i, at, lane);
+  raw.p = load_weight_raw(t, i, at, lane);
+  if (kState == StateDType::f32) {
+    raw.m = load_f32_raw(t.exp_avg, i, at);
+    raw.v = load_f32_raw(t.exp_avg_sq, i, at);
+    if (kAmsgrad) raw.vmax = load_f32_raw(t.max_exp_avg_sq, i, at);
+  } else if (kState == StateDType::bf16) {
+    raw.m.low = load16(t.exp_avg + 2 * (i + 8 * lane));
+    raw.v.low = load16(t.exp_avg_sq + 2 * (i + 8 * lane));
+  } else {
+    raw.q = load_q8(t, i, lane);
+  }
+  return raw;
+}
+
+// Every lane of the warp calls it.
+template <StateDType kState, bool kAmsgrad, typename Warp>
+SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int i, int lane, const Warp& warp) {
+  const Octet at = lane_octet(lane, t.any_f32);
+  AdamRaw raw = load_block<kState, kAmsgrad>(t, i, at, lane);
+  float g[8], p[8], m[8], v[8], vmax[8];
+  unpack_grad(t, raw.g, lane, warp, g);
+  unpack_weight(t, raw.p, lane, warp, p);
+  if (kState == StateDType::f32) {
+    unpack_f32_raw(raw.m, m);
+    unpack_f32_raw(raw.v, v);
+    if (kAmsgrad) unpack_f32_raw(raw.vmax, vmax);
+    update_octet<kAmsgrad>(s, g, p, m, v, vmax);
+    store_f32_octet(t.exp_avg, i, at, m);
+    store_f32_octet(t.exp_avg_sq, i, at, v);
+    if (kAmsgrad) store_f32_octet(t.max_exp_avg_sq, i, at, vmax);
+  } else if (kState == StateDType::bf16) {
+    to_octet<2>(t, raw.m.low.words, lane, warp);
+    to_octet<2>(t, raw.v.low.words, lane, warp);
+    unpack_16bit(raw.m.low, DType::bf16, m);
+    unpack_16bit(raw.v.low, DType::bf16, v);
+    update_octet<false>(s, g, p, m, v, vmax);
+    uint32_t bits[8];
+    random_octet(state_key(t.param_key), t.first_element + i, at, bits);
+    Bytes16 m16, v16;
     SHARDCORE_UNROLL
-    for (int k = 0; k < 4; ++k) adam_element<kL2, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
-    if (moments_f32) {
-      store_f32(reinterpret_cast<float*>(t.exp_avg) + i, m);
-      store_f32(reinterpret_cast<float*>(t.exp_avg_sq) + i, v);
-    } else {
-      SHARDCORE_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        pack_16bit(m16, half, k, f32_to_bf16(m[k]));
-        pack_16bit(v16, half, k, round_bf16_exp_avg_sq(t, v[k], i + k));
-      }
+    for (int k = 0; k < 8; ++k) {
+      pack_16bit(m16, k, f32_to_bf16(m[k]));
+      pack_16bit(v16, k, f32_to_bf16_plus(v[k], bits[k] >> 16));
     }
-    if (kAmsgrad) store_f32(t.max_exp_avg_sq + i, vmax);
-    if (weight_f32) store_f32(reinterpret_cast<float*>(weight) + i, p);
-    if (param_f32) {
-      if (t.master_kind == Master::f32) store_f32(reinterpret_cast<float*>(t.param) + i, p);
-    } else {
-      SHARDCORE_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        pack_16bit(param16, half, k, round_16bit_weight(t, p[k], i + k));
-        if (split) pack_16bit(rest16, half, k, static_cast<uint16_t>(split_remainder(p[k])));
-      }
-    }
+    to_neighbours<2>(t, m16.words, lane, warp);
+    to_neighbours<2>(t, v16.words, lane, warp);
+    store16(t.exp_avg + 2 * (i + 8 * lane), m16);
+    store16(t.exp_avg_sq + 2 * (i + 8 * lane), v16);
+  } else {
+    to_octet<1>(t, raw.q.m, lane, warp);
+    to_octet<1>(t, raw.q.v, lane, warp);
+    update_q8(t, s, i, at, static_cast<int>(kBlock), lane, warp, g, p, raw.q);
+    to_neighbours<1>(t, raw.q.m, lane, warp);
+    to_neighbours<1>(t, raw.q.v, lane, warp);
+    store8(t.exp_avg + i + 8 * lane, raw.q.m);
+    store8(t.exp_avg_sq + i + 8 * lane, raw.q.v);
   }
-  if (!param_f32) store16(t.param + 2 * first, param16);
-  if (split) store16(t.master + 2 * first, rest16);
-  if (!moments_f32) store16(t.exp_avg + 2 * first, m16), store16(t.exp_avg_sq + 2 * first, v16);
+  store_weight_octet(t, i, at, lane, warp, p);
 }
 
-template <bool kL2, bool kAmsgrad, bool kReduced>
-SHARDCORE_HD void adam_cuda_chunk(const AdamChunkView& t, const AdamScalars& s, bool aligned, int thread) {
-  // float32 alone: neighbouring threads take neighbouring 16 bytes. With a 16-bit stream a thread takes 8 neighbours.
-  const bool f32_only = t.param_dtype == DType::f32 && t.grad_dtype == DType::f32 && t.state_dtype == StateDType::f32;
-  const int first = (f32_only ? 4 : 8) * thread;
-  const int second = first + (f32_only ? 4 * kAdamThreads : 4);
-  constexpr int kPerRound = 8 * kAdamThreads;
-  const int vector_numel = aligned ? t.numel / kPerRound * kPerRound : 0;
+template <StateDType kState, bool kAmsgrad, typename Warp>
+SHARDCORE_HD void adam_cuda_chunk(const AdamChunkView& t, const AdamScalars& s, bool aligned, int thread, const Warp& warp) {
+  constexpr int kSize = static_cast<int>(kBlock);
+  const int lane = thread % 32;
+  const int vector_numel = aligned ? t.numel / kSize * kSize : 0;
+  int i = thread / 32 * kSize;
   SHARDCORE_NO_UNROLL
-  for (int base = 0; base < vector_numel; base += kPerRound) {
-    adam_cuda_vector<kL2, kAmsgrad, kReduced>(t, s, base + first, base + second);
+  for (; i < vector_numel; i += kAdamStride) update_block<kState, kAmsgrad>(t, s, i, lane, warp);
+  if (kState == StateDType::q8) {
+    SHARDCORE_NO_UNROLL
+    for (; i < t.numel; i += kAdamStride) adam_cuda_q8_tail(t, s, i, lane, warp);
+  } else {
+    SHARDCORE_NO_UNROLL
+    for (int e = vector_numel + thread; e < t.numel; e += kAdamThreads) adam_cuda_scalar<kAmsgrad>(t, s, e);
   }
-  SHARDCORE_NO_UNROLL
-  for (int i = vector_numel + thread; i < t.numel; i += kAdamThreads) adam_cuda_scalar<kL2, kAmsgrad>(t, s, i);
 }
 
-// kReduced: segments may have bfloat16 or 8-bit moments or a split master; without it the kernel needs fewer registers.
-template <bool kReduced, typename Warp>
+// Which kinds of moments a kernel can do: one, or any mixture and amsgrad. A kernel for one needs fewer registers.
+struct MomentKinds {
+  bool f32 = false, bf16 = false, q8 = false;
+};
+
+constexpr MomentKinds kAnyMoments{true, true, true};
+
+// What the kernel for these segments must do.
+inline MomentKinds moment_kinds_of(const std::vector<AdamSegment>& segments) {
+  MomentKinds kinds;
+  for (const AdamSegment& t : segments) {
+    if (t.max_exp_avg_sq) return kAnyMoments;
+    kinds.f32 |= t.state_dtype == StateDType::f32;
+    kinds.bf16 |= t.state_dtype == StateDType::bf16;
+    kinds.q8 |= t.state_dtype == StateDType::q8;
+  }
+  return kinds;
+}
+
+// run(f32, bf16, q8) with adam_cuda_body's template arguments, a std::bool_constant each.
+template <typename Run>
+void choose_adam_body(MomentKinds kinds, const Run& run) {
+  constexpr std::true_type yes;
+  constexpr std::false_type no;
+  if (kinds.f32 + kinds.bf16 + kinds.q8 != 1) {
+    run(yes, yes, yes);
+  } else if (kinds.f32) {
+    run(yes, no, no);
+  } else if (kinds.bf16) {
+    run(no, yes, no);
+  } else {
+    run(no, no, yes);
+  }
+}
+
+// The arguments are MomentKinds.
+template <bool kF32, bool kBf16, bool kQ8, typename Warp>
 SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars, int64_t block,
                                  int thread, const Warp& warp) {
+  constexpr bool kAny = kF32 && kBf16 && kQ8;
   const Chunk chunk = chunks[block];
   const AdamSegment& segment = segments[chunk.tensor];
   const AdamScalars s = scalars[segment.hyper_index];
   if (s.skip) return;
   const AdamChunkView t = adam_chunk_view(segment, chunk.first, s);
   const bool aligned = segment.aligned16;
-  const bool l2 = s.l2 != 0.0f;
-  if (kReduced && t.state_dtype == StateDType::q8) {
-    l2 ? adam_cuda_q8_chunk<true>(t, s, aligned, thread, warp) : adam_cuda_q8_chunk<false>(t, s, aligned, thread, warp);
-  } else if (t.max_exp_avg_sq) {
-    l2 ? adam_cuda_chunk<true, true, kReduced>(t, s, aligned, thread)
-       : adam_cuda_chunk<false, true, kReduced>(t, s, aligned, thread);
-  } else {
-    l2 ? adam_cuda_chunk<true, false, kReduced>(t, s, aligned, thread)
-       : adam_cuda_chunk<false, false, kReduced>(t, s, aligned, thread);
+  if (kQ8 && (!kAny || t.state_dtype == StateDType::q8)) {
+    adam_cuda_chunk<StateDType::q8, false>(t, s, aligned, thread, warp);
+  } else if (kBf16 && (!kAny || t.state_dtype == StateDType::bf16)) {
+    adam_cuda_chunk<StateDType::bf16, false>(t, s, aligned, thread, warp);
+  } else if (kAny && t.max_exp_avg_sq) {
+    adam_cuda_chunk<StateDType::f32, true>(t, s, aligned, thread, warp);
+  } else if (kF32) {
+    adam_cuda_chunk<StateDType::f32, false>(t, s, aligned, thread, warp);
   }
 }
 

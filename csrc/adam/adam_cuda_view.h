@@ -12,7 +12,8 @@
 namespace shardcore {
 
 constexpr int kAdamThreads = 128;
-constexpr int kAdamChunk = 8 * 8 * kAdamThreads;
+constexpr int kAdamStride = 8 * kAdamThreads;  // what a CUDA block does at a time: 256 elements a warp
+constexpr int kAdamChunk = 8 * kAdamStride;
 
 struct AdamChunkView {
   char* param;
@@ -28,6 +29,7 @@ struct AdamChunkView {
   DType grad_dtype;
   Master master_kind;
   StateDType state_dtype;
+  bool any_f32;     // any stream, scales aside
   bool stochastic;  // weights
   uint64_t param_key;
   int64_t first_element;  // of the chunk, in the whole parameter
@@ -50,16 +52,12 @@ SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, 
   view.exp_avg_scale = moved_f32(t.exp_avg_scale, first / kBlock);
   view.exp_avg_sq_scale = moved_f32(t.exp_avg_sq_scale, first / kBlock);
   view.numel = static_cast<int>(t.numel - first < kAdamChunk ? t.numel - first : kAdamChunk);
+  view.any_f32 = t.param_dtype == DType::f32 || t.grad_dtype == DType::f32 || t.master_kind == Master::f32 ||
+                 t.state_dtype == StateDType::f32;
   view.stochastic = rounds_weights_stochastically(t, s.stochastic_rounding != 0);
   view.param_key = child_key(s.random_key, t.param_index);
   view.first_element = t.first_element + first;
   return view;
-}
-
-// Random bits of the 8-bit moments of element i of the chunk.
-SHARDCORE_HD uint32_t moment_bits(const AdamChunkView& t, int i) {
-  const int64_t element = t.first_element + i;
-  return random32(rounding_block_key(state_key(t.param_key), element), static_cast<uint32_t>(element & 255));
 }
 
 SHARDCORE_HD uint16_t round_bf16_exp_avg_sq(const AdamChunkView& t, float v, int i) {

@@ -199,11 +199,8 @@ class __attribute__((visibility("hidden"))) AdamStepper {
                           static_cast<AdamScalars*>(scalars_bytes.data_ptr()), stream);
     }
     if (tables.adam().num_chunks == 0) return;
-    const bool reduced = std::any_of(tables.segments().begin(), tables.segments().end(), [](const AdamSegment& t) {
-      return t.state_dtype != StateDType::f32 || t.master_kind == Master::split;
-    });
     adam_cuda(tables.adam().segments(), tables.adam().chunks(), tables.adam().num_chunks,
-              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), reduced, stream);
+              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), moment_kinds_of(tables.segments()), stream);
   }
 
   const AdamTables& tables_for(std::vector<AdamSegment> segments, const DevicePlan* plan, at::Device device,

@@ -91,8 +91,8 @@ struct DeviceTable {
 // The squared norm of the table's tensors as a float64 tensor (2,) on the device, queued on the stream.
 inline at::Tensor queue_sq_norm(const DeviceTable<NormSegment>& table, at::Device device, cudaStream_t stream) {
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
-  const at::Tensor out = at::zeros({2}, options);
-  if (table.num_chunks == 0) return out;
+  if (table.num_chunks == 0) return at::zeros({2}, options);
+  const at::Tensor out = at::empty({2}, options);
   const at::Tensor partial = at::empty({table.num_chunks, 2}, options);
   sq_norm_cuda(table.segments(), table.chunks(), table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
                static_cast<DoubleDouble*>(out.data_ptr()), stream);

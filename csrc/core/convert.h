@@ -39,6 +39,11 @@ SHARDCORE_HD uint16_t f32_to_bf16_plus(float x, uint32_t noise) {
 SHARDCORE_HD uint16_t f32_to_bf16(float x) { return f32_to_bf16_plus(x, 0x8000u); }
 
 SHARDCORE_HD float f16_to_f32(uint16_t h) {
+#if defined(__CUDA_ARCH__)
+  float x;  // one instruction instead of twelve
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+#else
   constexpr uint32_t kExponent = 0x7c00u << 13;
   const uint32_t shifted = (h & 0x7fffu) << 13;
   const uint32_t exponent = shifted & kExponent;
@@ -47,6 +52,7 @@ SHARDCORE_HD float f16_to_f32(uint16_t h) {
   const uint32_t subnormal = float_bits(bits_float(normal + (1u << 23)) - bits_float(113u << 23));  // and zero
   const uint32_t magnitude = exponent == kExponent ? special : (exponent == 0 ? subnormal : normal);
   return bits_float(magnitude | (static_cast<uint32_t>(h & 0x8000u) << 16));
+#endif
 }
 
 SHARDCORE_HD uint16_t f32_to_f16(float x) {

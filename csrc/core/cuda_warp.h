@@ -27,6 +27,12 @@ struct CudaWarp {
     SHARDCORE_ON_DEVICE(return __shfl_xor_sync(0xffffffffu, x, mask);)
     return x;
   }
+
+  // The x of lane `from`.
+  __host__ __device__ __forceinline__ uint32_t shfl(uint32_t x, [[maybe_unused]] int from) const {
+    SHARDCORE_ON_DEVICE(return __shfl_sync(0xffffffffu, x, from);)
+    return x;
+  }
 #endif
 };
 

@@ -18,6 +18,7 @@ struct Bytes16 {
 };
 
 SHARDCORE_HD Bytes16 load16(const void* p) {
+  SHARDCORE_ASSUME_GLOBAL(p);
   Bytes16 bytes;
 #if defined(__CUDA_ARCH__)
   const uint4 v = *static_cast<const uint4*>(p);
@@ -29,6 +30,7 @@ SHARDCORE_HD Bytes16 load16(const void* p) {
 }
 
 SHARDCORE_HD void store16(void* p, const Bytes16& bytes) {
+  SHARDCORE_ASSUME_GLOBAL(p);
 #if defined(__CUDA_ARCH__)
   *static_cast<uint4*>(p) = make_uint4(bytes.words[0], bytes.words[1], bytes.words[2], bytes.words[3]);
 #else
@@ -38,6 +40,7 @@ SHARDCORE_HD void store16(void* p, const Bytes16& bytes) {
 
 // 8 bytes: 8 elements of an 8-bit stream.
 SHARDCORE_HD void load8(const void* p, uint32_t (&words)[2]) {
+  SHARDCORE_ASSUME_GLOBAL(p);
 #if defined(__CUDA_ARCH__)
   const uint2 v = *static_cast<const uint2*>(p);
   words[0] = v.x, words[1] = v.y;
@@ -47,6 +50,7 @@ SHARDCORE_HD void load8(const void* p, uint32_t (&words)[2]) {
 }
 
 SHARDCORE_HD void store8(void* p, const uint32_t (&words)[2]) {
+  SHARDCORE_ASSUME_GLOBAL(p);
 #if defined(__CUDA_ARCH__)
   *static_cast<uint2*>(p) = make_uint2(words[0], words[1]);
 #else
@@ -64,26 +68,31 @@ SHARDCORE_HD void store_f32(float* p, const float (&x)[4]) {
   store16(p, bytes);
 }
 
-// Half 0 or 1 of 8 elements of a 16-bit dtype.
-SHARDCORE_HD void unpack_16bit(const Bytes16& bytes, DType dtype, int half, float (&x)[4]) {
-  for (int k = 0; k < 4; ++k) {
-    const uint32_t word = bytes.words[2 * half + k / 2];
-    const uint16_t h = static_cast<uint16_t>(k % 2 ? word >> 16 : word);
-    x[k] = dtype == DType::bf16 ? bf16_to_f32(h) : f16_to_f32(h);
+// 8 elements of a 16-bit dtype.
+SHARDCORE_HD uint16_t half_word(const Bytes16& bytes, int k) {
+  const uint32_t word = bytes.words[k / 2];
+  return static_cast<uint16_t>(k % 2 ? word >> 16 : word);
+}
+
+SHARDCORE_HD void unpack_16bit(const Bytes16& bytes, DType dtype, float (&x)[8]) {
+  if (dtype == DType::bf16) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) x[k] = bf16_to_f32(half_word(bytes, k));
+  } else {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) x[k] = f16_to_f32(half_word(bytes, k));
   }
 }
 
 // A split master: bfloat16 weights and their remainders.
-SHARDCORE_HD void unpack_split(const Bytes16& weight, const Bytes16& rest, int half, float (&x)[4]) {
-  for (int k = 0; k < 4; ++k) {
-    const int word = 2 * half + k / 2;
-    const int shift = 16 * (k % 2);
-    x[k] = split_to_f32(static_cast<uint16_t>(weight.words[word] >> shift), static_cast<int16_t>(rest.words[word] >> shift));
-  }
+SHARDCORE_HD void unpack_split(const Bytes16& weight, const Bytes16& rest, float (&x)[8]) {
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) x[k] = split_to_f32(half_word(weight, k), static_cast<int16_t>(half_word(rest, k)));
 }
 
-SHARDCORE_HD void pack_16bit(Bytes16& bytes, int half, int k, uint16_t h) {
-  uint32_t& word = bytes.words[2 * half + k / 2];
+// Element 0, 2, .. before element 1, 3, ...
+SHARDCORE_HD void pack_16bit(Bytes16& bytes, int k, uint16_t h) {
+  uint32_t& word = bytes.words[k / 2];
   word = k % 2 ? word | (static_cast<uint32_t>(h) << 16) : h;
 }
 
@@ -92,6 +101,13 @@ struct Octet {
   int first;
   int second;
 };
+
+// Which elements of a 256-element block a lane of the warp has. Beside float32 streams: two halves far apart, so that in each
+// of its two accesses neighbouring lanes take neighbouring 16 bytes. Else 8 neighbours, as the lane accesses them.
+SHARDCORE_HD Octet lane_octet(int lane, bool any_f32) {
+  const int first = any_f32 ? 4 * lane : 8 * lane;
+  return {first, first + (any_f32 ? 128 : 4)};
+}
 
 SHARDCORE_HD int octet_element(Octet at, int k) { return k < 4 ? at.first + k : at.second + k - 4; }
 
@@ -110,9 +126,8 @@ SHARDCORE_HD void load_octet(const void* data, DType dtype, Octet at, int numel,
     unpack_f32(load16(stream + at.first), low);
     unpack_f32(load16(stream + at.second), high);
   } else {
-    const Bytes16 bytes = load16(static_cast<const uint16_t*>(data) + at.first);
-    unpack_16bit(bytes, dtype, 0, low);
-    unpack_16bit(bytes, dtype, 1, high);
+    unpack_16bit(load16(static_cast<const uint16_t*>(data) + at.first), dtype, x);
+    return;
   }
   SHARDCORE_UNROLL
   for (int k = 0; k < 4; ++k) x[k] = low[k], x[k + 4] = high[k];
@@ -132,8 +147,37 @@ SHARDCORE_HD void store_octet(void* data, DType dtype, Octet at, int numel, cons
   } else {
     Bytes16 bytes{};
     SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) pack_16bit(bytes, k / 4, k % 4, dtype == DType::bf16 ? f32_to_bf16(x[k]) : f32_to_f16(x[k]));
+    for (int k = 0; k < 8; ++k) pack_16bit(bytes, k, dtype == DType::bf16 ? f32_to_bf16(x[k]) : f32_to_f16(x[k]));
     store16(static_cast<uint16_t*>(data) + at.first, bytes);
+  }
+}
+
+// Between the 8 neighbours that a lane accesses in a stream of 16 bits (2 words a half) or 8 bits (1 word a half), and the
+// halves that it has beside a float32 stream. Half h of lane S is the block's quartet 2 S + h in the one order, S + 32 h in the
+// other. In each of two turns every lane gives one of its halves to one lane, and takes one. Every lane of the warp calls it.
+template <int kWords, typename Warp>
+SHARDCORE_HD void neighbours_to_octet(uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
+  const bool upper = lane >= 16, odd = lane % 2 != 0;
+  const int from = lane / 2 + (odd ? 16 : 0);  // whose quartet comes in the first turn
+  SHARDCORE_UNROLL
+  for (int k = 0; k < kWords; ++k) {
+    const uint32_t low = words[k], high = words[kWords + k];
+    const uint32_t one = warp.shfl(upper ? high : low, from), other = warp.shfl(upper ? low : high, from ^ 16);
+    words[k] = odd ? other : one;
+    words[kWords + k] = odd ? one : other;
+  }
+}
+
+template <int kWords, typename Warp>
+SHARDCORE_HD void octet_to_neighbours(uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
+  const bool upper = lane >= 16, odd = lane % 2 != 0;
+  const int from = 2 * (lane % 16) + (upper ? 1 : 0);
+  SHARDCORE_UNROLL
+  for (int k = 0; k < kWords; ++k) {
+    const uint32_t low = words[k], high = words[kWords + k];
+    const uint32_t one = warp.shfl(odd ? high : low, from), other = warp.shfl(odd ? low : high, from ^ 1);
+    words[k] = upper ? other : one;
+    words[kWords + k] = upper ? one : other;
   }
 }
 

@@ -5,16 +5,16 @@
 namespace shardcore {
 namespace {
 
-// 5 blocks a multiprocessor: 48 registers, 40 KiB of loads in flight.
-__global__ void __launch_bounds__(kNormThreads, 5)
+// 3 blocks a multiprocessor: up to 80 registers, 96 KiB of loads in flight.
+__global__ void __launch_bounds__(kNormThreads, 3)
     sq_norm_kernel(const NormSegment* segments, const Chunk* chunks, DoubleDouble* partial) {
   __shared__ DoubleDouble shared[kNormWarps];
   sq_norm_body(segments, chunks, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
-__global__ void __launch_bounds__(kNormThreads)
+__global__ void __launch_bounds__(kSumThreads)
     add_partials_kernel(const DoubleDouble* partial, int64_t count, DoubleDouble* out) {
-  __shared__ DoubleDouble shared[kNormWarps];
+  __shared__ DoubleDouble shared[kSumWarps];
   add_partials_body(partial, count, out, shared, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
@@ -28,7 +28,7 @@ void sq_norm_cuda(const NormSegment* segments, const Chunk* chunks, int64_t num_
 }
 
 void add_partials_cuda(const DoubleDouble* partial, int64_t count, DoubleDouble* out, cudaStream_t stream) {
-  add_partials_kernel<<<1, kNormThreads, 0, stream>>>(partial, count, out);
+  add_partials_kernel<<<1, kSumThreads, 0, stream>>>(partial, count, out);
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }
 

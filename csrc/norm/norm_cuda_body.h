@@ -1,11 +1,13 @@
 // What one CUDA thread does in the norm's kernels, as host/device functions: tests/cpp runs them on the host. Also the parts
-// that the ordered sum shares: the tree of norm_block.h over a warp, and the sum over a CUDA block.
+// that the ordered sum shares: the tree of norm_block.h over lanes, and the sum over a CUDA block.
 //
-// A warp takes a 256-element block, a lane 8 elements of it in 16-byte accesses. The tree's steps are made where its elements
-// are: within a lane, or between two lanes. Addition commutes, so both of them get the same bits.
+// A few lanes take a 256-element block and a warp several blocks at once, so a lane has eight 16-byte loads in flight before it
+// uses the first. A lane's accesses lie apart in the block, so the tree's first steps are made within a lane, and few between
+// lanes. Addition commutes, so both lanes of a step get the same bits.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/chunks.h"
 #include "core/double_double.h"
@@ -17,71 +19,125 @@ namespace shardcore {
 
 constexpr int kNormThreads = 256;
 constexpr int kNormWarps = kNormThreads / 32;
+constexpr int kSumThreads = 512;  // of the one CUDA block that adds what blocks have summed
+constexpr int kSumWarps = kSumThreads / 32;
+constexpr int kSumBatch = 8;  // a thread has that many partial sums in flight
 constexpr int kBlockSize = static_cast<int>(kBlock);
-constexpr int kNormStride = kNormWarps * kBlockSize;  // what a CUDA block does at a time
-constexpr int64_t kNormChunk = 64 * kBlock;
+constexpr int64_t kNormChunk = 128 * kBlock;
 
-// Which elements of a block a lane has. With float32 alone neighbouring lanes take neighbouring 16 bytes.
-SHARDCORE_HD Octet lane_octet(int lane, bool f32_only) {
-  const int first = f32_only ? 4 * lane : 8 * lane;
-  return {first, first + (f32_only ? 128 : 4)};
-}
+// How lanes take a block: kLanes of them, each in runs of kRun elements, kLanes * kRun apart. Where all streams are float32 a
+// run is 4, so that neighbouring lanes take neighbouring 16 bytes, else 8.
+template <int kLanes_, int kRun_>
+struct Lanes {
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kRun = kRun_;
+  static constexpr int kBlocks = 32 / kLanes;           // of a warp
+  static constexpr int kNumel = kBlockSize / kLanes;    // of a lane
+  static constexpr int kStride = kNormWarps * kBlocks;  // blocks that a CUDA block does at a time
 
-// A step of the tree between lanes that differ in the bits of mask. Of a[0:2 * kKept] the lower lane keeps the sums of the
-// lower half, the upper lane those of the upper half.
-template <int kKept, typename Warp>
-SHARDCORE_HD void add_halves(double (&a)[8], int mask, int lane, const Warp& warp) {
-  const bool upper = (lane & mask) != 0;
+  // Where elements 8 * i to 8 * i + 7 of the lane lie in the block.
+  SHARDCORE_HD Octet octet(int lane, int i) {
+    const int first = lane % kLanes * kRun + i * 8 * kLanes;
+    return {first, first + (kRun == 4 ? 4 * kLanes : 4)};
+  }
+};
+
+using LanesF32 = Lanes<8, 4>;
+using Lanes16Bit = Lanes<4, 8>;
+using LanesMixed = Lanes<8, 8>;       // streams of both sizes: as many bytes of the wider
+using LanesUnaligned = Lanes<32, 8>;  // loads of single elements
+
+// A lane's elements of a block that has numel, 0 for what is not there.
+template <bool kVector, typename L>
+SHARDCORE_HD void load_lane(const void* data, DType dtype, int numel, int lane, float (&x)[L::kNumel]) {
   SHARDCORE_UNROLL
-  for (int k = 0; k < kKept; ++k) {
-    const double kept = upper ? a[k + kKept] : a[k], given = upper ? a[k] : a[k + kKept];
-    a[k] = kept + warp.shfl_xor(given, mask);
+  for (int i = 0; i < L::kNumel / 8; ++i) {
+    float octet[8];
+    load_octet<kVector>(data, dtype, L::octet(lane, i), numel, octet);
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) x[8 * i + k] = octet[k];
   }
 }
 
-// The squared norm of a block, in every lane. squares: of the lane's lane_octet, 0 for what is not there.
+// The squared norm of the lane's block, in each of its lanes. x: of load_lane.
+template <typename L, typename Warp>
+SHARDCORE_HD double sq_norm_lanes(const float (&x)[L::kNumel], int lane, const Warp& warp) {
+  constexpr int kRuns = L::kNumel / L::kRun;
+  double a[L::kRun];
+  SHARDCORE_UNROLL
+  for (int k = 0; k < L::kRun; ++k) {  // steps 128 to kLanes * kRun
+    double squares[kRuns];
+    SHARDCORE_UNROLL
+    for (int run = 0; run < kRuns; ++run) squares[run] = square_f64(x[run * L::kRun + k]);
+    SHARDCORE_UNROLL
+    for (int half = kRuns / 2; half >= 1; half /= 2) {
+      SHARDCORE_UNROLL
+      for (int run = 0; run < half; ++run) squares[run] += squares[run + half];
+    }
+    a[k] = squares[0];
+  }
+  // Steps down to 1. While a lane has several sums, each of two lanes goes on with half of them: the upper with the upper half.
+  // So the steps within a run are between the same lanes again, highest first.
+  int kept = L::kRun, mask = L::kLanes / 2;
+  SHARDCORE_UNROLL
+  for (int step = L::kLanes * L::kRun / 2; step >= 1; step /= 2) {
+    const bool halve = kept > 1, upper = halve && (lane & mask) != 0;
+    kept = halve ? kept / 2 : 1;
+    SHARDCORE_UNROLL
+    for (int k = 0; k < kept; ++k) {
+      const double low = a[k], high = halve ? a[k + kept] : a[k];
+      a[k] = (upper ? high : low) + warp.shfl_xor(upper ? low : high, mask);
+    }
+    mask = mask > 1 ? mask / 2 : L::kLanes / 2;
+  }
+  return a[0];
+}
+
+// The sum of total over lanes that differ in the bits of masks first, 2 * first, ... below limit, in each of them.
 template <typename Warp>
-SHARDCORE_HD double sq_norm_warp(double (&squares)[8], bool f32_only, int lane, const Warp& warp) {
-  double(&a)[8] = squares;
-  if (f32_only) {
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 4; ++k) a[k] += a[k + 4];  // step 128
-    add_halves<2>(a, 16, lane, warp);              // 64; the upper half of lanes goes on with elements 2 and 3 of its 4
-    add_halves<1>(a, 8, lane, warp);               // 32
-    SHARDCORE_UNROLL
-    for (int mask = 4; mask >= 1; mask /= 2) a[0] += warp.shfl_xor(a[0], mask);  // 16, 8, 4
-  } else {
-    add_halves<4>(a, 16, lane, warp);  // 128; the upper half of lanes goes on with elements 4 to 7 of its 8
-    add_halves<2>(a, 8, lane, warp);   // 64
-    add_halves<1>(a, 4, lane, warp);   // 32
-    a[0] += warp.shfl_xor(a[0], 2);    // 16
-    a[0] += warp.shfl_xor(a[0], 1);    // 8
-    a[0] += warp.shfl_xor(a[0], 16);   // 4
-  }
-  a[0] += warp.shfl_xor(a[0], f32_only ? 16 : 8);       // 2
-  return a[0] + warp.shfl_xor(a[0], f32_only ? 8 : 4);  // 1
-}
-
-// Adds the totals of all warps in warp order; the result is right in thread 0. shared: kNormWarps sums in shared memory.
-template <typename Block>
-SHARDCORE_HD DoubleDouble add_warps(DoubleDouble total, DoubleDouble* shared, int thread, const Block& block) {
-  if (thread % 32 == 0) shared[thread / 32] = total;
-  block.sync();
-  if (thread == 0) {
-    for (int warp = 1; warp < kNormWarps; ++warp) total = dd_add(total, shared[warp]);
+SHARDCORE_HD DoubleDouble add_lanes(DoubleDouble total, int first, int limit, const Warp& warp) {
+  SHARDCORE_UNROLL
+  for (int mask = first; mask < limit; mask *= 2) {
+    total = dd_add(total, DoubleDouble{warp.shfl_xor(total.high, mask), warp.shfl_xor(total.low, mask)});
   }
   return total;
 }
 
-// data: of the block, numel elements.
-template <bool kVector, typename Warp>
-SHARDCORE_HD double load_sq_norm(const void* data, DType dtype, int numel, int lane, const Warp& warp) {
-  float x[8];
-  load_octet<kVector>(data, dtype, lane_octet(lane, dtype == DType::f32), numel, x);
-  double squares[8];
-  SHARDCORE_UNROLL
-  for (int k = 0; k < 8; ++k) squares[k] = square_f64(x[k]);
-  return sq_norm_warp(squares, dtype == DType::f32, lane, warp);
+// Adds the totals of all warps (those of their first lanes); the result is right in thread 0. shared: kWarps sums in shared
+// memory.
+template <int kWarps, typename Block>
+SHARDCORE_HD DoubleDouble add_warps(DoubleDouble total, DoubleDouble* shared, int thread, const Block& block) {
+  if (thread % 32 == 0) shared[thread / 32] = total;
+  block.sync();
+  if (thread < 32) total = add_lanes(shared[thread % kWarps], 1, kWarps, block);
+  return total;
+}
+
+// What a warp does of a chunk of numel elements.
+template <DType kDType, typename Block>
+SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligned, int thread, const Block& block) {
+  using L = std::conditional_t<kDType == DType::f32, LanesF32, Lanes16Bit>;
+  const int block_bytes = kBlockSize * static_cast<int>(itemsize(kDType));
+  const int lane = thread % 32, warp = thread / 32;
+  const int whole = aligned ? numel / kBlockSize : 0;
+  DoubleDouble total{0.0, 0.0};
+  SHARDCORE_NO_UNROLL
+  for (int first = warp * L::kBlocks; first < whole; first += L::kStride) {
+    const int own = first + lane / L::kLanes;
+    const int read = own < whole ? own : whole - 1;  // past the end one is read again, for nothing
+    float x[L::kNumel];
+    load_lane<true, L>(data + read * block_bytes, kDType, kBlockSize, lane, x);
+    const double sum = sq_norm_lanes<L>(x, lane, block);
+    total = dd_add(total, own < whole ? sum : 0.0);
+  }
+  total = add_lanes(total, L::kLanes, 32, block);
+  SHARDCORE_NO_UNROLL
+  for (int at = whole + warp; at * kBlockSize < numel; at += kNormWarps) {
+    float x[LanesUnaligned::kNumel];
+    load_lane<false, LanesUnaligned>(data + at * block_bytes, kDType, numel - at * kBlockSize, lane, x);
+    total = dd_add(total, sq_norm_lanes<LanesUnaligned>(x, lane, block));
+  }
+  return total;
 }
 
 // CUDA block block_index: one chunk of one tensor.
@@ -90,38 +146,39 @@ SHARDCORE_HD void sq_norm_body(const NormSegment* segments, const Chunk* chunks,
                                int64_t block_index, int thread, const Block& block) {
   const Chunk chunk = chunks[block_index];
   const NormSegment t = segments[chunk.tensor];
-  const int lane = thread % 32;
   const int numel = static_cast<int>(t.numel - chunk.first < kNormChunk ? t.numel - chunk.first : kNormChunk);
-  const int vector_numel = is_aligned16(t.data) ? numel / kBlockSize * kBlockSize : 0;
-  const int itemsize_bytes = static_cast<int>(itemsize(t.dtype));
-  const char* const data = static_cast<const char*>(t.data) + chunk.first * itemsize_bytes;
+  const char* const data = static_cast<const char*>(t.data) + chunk.first * itemsize(t.dtype);
   SHARDCORE_ASSUME_GLOBAL(data);
-  int first = thread / 32 * kBlockSize;
-  DoubleDouble total{0.0, 0.0};
-  SHARDCORE_NO_UNROLL
-  for (; first < vector_numel; first += kNormStride) {
-    total = dd_add(total, load_sq_norm<true>(data + first * itemsize_bytes, t.dtype, kBlockSize, lane, block));
+  const bool aligned = is_aligned16(t.data);
+  DoubleDouble total;
+  if (t.dtype == DType::f32) {
+    total = sq_norm_chunk<DType::f32>(data, numel, aligned, thread, block);
+  } else if (t.dtype == DType::bf16) {
+    total = sq_norm_chunk<DType::bf16>(data, numel, aligned, thread, block);
+  } else {
+    total = sq_norm_chunk<DType::f16>(data, numel, aligned, thread, block);
   }
-  SHARDCORE_NO_UNROLL
-  for (; first < numel; first += kNormStride) {
-    total = dd_add(total, load_sq_norm<false>(data + first * itemsize_bytes, t.dtype, numel - first, lane, block));
-  }
-  total = add_warps(total, shared, thread, block);
+  total = add_warps<kNormWarps>(total, shared, thread, block);
   if (thread == 0) partial[block_index] = total;
 }
 
-// out[0] = the sum of partial[0:count], in an order that count fixes. One CUDA block.
+// out[0] = the sum of partial[0:count], in an order that count fixes. One CUDA block of kSumThreads.
 template <typename Block>
 SHARDCORE_HD void add_partials_body(const DoubleDouble* partial, int64_t count, DoubleDouble* out, DoubleDouble* shared,
                                     int thread, const Block& block) {
   DoubleDouble total{0.0, 0.0};
   SHARDCORE_NO_UNROLL
-  for (int64_t i = thread; i < count; i += kNormThreads) total = dd_add(total, partial[i]);
-  SHARDCORE_UNROLL
-  for (int mask = 16; mask >= 1; mask /= 2) {
-    total = dd_add(total, DoubleDouble{block.shfl_xor(total.high, mask), block.shfl_xor(total.low, mask)});
+  for (int64_t first = thread; first < count; first += kSumBatch * kSumThreads) {
+    DoubleDouble batch[kSumBatch];
+    SHARDCORE_UNROLL
+    for (int k = 0; k < kSumBatch; ++k) {
+      const int64_t i = first + k * kSumThreads;
+      batch[k] = i < count ? partial[i] : DoubleDouble{0.0, 0.0};
+    }
+    SHARDCORE_UNROLL
+    for (int k = 0; k < kSumBatch; ++k) total = dd_add(total, batch[k]);
   }
-  total = add_warps(total, shared, thread, block);
+  total = add_warps<kSumWarps>(add_lanes(total, 1, 32, block), shared, thread, block);
   if (thread == 0) *out = total;
 }
 

@@ -22,16 +22,6 @@ void add_tile(float* sum, const void* data, DType dtype, int64_t first, int64_t 
   }
 }
 
-// Where float32 holds the scale (1/2, 1/4, ...) the product in float64 is exact, so a float32 product has the same bits.
-void scale_tile(float* sum, double scale, int64_t n) {
-  const auto rounded = static_cast<float>(scale);
-  if (static_cast<double>(rounded) == scale) {
-    for (int64_t i = 0; i < n; ++i) sum[i] *= rounded;
-  } else {
-    for (int64_t i = 0; i < n; ++i) sum[i] = scale_sum(sum[i], scale);
-  }
-}
-
 }  // namespace
 
 void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total) {
@@ -43,7 +33,7 @@ void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_bl
     const int64_t n = op.numel - first < kBlock ? op.numel - first : kBlock;
     load_tile(sum, piece_of(op, 0), op.piece_dtype, first, n);
     for (int64_t rank = 1; rank < op.world_size; ++rank) add_tile(sum, piece_of(op, rank), op.piece_dtype, first, n);
-    scale_tile(sum, op.scale, n);
+    scale_sums(sum, n, op.scale);
     if (op.accumulate) {
       load_tile(old, op.out, op.out_dtype, first, n);
       for (int64_t i = 0; i < n; ++i) sum[i] = old[i] + sum[i];

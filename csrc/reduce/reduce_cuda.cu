@@ -7,7 +7,8 @@
 namespace shardcore {
 namespace {
 
-__global__ void __launch_bounds__(kNormThreads) ordered_sum_kernel(const OrderedSum op, DoubleDouble* partial) {
+// 2 blocks a multiprocessor: up to 128 registers.
+__global__ void __launch_bounds__(kNormThreads, 2) ordered_sum_kernel(const OrderedSum op, DoubleDouble* partial) {
   __shared__ DoubleDouble shared[kNormWarps];
   ordered_sum_body(op, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }

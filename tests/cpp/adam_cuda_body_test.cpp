@@ -67,6 +67,48 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_reduced_moments_and_split_masters) {
   }
 }
 
+TEST(adam_cuda_body, is_chosen_by_the_moment_kinds_of_the_list) {
+  constexpr StateDType kF32 = StateDType::f32, kBf16 = StateDType::bf16, kQ8 = StateDType::q8;
+  using Launches = std::vector<std::array<bool, 3>>;  // their template arguments
+  const auto launches_of = [](const std::vector<StateDType>& states, bool amsgrad) {
+    std::vector<AdamSegment> segments(states.size());
+    for (size_t i = 0; i < states.size(); ++i) segments[i].state_dtype = states[i];
+    float vmax = 0.0f;
+    if (amsgrad) segments.back().max_exp_avg_sq = &vmax;
+    Launches launches;
+    choose_adam_body(moment_kinds_of(segments), [&](bool f32, bool bf16, bool q8) { launches.push_back({f32, bf16, q8}); });
+    return launches;
+  };
+  const Launches any = {{true, true, true}};
+  EXPECT_EQ(launches_of({kF32, kF32}, false), (Launches{{true, false, false}}));
+  EXPECT_EQ(launches_of({kBf16}, false), (Launches{{false, true, false}}));
+  EXPECT_EQ(launches_of({kQ8, kQ8}, false), (Launches{{false, false, true}}));
+  EXPECT_EQ(launches_of({kF32, kF32}, true), any);
+  for (const auto& mixed : {std::vector<StateDType>{kF32, kBf16}, {kBf16, kQ8}, {kQ8, kF32}, {kQ8, kF32, kBf16}}) {
+    EXPECT_EQ(launches_of(mixed, false), any);
+  }
+}
+
+TEST(adam_cuda_body, does_a_list_of_mixed_state_dtypes_in_one_launch) {
+  std::vector<TensorSpec> specs;
+  for (const StateDType state : {StateDType::bf16, StateDType::f32, StateDType::q8}) {
+    specs.push_back({8 * kAdamThreads + 3, DType::bf16, DType::f32, Master::f32, false, 0, 0, specs.size(), 0, state});
+  }
+  for (const size_t count : {specs.size(), size_t{2}}) {
+    specs.resize(count);
+    AdamProblem problem(specs, 43);
+    problem.run_cpu(various_hypers());
+    const auto want = problem.result();
+    problem.reset();
+    problem.run_cuda_body(various_hypers());
+    EXPECT_EQ(problem.result(), want);
+    if (count > 2) continue;  // the twin would read scales that are not there
+    problem.reset();          // a twin that takes the kernel for the first
+    problem.run_cuda_body(AdamProblem::scalars_of(various_hypers()), {false, true, false});
+    EXPECT_NE(problem.result(), want);
+  }
+}
+
 // Every option of a step: AdamW or Adam with decay, maximize, bias correction, stochastic rounding.
 std::vector<AdamHyper> every_hyper() {
   std::vector<AdamHyper> hypers;
@@ -80,21 +122,19 @@ std::vector<AdamHyper> every_hyper() {
   return hypers;
 }
 
-// Every combination of dtypes, states, masters and amsgrad that there is, with every one of those options. reduced: those that
-// need the reduced kernel, else those that either kernel can do.
-std::vector<TensorSpec> every_combination(bool reduced, int64_t numel, int64_t misalign) {
+// Every combination of dtypes, masters and amsgrad that there is with this state dtype, with every one of those options, at
+// first elements that are and are not a block's.
+std::vector<TensorSpec> every_combination(StateDType state, int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
-  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
-    for (const Master master : {Master::none, Master::f32, Master::split}) {
-      if (reduced != (state != StateDType::f32 || master == Master::split)) continue;
-      for (const DType param : kDTypes) {
-        if (master == Master::split && param != DType::bf16) continue;
-        for (const DType grad : kDTypes) {
-          for (const bool amsgrad : {false, true}) {
-            if (amsgrad && state != StateDType::f32) continue;
-            for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
-              specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 77 * hyper, state});
-            }
+  for (const Master master : {Master::none, Master::f32, Master::split}) {
+    for (const DType param : kDTypes) {
+      if (master == Master::split && param != DType::bf16) continue;
+      for (const DType grad : kDTypes) {
+        for (const bool amsgrad : {false, true}) {
+          if (amsgrad && state != StateDType::f32) continue;
+          for (int32_t hyper = 0; hyper < 16; hyper += kThreadSanitizer ? 13 : 1) {
+            const int64_t first = hyper % 2 ? 77 * hyper : 256 * hyper;
+            specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), first, state});
           }
         }
       }
@@ -114,10 +154,10 @@ uint64_t hash_of(const std::vector<std::vector<uint8_t>>& buffers) {  // FNV-1a
 TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) {
   const std::vector<AdamHyper> hypers = every_hyper();
   const int64_t numel = 8 * kAdamThreads + 256 + 3;  // a round of vectors, a whole block more, a tail
-  for (const bool reduced : {false, true}) {
+  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
     for (const int64_t misalign : {0, 1}) {
-      const std::vector<TensorSpec> specs = every_combination(reduced, numel, misalign);
-      EXPECT_EQ(specs.size(), (kThreadSanitizer ? 2u : 16u) * (reduced ? 2 * 3 + 2 * 7 * 3 : 2 * 6 * 3));
+      const std::vector<TensorSpec> specs = every_combination(state, numel, misalign);
+      EXPECT_EQ(specs.size(), (kThreadSanitizer ? 2u : 16u) * 7 * 3 * (state == StateDType::f32 ? 2 : 1));
       const auto values = misalign ? AdamProblem::Values::with_specials : AdamProblem::Values::normal;
       AdamProblem problem(specs, 42, values);
       problem.run_cuda_body(hypers);
@@ -125,17 +165,45 @@ TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) 
       for_each_isa([&](const std::string&) {
         problem.reset();
         problem.run_cpu(hypers);
-        EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", reduced " << reduced;
+        EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", states " << int(state);
       });
-      if (reduced) continue;
       problem.reset();
-      problem.run_cuda_body(hypers, false);
-      EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel without reduced states, misaligned by " << misalign;
+      problem.run_cuda_body(AdamProblem::scalars_of(hypers), kAnyMoments);
+      EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel for all states, misaligned by " << misalign;
       if (misalign) continue;
       problem.segments().back().numel -= 1;  // a twin that leaves out one element of one combination
       problem.reset();
       problem.run_cuda_body(hypers);
       EXPECT_NE(hash_of(problem.result()), hash);
+    }
+  }
+}
+
+// Lanes that keep their elements, or take from others than they should.
+struct BlockWithoutExchange : HostBlock {
+  explicit BlockWithoutExchange(const HostBlock& block) : HostBlock(block) {}
+  uint32_t shfl(uint32_t x, int) const { return x; }
+};
+struct BlockOfWrongLanes : HostBlock {
+  explicit BlockOfWrongLanes(const HostBlock& block) : HostBlock(block) {}
+  uint32_t shfl(uint32_t x, int from) const { return HostBlock::shfl(x, from ^ 2); }
+};
+
+TEST(adam_cuda_body, a_broken_exchange_between_lanes_is_rejected) {
+  for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
+    for (const auto& [param, grad] : {std::pair(DType::f32, DType::bf16), std::pair(DType::f16, DType::f32)}) {
+      AdamProblem problem({{256, param, grad, Master::none, false, 0, 0, 0, 0, state}}, 44);
+      problem.run_cpu(various_hypers());
+      const auto want = problem.result();
+      problem.reset();
+      problem.run_cuda_body(various_hypers());
+      EXPECT_EQ(problem.result(), want);
+      problem.reset();
+      problem.run_cuda_body<BlockWithoutExchange>(various_hypers());
+      EXPECT_NE(problem.result(), want);
+      problem.reset();
+      problem.run_cuda_body<BlockOfWrongLanes>(various_hypers());
+      EXPECT_NE(problem.result(), want);
     }
   }
 }

@@ -109,19 +109,25 @@ class AdamProblem {
 
   int64_t first_chunk = 0;  // run_cuda_body leaves out the chunks before it
 
-  void run_cuda_body(const std::vector<AdamHyper>& hypers, bool reduced = true) { run_cuda_body(scalars_of(hypers), reduced); }
+  template <typename Block = HostBlock>
+  void run_cuda_body(const std::vector<AdamHyper>& hypers) {
+    run_cuda_body<Block>(scalars_of(hypers), moment_kinds_of(segments_));
+  }
 
-  // The CUDA kernel's body over all blocks and threads, the last block first. reduced: the kernel's template argument.
-  void run_cuda_body(const std::vector<AdamScalars>& scalars, bool reduced = true) {
+  // The CUDA kernel for these state dtypes over all blocks and threads, the last block first. Block: what stands for CUDA's.
+  template <typename Block = HostBlock>
+  void run_cuda_body(const std::vector<AdamScalars>& scalars, MomentKinds kinds) {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
-    const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
-      const auto kernel = reduced ? adam_cuda_body<true, HostBlock> : adam_cuda_body<false, HostBlock>;
-      kernel(segments_.data(), chunks.data(), scalars.data(), block_index, thread, block);
-    };
-    for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
-      HostGrid::run_block(block, kAdamThreads, body);
-    }
+    choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
+      const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
+        adam_cuda_body<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>(
+            segments_.data(), chunks.data(), scalars.data(), block_index, thread, Block(block));
+      };
+      for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
+        HostGrid::run_block(block, kAdamThreads, body);
+      }
+    });
   }
 
   // All bytes of all buffers, NaN payloads made equal. Checks the sentinels.

@@ -218,7 +218,7 @@ TEST(device_scalars, replays_are_the_next_steps_of_the_cpu) {
   device.loss_scale = 8.0;
   for (const float found : found_inf) {
     device.found_inf = found;
-    problem.run_cuda_body(device.replay());
+    problem.run_cuda_body(device.replay(), kAnyMoments);
   }
   const auto got = problem.result();
   problem.reset();
@@ -258,12 +258,12 @@ TEST(device_scalars, a_skipped_step_writes_nothing_and_is_counted_once) {
     const std::vector<int64_t> counters = device.counters;
     spoils[which](device);
     std::vector<AdamScalars> scalars = device.replay();
-    problem.run_cuda_body(scalars);
+    problem.run_cuda_body(scalars, kAnyMoments);
     EXPECT_EQ(problem.result(), before) << which;
     EXPECT_EQ(device.counters, counters) << which;
     EXPECT_EQ(device.skipped, 1) << which;
     for (AdamScalars& s : scalars) s.skip = 0;  // the twin that does not look
-    problem.run_cuda_body(scalars);
+    problem.run_cuda_body(scalars, kAnyMoments);
     EXPECT_NE(problem.result(), before) << which;
   }
 }

@@ -53,6 +53,8 @@ class HostBlock {
     return x;
   }
 
+  uint32_t shfl(uint32_t x, int from) const { return static_cast<uint32_t>(exchange(x)[static_cast<size_t>(from)]); }
+
   void sync() const {
     shared_.barrier->wait(sync_turn_);
     sync_turn_ ^= 1;

@@ -1,0 +1,134 @@
+// What a lane does with the 8 elements that it has of a 256-element block of a chunk: gradients and weights in and out in
+// 16-byte accesses, random bits, and the formula. i: the block's first element in the chunk.
+#pragma once
+
+#include "adam/adam_cuda_view.h"
+#include "adam/adam_math.h"
+
+namespace shardcore {
+
+// 8 elements as they lie in memory: of float32 streams a half each; of 16-bit ones 8 neighbours in low.
+struct Raw {
+  Bytes16 low, high;
+};
+
+template <int kWords, typename Warp>
+SHARDCORE_HD void to_octet(const AdamChunkView& t, uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
+  if (t.any_f32) neighbours_to_octet<kWords>(words, lane, warp);
+}
+
+template <int kWords, typename Warp>
+SHARDCORE_HD void to_neighbours(const AdamChunkView& t, uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
+  if (t.any_f32) octet_to_neighbours<kWords>(words, lane, warp);
+}
+
+SHARDCORE_HD Raw load_f32_raw(const void* data, int i, Octet at) {
+  const float* const stream = static_cast<const float*>(data) + i;
+  return {load16(stream + at.first), load16(stream + at.second)};
+}
+
+SHARDCORE_HD void unpack_f32_raw(const Raw& raw, float (&x)[8]) {
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 4; ++k) x[k] = bits_float(raw.low.words[k]), x[k + 4] = bits_float(raw.high.words[k]);
+}
+
+SHARDCORE_HD void store_f32_octet(void* data, int i, Octet at, const float (&x)[8]) {
+  store_octet<true>(static_cast<float*>(data) + i, DType::f32, at, 0, x);
+}
+
+SHARDCORE_HD Raw load_grad_raw(const AdamChunkView& t, int i, Octet at, int lane) {
+  if (t.grad_dtype == DType::f32) return load_f32_raw(t.grad, i, at);
+  return {load16(t.grad + 2 * (i + 8 * lane)), {}};
+}
+
+template <typename Warp>
+SHARDCORE_HD void unpack_grad(const AdamChunkView& t, Raw& raw, int lane, const Warp& warp, float (&g)[8]) {
+  if (t.grad_dtype == DType::f32) {
+    unpack_f32_raw(raw, g);
+  } else {
+    to_octet<2>(t, raw.low.words, lane, warp);
+    unpack_16bit(raw.low, t.grad_dtype, g);
+  }
+}
+
+// Of a split master the weights are in low, the remainders in high.
+SHARDCORE_HD Raw load_weight_raw(const AdamChunkView& t, int i, Octet at, int lane) {
+  if (t.master_kind == Master::f32) return load_f32_raw(t.master, i, at);
+  if (t.param_dtype == DType::f32) return load_f32_raw(t.param, i, at);
+  Raw raw{load16(t.param + 2 * (i + 8 * lane)), {}};
+  if (t.master_kind == Master::split) raw.high = load16(t.master + 2 * (i + 8 * lane));
+  return raw;
+}
+
+template <typename Warp>
+SHARDCORE_HD void unpack_weight(const AdamChunkView& t, Raw& raw, int lane, const Warp& warp, float (&p)[8]) {
+  if (t.master_kind == Master::f32 || t.param_dtype == DType::f32) {
+    unpack_f32_raw(raw, p);
+    return;
+  }
+  to_octet<2>(t, raw.low.words, lane, warp);
+  if (t.master_kind == Master::split) {
+    to_octet<2>(t, raw.high.words, lane, warp);
+    unpack_split(raw.low, raw.high, p);
+  } else {
+    unpack_16bit(raw.low, t.param_dtype, p);
+  }
+}
+
+// random32 of the lane's elements of the block, which lies in one or two of the parameter's: a key each. element: the block's
+// first in the parameter.
+SHARDCORE_HD void random_octet(uint64_t parent, int64_t element, Octet at, uint32_t (&bits)[8]) {
+  const auto start = static_cast<uint32_t>(element & 255);
+  const uint64_t key = rounding_block_key(parent, element);
+  const uint64_t next = start == 0 ? key : rounding_block_key(parent, element + kBlock);
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) {
+    const uint32_t place = start + static_cast<uint32_t>(octet_element(at, k));
+    bits[k] = random32(place < 256 ? key : next, place & 255);
+  }
+}
+
+template <typename Warp>
+SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, int lane, const Warp& warp, const float (&p)[8]) {
+  if (t.master_kind == Master::f32) store_f32_octet(t.master, i, at, p);
+  if (t.param_dtype == DType::f32) {
+    store_f32_octet(t.param, i, at, p);
+    return;
+  }
+  Bytes16 weight;
+  if (t.stochastic) {
+    uint32_t bits[8];
+    random_octet(t.param_key, t.first_element + i, at, bits);
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_bf16_plus(p[k], bits[k] >> 16));
+  } else if (t.param_dtype == DType::bf16) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_bf16(p[k]));
+  } else {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_f16(p[k]));
+  }
+  to_neighbours<2>(t, weight.words, lane, warp);
+  store16(t.param + 2 * (i + 8 * lane), weight);
+  if (t.master_kind != Master::split) return;
+  Bytes16 rest;
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) pack_16bit(rest, k, static_cast<uint16_t>(split_remainder(p[k])));
+  to_neighbours<2>(t, rest.words, lane, warp);
+  store16(t.master + 2 * (i + 8 * lane), rest);
+}
+
+// The formula. vmax: with kAmsgrad.
+template <bool kAmsgrad>
+SHARDCORE_HD void update_octet(const AdamScalars& s, const float (&g)[8], float (&p)[8], float (&m)[8], float (&v)[8],
+                               float (&vmax)[8]) {
+  if (s.l2 != 0.0f) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) adam_element<true, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
+  } else {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) adam_element<false, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
+  }
+}
+
+}  // namespace shardcore
