@@ -187,6 +187,21 @@ def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_works_after_an_inner_end_that_another_signal_cut_short() -> None:
+    class Alarm(Exception):
+        pass
+
+    def cut_short(self: Any, *_: object) -> None:
+        raise Alarm  # as its handler does
+
+    with pytest.raises(Alarm), held_back_interrupts():
+        inner = type("Inner", (held_back_interrupts,), {"__exit__": cut_short})
+        with inner():
+            pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    test_ctrl_c_is_held_back_from_what_is_done_as_a_whole()
+
+
 def _two(rank: int, world_size: int, overlap: bool) -> list[str]:
     pairs = [start(rank, Run(stage=stage, seed=stage), overlap, late=rank == 0) for stage in (1, 3)]
     for step in range(3):
