@@ -9,7 +9,6 @@ from contextlib import ContextDecorator
 from signal import SIGINT
 from typing import Any
 
-
 _came: list[tuple[Any, ...]] = []  # what is held back
 
 
@@ -20,7 +19,7 @@ def _hold(*arguments: Any) -> None:
 class held_back_interrupts(ContextDecorator):  # noqa: N801
     """Let Ctrl-C take effect at the end only: what is inside is done as a whole. A class, since it is often entered.
 
-    Only the outermost one changes the handler, and only it has to come to its end: handlers of other signals may raise anywhere.
+    Only the outermost one changes the handler, and only it has to come to its end: other signals' handlers may raise.
     """
 
     _old: Any = None  # the handler that this one changed, in the main thread, which alone is interrupted

@@ -188,16 +188,17 @@ def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
 
 
 def test_ctrl_c_works_after_an_inner_end_that_another_signal_cut_short() -> None:
-    class Alarm(Exception):
-        pass
+    class CutShort(held_back_interrupts):
+        def __exit__(self, *_: object) -> None:
+            raise TimeoutError  # as the handler of another signal does
 
-    def cut_short(self: Any, *_: object) -> None:
-        raise Alarm  # as its handler does
-
-    with pytest.raises(Alarm), held_back_interrupts():
-        inner = type("Inner", (held_back_interrupts,), {"__exit__": cut_short})
-        with inner():
+    @held_back_interrupts()
+    def whole() -> None:
+        with CutShort():
             pass
+
+    with pytest.raises(TimeoutError):
+        whole()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     test_ctrl_c_is_held_back_from_what_is_done_as_a_whole()
 
