@@ -51,6 +51,9 @@ def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_her
     return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
+_KEPT_PARTS = 1 << 12  # more than a step has; but steps that use now these parameters, now those have ever new ones
+
+
 class _Place:
     """Memory in staging; each element has the bytes of the widest dtype."""
 
@@ -62,6 +65,8 @@ class _Place:
         """Return elements [start, start + numel) as values of `dtype`. Kept: another dtype lets go of the GIL to be viewed."""
         key = dtype, start, numel
         if key not in self._parts:
+            if len(self._parts) >= _KEPT_PARTS:
+                self._parts.clear()
             first = start * _ITEM_BYTES
             self._parts[key] = self.memory[first : first + numel * dtype.itemsize].view(dtype)
         return self._parts[key]

@@ -9,40 +9,37 @@ from contextlib import ContextDecorator
 from signal import SIGINT
 from typing import Any
 
-
-class _Held:
-    """What the main thread, which alone is interrupted, holds back: depth, of what it has begun; old, the handler; came."""
-
-    depth = 0
-    old: Any = None
-    came: list[tuple[Any, ...]] = []  # noqa: RUF012
+_came: list[tuple[Any, ...]] = []  # what is held back
 
 
-def _on_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+def _hold(*arguments: Any) -> None:
+    _came.append(arguments)
 
 
 class held_back_interrupts(ContextDecorator):  # noqa: N801
-    """Let Ctrl-C take effect at the end only: what is inside is done as a whole. A class, since it is often entered."""
+    """Let Ctrl-C take effect at the end only: what is inside is done as a whole. A class, since it is often entered.
+
+    Only the outermost one changes the handler, and only it has to come to its end: other signals' handlers may raise.
+    """
+
+    _old: Any = None  # the handler that this one changed, in the main thread, which alone is interrupted
+
+    def _recreate_cm(self) -> "held_back_interrupts":  # of ContextDecorator: for each call of what is decorated
+        return held_back_interrupts()
 
     def __enter__(self) -> None:
         """Hold it back, unless something around this does."""
-        if not _on_main_thread():
+        old = _signal.getsignal(SIGINT)
+        if old is _hold or not callable(old) or threading.get_ident() != threading.main_thread().ident:
             return
-        if _Held.depth == 0:
-            _Held.old = _signal.getsignal(SIGINT)
-            if not callable(_Held.old):
-                return
-            _Held.came.clear()
-            _signal.signal(SIGINT, lambda *arguments: _Held.came.append(arguments))
-        _Held.depth += 1
+        _came.clear()
+        self._old = old
+        _signal.signal(SIGINT, _hold)
 
     def __exit__(self, *_: object) -> None:
         """Let it take effect, unless something around this holds it back."""
-        if _Held.depth == 0 or not _on_main_thread():
+        if self._old is None:
             return
-        _Held.depth -= 1
-        if _Held.depth == 0:
-            _signal.signal(SIGINT, _Held.old)
-            if _Held.came:
-                _Held.old(*_Held.came.pop(0))
+        _signal.signal(SIGINT, self._old)
+        if _came:
+            self._old(*_came.pop(0))

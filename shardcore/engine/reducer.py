@@ -199,6 +199,7 @@ class Reducer:
         while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
             self._launch_next()
 
+    @torch.no_grad()  # autograd calls it in the mode of whoever called backward
     def _end_backward(self) -> None:
         self._boundary.fail()  # unless this comes to its end
         with held_back_interrupts():  # the others wait for all of it
@@ -225,7 +226,6 @@ class Reducer:
             self._next, self._sent_any = 0, False
             self._reduce_rest()
 
-    @torch.no_grad()
     def _launch_rest(self) -> None:
         while self._next < len(self.buckets):
             self._launch_next()

@@ -48,6 +48,18 @@ def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each:
     assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None:
+    def trained(create_graph: bool) -> str:
+        model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2, shard={"sync_each": False}))
+        for micro in range(2):
+            loss_of(model, batch_of(0, micro, 0)).backward(create_graph=create_graph)
+        optimizer.step()
+        return hash_of_training(model, optimizer)
+
+    assert trained(create_graph=True) == trained(create_graph=False)
+
+
 def _no_sync(rank: int, world_size: int, use_no_sync: bool) -> str:
     model, optimizer, _ = train(rank, Run(steps=0, accumulate=1 if use_no_sync else 2, shard={"sync_each": False}))
     if use_no_sync:

@@ -198,6 +198,14 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
             assert part in text
 
 
+def test_parts_of_staging_do_not_become_ever_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_KEPT_PARTS", 3)
+    place = offload._Place(torch.arange(16.0).view(torch.uint8))
+    for start in [*range(8), 0, 0]:
+        assert place.part(torch.float32, start, 4).tolist() == list(range(start, start + 4))
+        assert len(place._parts) <= 3
+
+
 def test_states_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """They never travel; locking them would only take memory from others."""
     tier_with(monkeypatch, pinnable_bytes=1 << 30)

@@ -187,6 +187,22 @@ def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_works_after_an_inner_end_that_another_signal_cut_short() -> None:
+    class CutShort(held_back_interrupts):
+        def __exit__(self, *_: object) -> None:
+            raise TimeoutError  # as the handler of another signal does
+
+    @held_back_interrupts()
+    def whole() -> None:
+        with CutShort():
+            pass
+
+    with pytest.raises(TimeoutError):
+        whole()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    test_ctrl_c_is_held_back_from_what_is_done_as_a_whole()
+
+
 def _two(rank: int, world_size: int, overlap: bool) -> list[str]:
     pairs = [start(rank, Run(stage=stage, seed=stage), overlap, late=rank == 0) for stage in (1, 3)]
     for step in range(3):
