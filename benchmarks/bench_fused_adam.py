@@ -149,7 +149,7 @@ def measure_group(
         if case is not None:
             cases[case.name] = case
     calls = {"copy": device.copier(options.copy_bytes), **{name: case.step for name, case in cases.items()}}
-    seconds = timed(device, calls, numel, options)
+    seconds = timed(device, calls, shapes, options)
     exact = {n: case.weight for n, case in cases.items() if case.kind == FP32 and (case.peer is None or case.peer.exact)}
     others: dict[str, float] = {}
     if exact:
@@ -190,10 +190,11 @@ def try_case(
 
 
 def timed(
-    device: Device, calls: Mapping[str, Callable[[], object]], numel: int, options: argparse.Namespace
+    device: Device, calls: Mapping[str, Callable[[], object]], shapes: Shapes, options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Interleave the calls; a sample of a small list is many steps, so that the queue never runs empty."""
-    repeats = options.repeats or min(100, max(5, 2**32 // numel))
+    few = max(2, 2**15 // len(shapes))  # of a list so long that the host takes milliseconds
+    repeats = options.repeats or min(100, max(5, 2**32 // numel_of(shapes)), few)
     return harness.interleave(calls, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2, timer=device.timer)
 
 
@@ -234,7 +235,7 @@ def measure_norm(device: Device, name: str, shapes: Shapes, options: argparse.Na
         calls[f"{OURS}{short}"] = lambda tensors=tensors: _C.sq_norm(tensors)
         calls[f"torch: {short}"] = lambda tensors=tensors: torch.nn.utils.get_total_norm(tensors)
         bytes_each |= dict.fromkeys(list(calls)[-2:], dtype.itemsize)
-    seconds = timed(device, calls, numel, options)
+    seconds = timed(device, calls, shapes, options)
     rows = [["norm", "ms (median)", "GB/s", "share of reading [quartiles]"]]
     for engine, size in bytes_each.items():
         case = rates(seconds[engine], seconds["read"], numel * size, options.copy_bytes)
