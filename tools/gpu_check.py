@@ -227,7 +227,7 @@ def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: floa
     if step.echo or problem:
         print("\n".join(lines if step.echo else lines[-30:]))
     status = "passed" if problem is None else "not done" if code == NOT_DONE else "failed"
-    last_line = lines[-1][:500] if lines else ""
+    last_line = lines[-1].replace(f"{ROOT}/", "")[:500] if lines else ""
     return {
         "name": step.name,
         "status": status,
