@@ -5,12 +5,12 @@
 namespace shardcore {
 namespace {
 
-// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (64, 56, and up to 96 registers).
-constexpr int min_blocks(bool bf16, bool q8) { return q8 ? 5 : (bf16 ? 9 : 8); }
+// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (64, 56, 72, and for mixtures up to 96 registers).
+constexpr int min_blocks(bool f32, bool bf16, bool q8) { return f32 && q8 ? 5 : (q8 ? 7 : (bf16 ? 9 : 8)); }
 
 template <bool kF32, bool kBf16, bool kQ8>
-__global__ void __launch_bounds__(kAdamThreads, min_blocks(kBf16, kQ8))
-    adam_kernel(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars) {
+__global__ void __launch_bounds__(kAdamThreads, min_blocks(kF32, kBf16, kQ8))
+    adam_kernel(const AdamSegment* segments, const Chunk* chunks, const __grid_constant__ AdamScalarsArg scalars) {
   adam_cuda_body<kF32, kBf16, kQ8>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
 }
 
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kScalarsThreads)
 
 }  // namespace
 
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
                MomentKinds kinds, cudaStream_t stream) {
   choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
     constexpr auto kernel = adam_kernel<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>;

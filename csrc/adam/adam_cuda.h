@@ -12,7 +12,7 @@ namespace shardcore {
 
 // All pointers are device memory. chunks: make_chunks(..., kAdamChunk) over the segments. num_chunks > 0.
 // kinds: moment_kinds_of them.
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalars* scalars,
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
                MomentKinds kinds, cudaStream_t stream);
 
 // device_scalars_body, a thread a tensor. hypers, counts, scalars and what `decision` points to are device memory; `decision`

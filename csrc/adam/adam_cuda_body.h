@@ -6,6 +6,7 @@
 // the same formula.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -152,14 +153,33 @@ void choose_adam_body(MomentKinds kinds, const Run& run) {
   }
 }
 
+// A kernel's scalars: a table in device memory or, without one, a few that ride in the launch itself, so that no copy to the
+// device goes before a step that the host decides.
+struct AdamScalarsArg {
+  static constexpr size_t kFew = 8;
+  const AdamScalars* table = nullptr;
+  AdamScalars few[kFew] = {};
+
+  // Takes them along; false if they are too many.
+  bool take(const std::vector<AdamScalars>& scalars) {
+    if (scalars.size() > kFew) return false;
+    std::copy(scalars.begin(), scalars.end(), few);
+    return true;
+  }
+};
+
+SHARDCORE_HD AdamScalars scalars_at(const AdamScalarsArg& scalars, int i) {
+  return scalars.table != nullptr ? scalars.table[i] : scalars.few[i];
+}
+
 // The arguments are MomentKinds.
 template <bool kF32, bool kBf16, bool kQ8, typename Warp>
-SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalars* scalars, int64_t block,
+SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalarsArg& scalars, int64_t block,
                                  int thread, const Warp& warp) {
   constexpr bool kAny = kF32 && kBf16 && kQ8;
   const Chunk chunk = chunks[block];
   const AdamSegment& segment = segments[chunk.tensor];
-  const AdamScalars s = scalars[segment.hyper_index];
+  const AdamScalars s = scalars_at(scalars, segment.hyper_index);
   if (s.skip) return;
   const AdamChunkView t = adam_chunk_view(segment, chunk.first, s);
   const bool aligned = segment.aligned16;

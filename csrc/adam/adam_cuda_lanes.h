@@ -3,7 +3,7 @@
 #pragma once
 
 #include "adam/adam_cuda_view.h"
-#include "adam/adam_math.h"
+#include "adam/adam_roots.h"
 
 namespace shardcore {
 
@@ -80,11 +80,14 @@ SHARDCORE_HD void unpack_weight(const AdamChunkView& t, Raw& raw, int lane, cons
 SHARDCORE_HD void random_octet(uint64_t parent, int64_t element, Octet at, uint32_t (&bits)[8]) {
   const auto start = static_cast<uint32_t>(element & 255);
   const uint64_t key = rounding_block_key(parent, element);
-  const uint64_t next = start == 0 ? key : rounding_block_key(parent, element + kBlock);
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) bits[k] = random32(key, start + static_cast<uint32_t>(octet_element(at, k)));
+  if (start == 0) return;
+  const uint64_t next = rounding_block_key(parent, element + kBlock);
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) {
     const uint32_t place = start + static_cast<uint32_t>(octet_element(at, k));
-    bits[k] = random32(place < 256 ? key : next, place & 255);
+    if (place >= 256) bits[k] = random32(next, place - 256);
   }
 }
 
@@ -122,13 +125,9 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
 template <bool kAmsgrad>
 SHARDCORE_HD void update_octet(const AdamScalars& s, const float (&g)[8], float (&p)[8], float (&m)[8], float (&v)[8],
                                float (&vmax)[8]) {
-  if (s.l2 != 0.0f) {
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) adam_element<true, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
-  } else {
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) adam_element<false, kAmsgrad>(s, g[k], p[k], m[k], v[k], vmax + k);
-  }
+  const bool fast = sure_scalars(s);
+  adam_quartet<kAmsgrad>(s, fast, g, p, m, v, vmax);
+  adam_quartet<kAmsgrad>(s, fast, g + 4, p + 4, m + 4, v + 4, vmax + 4);
 }
 
 }  // namespace shardcore

@@ -40,7 +40,7 @@ SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i,
     v_largest = larger(v_largest, magnitude_bits(v[k]));
   }
   q.m_scale = scale_of(warp.max(m_largest)), q.v_scale = scale_of(warp.max(v_largest));
-  const float m_inv = 1.0f / q.m_scale, v_inv = 1.0f / q.v_scale;
+  const float m_inv = inverse_of_scale(q.m_scale), v_inv = inverse_of_scale(q.v_scale);
   uint32_t bits[8];
   random_octet(state_key(t.param_key), t.first_element + i, at, bits);
   SHARDCORE_UNROLL

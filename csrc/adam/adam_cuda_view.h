@@ -13,7 +13,7 @@ namespace shardcore {
 
 constexpr int kAdamThreads = 128;
 constexpr int kAdamStride = 8 * kAdamThreads;  // what a CUDA block does at a time: 256 elements a warp
-constexpr int kAdamChunk = 8 * kAdamStride;
+constexpr int kAdamChunk = 4 * kAdamStride;
 
 struct AdamChunkView {
   char* param;

@@ -36,6 +36,9 @@ SHARDCORE_HD float scale_of(uint32_t largest_bits) {
   return bits_float(largest_bits < 0x7f800000u ? normal : 0x7fc00000u);
 }
 
+// 1 / scale of a scale_of, exact, without a division: 2^-127 is subnormal, so half of what the exponents give.
+SHARDCORE_HD float inverse_of_scale(float scale) { return bits_float(0x7f800000u - float_bits(scale)) * 0.5f; }
+
 static inline float block_scale(const float* SHARDCORE_RESTRICT x, int64_t n) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < n; ++i) largest = larger(largest, magnitude_bits(x[i]));
@@ -48,23 +51,43 @@ SHARDCORE_HD float power_of_two(int exponent) { return bits_float(static_cast<ui
 // Codes count floats with 3 bits of mantissa upwards from zero, in equal steps (subnormals) up to the smallest normal one.
 // Where a code or a float may be normal or subnormal, both formulas are evaluated and the right one is always the smaller
 // (decoding) or the larger (encoding): no compare, no select, so that it costs little in every instruction set.
+//
+// CUDA lets the multiplier do it: scaled by a power of two, codes are float32's own subnormal and normal numbers. The same bits
+// (state_codec_test.cpp) in half the instructions, but CPUs take long for subnormals, and may be set to flush them.
+SHARDCORE_HD float small_float_by_scaling(uint32_t wide_code, int bias) {
+  return bits_float(wide_code) * power_of_two(127 - bias);
+}
+
+SHARDCORE_HD int small_code_by_scaling(float y, int bias, uint32_t noise) {
+  const uint32_t code = (float_bits(y * power_of_two(bias - 127)) + noise) >> kDroppedBits;
+  const auto top = static_cast<uint32_t>(bias << 3);
+  return static_cast<int>(code < top ? code : top);
+}
 
 // The float that a code without sign stands for, given code << kDroppedBits; 1.0 is bias << 3.
 SHARDCORE_HD float small_float(uint32_t wide_code, int bias) {
+#if defined(__CUDA_ARCH__)
+  return small_float_by_scaling(wide_code, bias);
+#else
   const float normal = bits_float(wide_code + (static_cast<uint32_t>(127 - bias) << 23));
   const float above = normal - power_of_two(1 - bias);  // below zero for a subnormal code: it is that much too large
   return normal + (above < 0.0f ? above : 0.0f);
+#endif
 }
 
 // The code of y (0 <= y <= 1), rounded by noise, 20 uniform bits (kNearest rounds to nearest). What is above 1, or NaN, gives
 // the code of 1.0.
 SHARDCORE_HD int small_code(float y, int bias, uint32_t noise) {
+#if defined(__CUDA_ARCH__)
+  return small_code_by_scaling(y, bias, noise);
+#else
   const uint32_t normal = float_bits(y);
   const uint32_t subnormal = float_bits(y + power_of_two(1 - bias)) - (1u << 23);
   const auto rounded = static_cast<uint16_t>((larger(normal, subnormal) + noise) >> kDroppedBits);
   const auto code = static_cast<uint16_t>(rounded - ((127 - bias) << 3));  // 16 bits: twice as many a vector
   const auto top = static_cast<uint16_t>(bias << 3);
   return code < top ? code : top;
+#endif
 }
 
 SHARDCORE_HD float decode_exp_avg(int8_t code, float scale) {

@@ -26,11 +26,11 @@ class AdamTables {
     if (plan == nullptr) return;
     counts_ = plan->counts;
     clips_ = plan->clips;
-    counts_bytes_ = upload_table(counts_.data(), counts_.size() * sizeof(DeviceCount), device, for_graph);
+    counts_bytes_ = upload_table({bytes_of(counts_)}, device, for_graph);
     if (!clips_) return;
     std::vector<NormSegment> grads;
     for (const AdamSegment& t : segments_) grads.push_back({t.grad, t.numel, t.grad_dtype});
-    norm_ = DeviceTable<NormSegment>(grads, kNormChunk, device, for_graph);
+    norm_ = NormTable(grads, device, for_graph);
   }
 
   bool serve(const std::vector<AdamSegment>& segments, const DevicePlan* plan, at::Device device, cudaStream_t stream) const {
@@ -50,7 +50,7 @@ class AdamTables {
   std::vector<DeviceCount> counts_;
   bool clips_ = false;
   DeviceTable<AdamSegment> adam_;
-  DeviceTable<NormSegment> norm_;
+  NormTable norm_;
   at::Tensor counts_bytes_;
   at::Device device_;
   cudaStream_t stream_;

@@ -183,10 +183,11 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const AdamTables& tables = tables_for(std::move(segments), plan, device, stream, for_graph);
     const auto count = static_cast<int64_t>(tables.segments().size());
     at::Tensor scalars_bytes;
+    AdamScalarsArg arg;
     if (plan == nullptr) {
-      scalars_bytes = upload(scalars.data(), scalars.size() * sizeof(AdamScalars), device);
+      if (!arg.take(scalars)) scalars_bytes = upload({bytes_of(scalars)}, device);
     } else {
-      const at::Tensor hypers = upload_table(plan->hypers.data(), plan->hypers.size() * sizeof(DeviceHyper), device, for_graph);
+      const at::Tensor hypers = upload_table({bytes_of(plan->hypers)}, device, for_graph);
       if (for_graph) graph_hypers_.push_back(hypers);
       at::Tensor total;
       if (plan->clips) {
@@ -199,8 +200,9 @@ class __attribute__((visibility("hidden"))) AdamStepper {
                           static_cast<AdamScalars*>(scalars_bytes.data_ptr()), stream);
     }
     if (tables.adam().num_chunks == 0) return;
-    adam_cuda(tables.adam().segments(), tables.adam().chunks(), tables.adam().num_chunks,
-              static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr()), moment_kinds_of(tables.segments()), stream);
+    if (scalars_bytes.defined()) arg.table = static_cast<const AdamScalars*>(scalars_bytes.const_data_ptr());
+    adam_cuda(tables.adam().segments(), tables.adam().chunks(), tables.adam().num_chunks, arg,
+              moment_kinds_of(tables.segments()), stream);
   }
 
   const AdamTables& tables_for(std::vector<AdamSegment> segments, const DevicePlan* plan, at::Device device,

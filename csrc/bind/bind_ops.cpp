@@ -46,7 +46,7 @@ at::Tensor sq_norm(const py::handle& tensors) {
 #ifdef SHARDCORE_WITH_CUDA
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
-    return queue_sq_norm(DeviceTable<NormSegment>(segments, kNormChunk, device), device, current_stream(device));
+    return queue_sq_norm(NormTable(segments, device), device, current_stream(device));
   }
 #endif
   return to_tensor(sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor()));

@@ -15,6 +15,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <cstring>
+#include <initializer_list>
 #include <vector>
 
 #include "core/chunks.h"
@@ -25,11 +26,33 @@ namespace shardcore::bind {
 
 inline cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
 
-// Copies `size_bytes` of host memory to the device in stream order; returns at once.
-inline at::Tensor upload(const void* data, size_t size_bytes, at::Device device) {
-  const auto size = static_cast<int64_t>(size_bytes);
+// Host memory that lies one piece behind the other on the device.
+struct HostBytes {
+  const void* data;
+  size_t size_bytes;
+};
+using HostPieces = std::initializer_list<HostBytes>;
+
+template <typename T>
+HostBytes bytes_of(const std::vector<T>& items) {
+  return {items.data(), items.size() * sizeof(T)};
+}
+
+inline size_t size_bytes_of(HostPieces pieces) {
+  size_t size_bytes = 0;
+  for (const HostBytes& piece : pieces) size_bytes += piece.size_bytes;
+  return size_bytes;
+}
+
+// Copies host memory to the device in stream order; returns at once.
+inline at::Tensor upload(HostPieces pieces, at::Device device) {
+  const auto size = static_cast<int64_t>(size_bytes_of(pieces));
   const at::Tensor pinned = at::empty({size}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  std::memcpy(pinned.data_ptr(), data, size_bytes);
+  auto* to = static_cast<char*>(pinned.data_ptr());
+  for (const HostBytes& piece : pieces) {
+    std::memcpy(to, piece.data, piece.size_bytes);
+    to += piece.size_bytes;
+  }
   return pinned.to(device, at::kByte, /*non_blocking=*/true);
 }
 
@@ -42,7 +65,8 @@ inline bool is_capturing(cudaStream_t stream) {
 // The same for a table that a graph being captured will read: complete on return, and no part of the graph, so that replays
 // copy nothing and need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the
 // graph, whose other kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it.
-inline at::Tensor upload_for_graph(const void* data, size_t size_bytes, at::Device device) {
+inline at::Tensor upload_for_graph(HostPieces pieces, at::Device device) {
+  const size_t size_bytes = size_bytes_of(pieces);
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   void* memory = nullptr;
   SHARDCORE_CUDA_CHECK(cudaMalloc(&memory, size_bytes));
@@ -56,7 +80,12 @@ inline at::Tensor upload_for_graph(const void* data, size_t size_bytes, at::Devi
                                          at::TensorOptions().dtype(at::kByte).device(device), device);
   cudaStream_t side = nullptr;
   SHARDCORE_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  const cudaError_t copied = cudaMemcpyAsync(memory, data, size_bytes, cudaMemcpyHostToDevice, side);
+  cudaError_t copied = cudaSuccess;
+  auto* to = static_cast<char*>(memory);
+  for (const HostBytes& piece : pieces) {
+    if (copied == cudaSuccess) copied = cudaMemcpyAsync(to, piece.data, piece.size_bytes, cudaMemcpyHostToDevice, side);
+    to += piece.size_bytes;
+  }
   const cudaError_t done = cudaStreamSynchronize(side);
   cudaStreamDestroy(side);
   SHARDCORE_CUDA_CHECK(copied);
@@ -64,14 +93,16 @@ inline at::Tensor upload_for_graph(const void* data, size_t size_bytes, at::Devi
   return table;
 }
 
-inline at::Tensor upload_table(const void* data, size_t size_bytes, at::Device device, bool for_graph) {
-  return for_graph ? upload_for_graph(data, size_bytes, device) : upload(data, size_bytes, device);
+inline at::Tensor upload_table(HostPieces pieces, at::Device device, bool for_graph) {
+  return for_graph ? upload_for_graph(pieces, device) : upload(pieces, device);
 }
 
+// Segments and, behind them, their chunks: one copy to the device for both.
 template <typename Segment>
 struct DeviceTable {
-  at::Tensor segments_bytes;
-  at::Tensor chunks_bytes;
+  static_assert(alignof(Segment) == alignof(Chunk) && alignof(Chunk) == 8);
+  at::Tensor bytes;
+  int64_t num_segments = 0;
   int64_t num_chunks = 0;
 
   DeviceTable() = default;
@@ -79,22 +110,39 @@ struct DeviceTable {
     const auto count = static_cast<int64_t>(segments.size());
     const auto table = make_chunks(
         count, [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, chunk_numel);
+    num_segments = count;
     num_chunks = static_cast<int64_t>(table.size());
     if (num_chunks == 0) return;
-    segments_bytes = upload_table(segments.data(), segments.size() * sizeof(Segment), device, for_graph);
-    chunks_bytes = upload_table(table.data(), table.size() * sizeof(Chunk), device, for_graph);
+    bytes = upload_table({bytes_of(segments), bytes_of(table)}, device, for_graph);
   }
-  const Segment* segments() const { return static_cast<const Segment*>(segments_bytes.const_data_ptr()); }
-  const Chunk* chunks() const { return static_cast<const Chunk*>(chunks_bytes.const_data_ptr()); }
+  const Segment* segments() const { return static_cast<const Segment*>(bytes.const_data_ptr()); }
+  const Chunk* chunks() const { return reinterpret_cast<const Chunk*>(segments() + num_segments); }
+};
+
+// The tensors of a norm: in the launch, or on the device if they are many.
+struct NormTable {
+  NormItems items;
+  at::Tensor bytes;
+  int64_t num_chunks = 0;
+
+  NormTable() = default;
+  NormTable(const std::vector<NormSegment>& segments, at::Device device, bool for_graph = false) {
+    const NormPlan plan(segments);
+    num_chunks = plan.num_chunks;
+    if (items.take(plan.items)) return;
+    bytes = upload_table({bytes_of(plan.items)}, device, for_graph);
+    items.table = static_cast<const NormItem*>(bytes.const_data_ptr());
+    items.count = static_cast<int32_t>(plan.items.size());
+  }
 };
 
 // The squared norm of the table's tensors as a float64 tensor (2,) on the device, queued on the stream.
-inline at::Tensor queue_sq_norm(const DeviceTable<NormSegment>& table, at::Device device, cudaStream_t stream) {
+inline at::Tensor queue_sq_norm(const NormTable& table, at::Device device, cudaStream_t stream) {
   const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
   if (table.num_chunks == 0) return at::zeros({2}, options);
   const at::Tensor out = at::empty({2}, options);
   const at::Tensor partial = at::empty({table.num_chunks, 2}, options);
-  sq_norm_cuda(table.segments(), table.chunks(), table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
+  sq_norm_cuda(table.items, table.num_chunks, static_cast<DoubleDouble*>(partial.data_ptr()),
                static_cast<DoubleDouble*>(out.data_ptr()), stream);
   return out;
 }

@@ -29,6 +29,19 @@ SHARDCORE_HD Bytes16 load16(const void* p) {
   return bytes;
 }
 
+// The same of memory that the kernel reads once and nobody writes while it runs: leaves no line in L1.
+SHARDCORE_HD Bytes16 load16_once(const void* p) {
+#if defined(__CUDA_ARCH__)
+  Bytes16 bytes;
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(bytes.words[0]), "=r"(bytes.words[1]), "=r"(bytes.words[2]), "=r"(bytes.words[3])
+      : "l"(p));
+  return bytes;
+#else
+  return load16(p);
+#endif
+}
+
 SHARDCORE_HD void store16(void* p, const Bytes16& bytes) {
   SHARDCORE_ASSUME_GLOBAL(p);
 #if defined(__CUDA_ARCH__)
@@ -112,21 +125,22 @@ SHARDCORE_HD Octet lane_octet(int lane, bool any_f32) {
 SHARDCORE_HD int octet_element(Octet at, int k) { return k < 4 ? at.first + k : at.second + k - 4; }
 
 // kVector: the 8 elements are there and their stream is aligned to 16 bytes; else only those below numel are read, one by one,
-// and the others are 0.
-template <bool kVector>
+// and the others are 0. kOnce: load16_once.
+template <bool kVector, bool kOnce = false>
 SHARDCORE_HD void load_octet(const void* data, DType dtype, Octet at, int numel, float (&x)[8]) {
   if (!kVector) {
     SHARDCORE_UNROLL
     for (int k = 0; k < 8; ++k) x[k] = octet_element(at, k) < numel ? load_as_f32(data, dtype, octet_element(at, k)) : 0.0f;
     return;
   }
+  const auto load = [](const void* p) { return kOnce ? load16_once(p) : load16(p); };
   float low[4], high[4];
   if (dtype == DType::f32) {
     const auto* const stream = static_cast<const float*>(data);
-    unpack_f32(load16(stream + at.first), low);
-    unpack_f32(load16(stream + at.second), high);
+    unpack_f32(load(stream + at.first), low);
+    unpack_f32(load(stream + at.second), high);
   } else {
-    unpack_16bit(load16(static_cast<const uint16_t*>(data) + at.first), dtype, x);
+    unpack_16bit(load(static_cast<const uint16_t*>(data) + at.first), dtype, x);
     return;
   }
   SHARDCORE_UNROLL

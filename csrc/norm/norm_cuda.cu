@@ -7,9 +7,9 @@ namespace {
 
 // 3 blocks a multiprocessor: up to 80 registers, 96 KiB of loads in flight.
 __global__ void __launch_bounds__(kNormThreads, 3)
-    sq_norm_kernel(const NormSegment* segments, const Chunk* chunks, DoubleDouble* partial) {
+    sq_norm_kernel(const __grid_constant__ NormItems items, DoubleDouble* partial) {
   __shared__ DoubleDouble shared[kNormWarps];
-  sq_norm_body(segments, chunks, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
+  sq_norm_body(items, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
 __global__ void __launch_bounds__(kSumThreads)
@@ -20,9 +20,8 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-void sq_norm_cuda(const NormSegment* segments, const Chunk* chunks, int64_t num_chunks, DoubleDouble* partial,
-                  DoubleDouble* out, cudaStream_t stream) {
-  sq_norm_kernel<<<grid_size("sq_norm", num_chunks), kNormThreads, 0, stream>>>(segments, chunks, partial);
+void sq_norm_cuda(const NormItems& items, int64_t num_chunks, DoubleDouble* partial, DoubleDouble* out, cudaStream_t stream) {
+  sq_norm_kernel<<<grid_size("sq_norm", num_chunks), kNormThreads, 0, stream>>>(items, partial);
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
   add_partials_cuda(partial, num_chunks, out, stream);
 }

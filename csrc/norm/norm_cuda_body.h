@@ -6,10 +6,11 @@
 // lanes. Addition commutes, so both lanes of a step get the same bits.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
-#include "core/chunks.h"
 #include "core/double_double.h"
 #include "core/vector_io.h"
 #include "norm/norm_block.h"
@@ -24,6 +25,56 @@ constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kSumBatch = 8;  // a thread has that many partial sums in flight
 constexpr int kBlockSize = static_cast<int>(kBlock);
 constexpr int64_t kNormChunk = 128 * kBlock;
+
+// A tensor of a launch: the CUDA blocks from first_chunk on do its chunks.
+struct NormItem {
+  const void* data;
+  int64_t numel;
+  int32_t first_chunk;
+  DType dtype;
+};
+
+// What a launch needs to know of a list of tensors.
+struct NormPlan {
+  std::vector<NormItem> items;  // without empty ones
+  int64_t num_chunks = 0;
+
+  explicit NormPlan(const std::vector<NormSegment>& segments) {
+    for (const NormSegment& t : segments) {
+      if (t.numel > 0) items.push_back({t.data, t.numel, static_cast<int32_t>(num_chunks), t.dtype});
+      num_chunks += (t.numel + kNormChunk - 1) / kNormChunk;
+    }
+  }
+};
+
+// The items of a launch: a table in device memory or, without one, a few that ride in the launch itself, so that no copy to the
+// device goes before it.
+struct NormItems {
+  static constexpr size_t kFew = 160;  // as many as the 4 KiB of arguments hold that every launch carries
+  const NormItem* table = nullptr;
+  int32_t count = 0;
+  NormItem few[kFew] = {};
+
+  // Takes them along; false if they are too many.
+  bool take(const std::vector<NormItem>& items) {
+    if (items.size() > kFew) return false;
+    std::copy(items.begin(), items.end(), few);
+    count = static_cast<int32_t>(items.size());
+    return true;
+  }
+};
+
+SHARDCORE_HD NormItem item_at(const NormItems& items, int i) { return items.table != nullptr ? items.table[i] : items.few[i]; }
+
+// The one that a chunk belongs to: the last that starts no later.
+SHARDCORE_HD NormItem item_of_chunk(const NormItems& items, int64_t chunk) {
+  int first = 0, end = items.count;
+  while (end - first > 1) {
+    const int middle = (first + end) / 2;
+    (item_at(items, middle).first_chunk <= chunk ? first : end) = middle;
+  }
+  return item_at(items, first);
+}
 
 // How lanes take a block: kLanes of them, each in runs of kRun elements, kLanes * kRun apart. Where all streams are float32 a
 // run is 4, so that neighbouring lanes take neighbouring 16 bytes, else 8.
@@ -48,12 +99,12 @@ using LanesMixed = Lanes<8, 8>;       // streams of both sizes: as many bytes of
 using LanesUnaligned = Lanes<32, 8>;  // loads of single elements
 
 // A lane's elements of a block that has numel, 0 for what is not there.
-template <bool kVector, typename L>
+template <bool kVector, typename L, bool kOnce = false>
 SHARDCORE_HD void load_lane(const void* data, DType dtype, int numel, int lane, float (&x)[L::kNumel]) {
   SHARDCORE_UNROLL
   for (int i = 0; i < L::kNumel / 8; ++i) {
     float octet[8];
-    load_octet<kVector>(data, dtype, L::octet(lane, i), numel, octet);
+    load_octet<kVector, kOnce>(data, dtype, L::octet(lane, i), numel, octet);
     SHARDCORE_UNROLL
     for (int k = 0; k < 8; ++k) x[8 * i + k] = octet[k];
   }
@@ -126,7 +177,7 @@ SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligne
     const int own = first + lane / L::kLanes;
     const int read = own < whole ? own : whole - 1;  // past the end one is read again, for nothing
     float x[L::kNumel];
-    load_lane<true, L>(data + read * block_bytes, kDType, kBlockSize, lane, x);
+    load_lane<true, L, true>(data + read * block_bytes, kDType, kBlockSize, lane, x);
     const double sum = sq_norm_lanes<L>(x, lane, block);
     total = dd_add(total, own < whole ? sum : 0.0);
   }
@@ -142,12 +193,12 @@ SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligne
 
 // CUDA block block_index: one chunk of one tensor.
 template <typename Block>
-SHARDCORE_HD void sq_norm_body(const NormSegment* segments, const Chunk* chunks, DoubleDouble* partial, DoubleDouble* shared,
-                               int64_t block_index, int thread, const Block& block) {
-  const Chunk chunk = chunks[block_index];
-  const NormSegment t = segments[chunk.tensor];
-  const int numel = static_cast<int>(t.numel - chunk.first < kNormChunk ? t.numel - chunk.first : kNormChunk);
-  const char* const data = static_cast<const char*>(t.data) + chunk.first * itemsize(t.dtype);
+SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, DoubleDouble* shared, int64_t block_index,
+                               int thread, const Block& block) {
+  const NormItem t = item_of_chunk(items, block_index);
+  const int64_t first = (block_index - t.first_chunk) * kNormChunk;
+  const int numel = static_cast<int>(t.numel - first < kNormChunk ? t.numel - first : kNormChunk);
+  const char* const data = static_cast<const char*>(t.data) + first * itemsize(t.dtype);
   SHARDCORE_ASSUME_GLOBAL(data);
   const bool aligned = is_aligned16(t.data);
   DoubleDouble total;

@@ -109,6 +109,32 @@ TEST(adam_cuda_body, does_a_list_of_mixed_state_dtypes_in_one_launch) {
   }
 }
 
+TEST(adam_cuda_body, reads_few_scalars_from_the_launch_and_many_from_a_table) {
+  constexpr size_t kFew = AdamScalarsArg::kFew;
+  std::vector<AdamHyper> hypers(kFew + 1);
+  std::vector<TensorSpec> specs;
+  for (size_t i = 0; i < hypers.size(); ++i) {
+    hypers[i].lr = 0.01 * static_cast<double>(i + 1);
+    specs.push_back({300, DType::f32, DType::f32, Master::none, false, 0, static_cast<int32_t>(i), i});
+  }
+  for (const size_t count : {kFew + 1, kFew}) {
+    hypers.resize(count);
+    specs.resize(count);
+    EXPECT_EQ(AdamScalarsArg().take(AdamProblem::scalars_of(hypers)), count == kFew);
+    AdamProblem problem(specs, 44);
+    problem.run_cpu(hypers);
+    const auto want = problem.result();
+    problem.reset();
+    problem.run_cuda_body(hypers);
+    EXPECT_EQ(problem.result(), want);
+    std::swap(hypers[0], hypers[count - 1]);  // a twin that reads those of other tensors
+    problem.reset();
+    problem.run_cuda_body(hypers);
+    EXPECT_NE(problem.result(), want);
+    std::swap(hypers[0], hypers[count - 1]);
+  }
+}
+
 // Every option of a step: AdamW or Adam with decay, maximize, bias correction, stochastic rounding.
 std::vector<AdamHyper> every_hyper() {
   std::vector<AdamHyper> hypers;

@@ -57,13 +57,13 @@ class Partials {
 
 template <typename Block = HostBlock>
 DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t first_chunk = 0) {
-  const auto chunks = make_chunks(
-      static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kNormChunk);
-  if (chunks.empty()) return {};
-  const auto count = static_cast<int64_t>(chunks.size());
-  Partials partials(count);
-  HostGrid::run_from(first_chunk, count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
-    sq_norm_body(segments.data(), chunks.data(), partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
+  const NormPlan plan(segments);
+  if (plan.num_chunks == 0) return {};
+  NormItems items;
+  if (!items.take(plan.items)) items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
+  Partials partials(plan.num_chunks);
+  HostGrid::run_from(first_chunk, plan.num_chunks, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+    sq_norm_body(items, partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
   });
   return partials.total<Block>();
 }

@@ -65,10 +65,30 @@ TEST(norm_cuda, has_the_cpu_norm_for_every_dtype_size_and_alignment) {
   }
 }
 
+TEST(norm_cuda, every_chunk_finds_its_tensor) {
+  const std::vector<NormSegment> list = {{nullptr, 0, DType::f32},          {nullptr, 1, DType::f32},
+                                         {nullptr, 0, DType::f16},          {nullptr, 0, DType::f16},
+                                         {nullptr, kNormChunk, DType::f16}, {nullptr, 2 * kNormChunk + 1, DType::bf16},
+                                         {nullptr, 5, DType::f32},          {nullptr, 0, DType::bf16}};
+  const NormPlan plan(list);
+  NormItems few, many;
+  EXPECT_TRUE(few.take(plan.items));
+  many.table = plan.items.data(), many.count = few.count;
+  const std::vector<int64_t> numels = {1, kNormChunk, 2 * kNormChunk + 1, 2 * kNormChunk + 1, 2 * kNormChunk + 1, 5};
+  ASSERT_EQ(plan.num_chunks, static_cast<int64_t>(numels.size()));
+  for (int64_t chunk = 0; chunk < plan.num_chunks; ++chunk) {
+    for (const NormItems* items : {&few, &many}) {
+      EXPECT_EQ(item_of_chunk(*items, chunk).numel, numels[static_cast<size_t>(chunk)]) << chunk;
+    }
+  }
+  EXPECT_TRUE(NormItems().take(std::vector<NormItem>(NormItems::kFew)));
+  EXPECT_FALSE(NormItems().take(std::vector<NormItem>(NormItems::kFew + 1)));
+}
+
 TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
   std::vector<Buffer> buffers;
   std::vector<NormSegment> list;
-  const int64_t count = kThreadSanitizer ? 30 : 2 * kNormThreads + 40;
+  const int64_t count = kThreadSanitizer ? 30 : 2 * kNormThreads + 40;  // more than a launch takes along, too
   for (int64_t i = 0; i < count; ++i) {
     const int64_t numel = i % 7 * 50;  // none in each seventh
     const DType dtype = kDTypes[i % 3];

@@ -50,6 +50,32 @@ TEST(state_codec, any_finite_weight_goes_with_any_remainder) {
   }
 }
 
+// CUDA's way to code and decode, for every code and around every code.
+TEST(state_codec, scaling_has_the_same_bits) {
+  Random random(61);
+  for (const int bias : {kExpAvgBias, kExpAvgSqBias}) {
+    for (uint32_t code = 0; code <= static_cast<uint32_t>(bias << 3) + 8; ++code) {
+      const float x = small_float(code << kDroppedBits, bias);
+      ASSERT_EQ(float_bits(small_float_by_scaling(code << kDroppedBits, bias)), float_bits(x)) << code;
+      for (int trial = 0; trial < 20000; ++trial) {
+        const uint32_t noise = trial % 4 == 0 ? (trial % 8 == 0 ? 0 : kLargestNoise) : random.bits() & kLargestNoise;
+        const float y = bits_float(float_bits(x) + (trial % 3 == 0 ? static_cast<uint32_t>(trial % 7) : random.bits() >> 11));
+        ASSERT_EQ(small_code_by_scaling(y, bias, noise), small_code(y, bias, noise)) << y << " " << noise;
+      }
+    }
+    for (int trial = 0; trial < 1000000; ++trial) {
+      const float y = bits_float(random.bits() & 0x7fffffffu);  // all magnitudes, infinity and NaN
+      const uint32_t noise = random.bits() & kLargestNoise;
+      ASSERT_EQ(small_code_by_scaling(y, bias, noise), small_code(y, bias, noise)) << y << " " << noise;
+    }
+  }
+  for (int exponent = -126; exponent <= 127; ++exponent) {
+    const float scale = std::ldexp(1.0f, exponent);
+    EXPECT_EQ(inverse_of_scale(scale), 1.0f / scale);
+  }
+  EXPECT_TRUE(std::isnan(inverse_of_scale(scale_of(0x7f800000u))));
+}
+
 // What was stored is stored again without change: state dicts travel as float32.
 TEST(state_codec, codes_survive_a_trip_through_float32) {
   for (int exponent = -126; exponent <= 127; ++exponent) {
