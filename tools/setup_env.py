@@ -6,6 +6,11 @@ through PYTHONPATH. Otherwise .venv gets torch and the ``dev`` packages of pypro
 Writes build/python: the path of the Python to use.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file, and lack some of the modules below
+    sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
+
 import argparse
 import fcntl
 import hashlib
@@ -15,13 +20,9 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
+import tomllib
 from pathlib import Path
-
-if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file
-    sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
-import tomllib  # new in 3.11
 
 from tools.build_config import FLAG_VARIABLES, MIN_TORCH
 
@@ -166,7 +167,7 @@ def build(python: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip installs into .venv (default: %(default)s)")
     options = parser.parse_args()
     BUILD.mkdir(exist_ok=True)
