@@ -94,4 +94,4 @@ if __name__ == "__main__":
         arguments = extension_arguments(prepare()) if needs_torch(sys.argv[1:]) else {}
     except BuildError as error:
         sys.exit(f"\n{error}\n")
-    setup(**arguments)
+    setup(license="Apache-2.0", **arguments)
