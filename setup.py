@@ -1,5 +1,6 @@
 """Builds shardcore._C with torch.utils.cpp_extension. What is built and why is decided in tools/build_config.py."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -32,6 +33,8 @@ def prepare() -> Decision:
     build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
     import torch
 
+    clang_openmp = hasattr(ctypes.CDLL(torch._C.__file__), "__kmpc_fork_call")  # looks in all that torch loads, too
+    build_config.check_compiler(build_config.read_macros(dict(os.environ)), clang_openmp)
     nvcc = None
     if torch.version.cuda and os.environ.get("SHARDCORE_CUDA") != "0":
         nvcc = build_config.find_nvcc(dict(os.environ))

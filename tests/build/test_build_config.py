@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -172,6 +173,37 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
         build_config.check_tools(env | {"CXX": "clang++-99"}, str(tmp_path))
     with pytest.raises(BuildError, match=r"Python\.h .*apt-get install python3-dev"):
         build_config.check_tools(env, str(tmp_path / "bin"))
+
+
+GCC_12 = {"__GNUC__": "12", "__FINITE_MATH_ONLY__": "0"}
+CLANG = {"__GNUC__": "4", "__clang__": "1", "__clang_major__": "19"}
+
+
+def test_compilers_that_cannot_do_are_refused_before_minutes_of_building():
+    build_config.check_compiler(GCC_12, clang_openmp=False)
+    build_config.check_compiler(CLANG, clang_openmp=True)  # a torch that was built with LLVM's OpenMP
+    for macros, message in (
+        (GCC_12 | {"__GNUC__": "8"}, r"is GCC 8; expected GCC 11 or newer \(set CXX"),
+        ({}, r"is GCC \(unknown\); expected GCC 11"),
+        (CLANG, r"is clang 19, whose OpenMP calls torch's OpenMP library does not have.*expected GCC 11"),
+        (GCC_12 | {"__FAST_MATH__": "1"}, "changes arithmetic by default.*expected GCC 11"),
+        (GCC_12 | {"__FINITE_MATH_ONLY__": "1"}, "changes arithmetic by default"),
+        (CLANG | {"__INTEL_LLVM_COMPILER": "20250000"}, "changes arithmetic by default"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            build_config.check_compiler(macros, clang_openmp=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_a_compiler_is_asked_what_it_is(tmp_path):
+    env = dict(os.environ)
+    build_config.check_compiler(build_config.read_macros(env | {"CXX": "g++"}), clang_openmp=False)
+    fast = executable(tmp_path / "fast", '#!/bin/sh\nexec g++ -ffast-math "$@"\n')  # what check_flags cannot see
+    with pytest.raises(BuildError, match="changes arithmetic by default"):
+        build_config.check_compiler(build_config.read_macros(env | {"CXX": str(fast)}), clang_openmp=False)
+    broken = executable(tmp_path / "broken", "#!/bin/sh\necho no cc1plus >&2; exit 1\n")
+    with pytest.raises(BuildError, match=r"broken does not work; expected a C\+\+ compiler: no cc1plus"):
+        build_config.read_macros(env | {"CXX": str(broken)})
 
 
 def test_compiler_of_two_words_names_the_script_that_helps(tmp_path):
