@@ -2,6 +2,7 @@
 
 import logging
 import os
+import resource
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from shardcore._native import _C
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.models import Run, train
-from tests.ranks import run_ranks
+from tests.ranks import run_fresh, run_ranks
 
 
 def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
@@ -154,3 +155,18 @@ def test_a_call_is_made_once_though_no_thread_can_start(monkeypatch: pytest.Monk
 
 def _cannot_start(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def _why_no_thread_starts() -> str:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))  # of all limits the one that binds root
+    try:
+        _C.use_threads(64)
+    except RuntimeError as error:
+        return str(error)
+    return "they started"
+
+
+def test_threads_that_cannot_start_say_what_to_do() -> None:
+    expected = "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
+    assert run_fresh(_why_no_thread_starts).startswith(expected)
