@@ -29,6 +29,7 @@ def prepare() -> Decision:
     """Check torch and tools, set what torch's build reads from the environment, and decide. Raises BuildError."""
     spec = importlib.util.find_spec("torch")
     build_config.check_torch_location(spec.origin if spec else None, [sys.prefix, *sys.path])
+    build_config.check_writable(ROOT)
     build_config.check_flags(dict(os.environ))
     build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
     import torch

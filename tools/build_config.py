@@ -200,6 +200,19 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
         )
 
 
+def check_writable(root: Path) -> None:
+    """Refuse a source tree that cannot be written to: all that is built goes through its build/."""
+    for folder in (root, root / "build"):
+        try:
+            folder.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise BuildError(
+                f"build: {folder} cannot be written to ({error.strerror}); expected a source tree of your own, with space for "
+                "what is built (copy it)"
+            ) from error
+
+
 def read_macros(env: dict[str, str]) -> dict[str, str]:
     """What the C++ compiler says of itself: its predefined macros. Raises BuildError if it does not run."""
     command = [env.get("CXX") or "c++", "-O3", "-dM", "-E", "-x", "c++", "/dev/null"]

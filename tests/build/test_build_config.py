@@ -194,6 +194,17 @@ def test_compilers_that_cannot_do_are_refused_before_minutes_of_building():
             build_config.check_compiler(macros, clang_openmp=False)
 
 
+def test_a_tree_that_cannot_be_written_to_is_named(tmp_path):
+    build_config.check_writable(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["build"]
+    with pytest.raises(BuildError, match=r"build: /proc cannot be written to \(.+\); expected a source tree of your own"):
+        build_config.check_writable(Path("/proc"))  # not even by root
+    (tmp_path / "build").rmdir()
+    (tmp_path / "build").symlink_to("/proc/self")  # of another user's build
+    with pytest.raises(BuildError, match=r"/build cannot be written to"):
+        build_config.check_writable(tmp_path)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_a_compiler_is_asked_what_it_is(tmp_path):
     env = dict(os.environ)
