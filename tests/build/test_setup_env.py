@@ -157,3 +157,7 @@ def test_an_old_python_is_named_before_what_it_lacks_is_missed():
 
 def test_runs_without_docstrings():
     assert run_setup_env("pass", "-OO").returncode == 0
+
+
+def test_pip_installs_into_the_venv_though_users_are_told_to_install_elsewhere(made):
+    assert "--no-user" in made()[1]  # under PIP_USER=1 pip refuses an install into a virtual environment

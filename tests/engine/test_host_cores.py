@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -120,10 +121,11 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
     assert "cannot be kept on the cores 4095" in caplog.text
 
 
-def _worker_of(rank: int, world_size: int) -> WorkerThreads:
+def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardcore.neighbours.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
         patch.setattr("shardcore.neighbours.quota", lambda: None)
+        patch.setattr("shardcore.neighbours.read_text", lambda path: started[rank])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.lazy.threads
     return threads
@@ -131,6 +133,9 @@ def _worker_of(rank: int, world_size: int) -> WorkerThreads:
 
 def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
     assert run_ranks(2, _worker_of) == [WorkerThreads(2, (9000, 9001, 9002)), WorkerThreads(2, (9003, 9004, 9005))]
+    assert run_ranks(2, _worker_of, ("on one", "on another")) == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2, (
+        "machines of one name"
+    )
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
