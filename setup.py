@@ -73,7 +73,7 @@ def extension_arguments(decision: Decision) -> dict[str, object]:
             print(decision.line, file=sys.stderr, flush=True)
 
     flags = build_config.read_flags()
-    macros = [f'-DSHARDCORE_VERSION="{version()}"', f'-DSHARDCORE_CUDA_ARCH_LIST="{decision.arch_list}"']
+    macros = build_config.make_macros(version(), decision)
     extension = (CUDAExtension if decision.cuda else CppExtension)(
         name="shardcore._C",
         sources=build_config.join_bindings(build_config.find_sources(bool(decision.cuda)), int(os.environ["MAX_JOBS"])),

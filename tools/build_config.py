@@ -257,6 +257,16 @@ def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
     return flags
 
 
+def make_macros(version: str, decision: Decision) -> list[str]:
+    """The macros of every source.
+
+    Nobody reads that of torch: another torch in the same place may have older files than our objects (conda and uv keep dates),
+    and ninja would link these. A command line that differs makes it compile.
+    """
+    values = {"VERSION": version, "CUDA_ARCH_LIST": decision.arch_list, "FOR_TORCH": decision.torch}
+    return [f'-DSHARDCORE_{name}="{value}"' for name, value in values.items()]
+
+
 def find_sources(with_cuda: bool, csrc: Path = ROOT / "csrc") -> list[str]:
     """All csrc/**/*.cpp, and *.cu with CUDA, as sorted paths relative to the repository root.
 

@@ -262,6 +262,15 @@ def test_flags_fix_the_arithmetic():
     assert "-ffp-contract=off" in flags["nvcc"][-1]  # the host half of a CUDA file
 
 
+def test_another_torch_or_architecture_compiles_again_whatever_the_dates_of_files():
+    lines = [
+        build_config.make_macros("0.1.0", Decision(torch, "13.0", arch_list, ""))
+        for torch, arch_list in (("2.13.0+cu130", "8.0"), ("2.13.1+cu130", "8.0"), ("2.13.0+cu130", "9.0"))
+    ]
+    assert '-DSHARDCORE_VERSION="0.1.0"' in lines[0]
+    assert len({tuple(line) for line in lines}) == 3
+
+
 def test_sources(tmp_path):
     csrc = tmp_path / "csrc"
     for name in ("bind/module.cpp", "adam/adam.cpp", "adam/adam_cuda.cu", "adam/adam.h"):
