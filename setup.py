@@ -1,5 +1,6 @@
 """Builds shardcore._C with torch.utils.cpp_extension. What is built and why is decided in tools/build_config.py."""
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -28,10 +29,13 @@ def prepare() -> Decision:
     """Check torch and tools, set what torch's build reads from the environment, and decide. Raises BuildError."""
     spec = importlib.util.find_spec("torch")
     build_config.check_torch_location(spec.origin if spec else None, [sys.prefix, *sys.path])
+    build_config.check_writable(ROOT)
     build_config.check_flags(dict(os.environ))
     build_config.check_tools(dict(os.environ), sysconfig.get_paths()["include"])
     import torch
 
+    clang_openmp = hasattr(ctypes.CDLL(torch._C.__file__), "__kmpc_fork_call")  # looks in all that torch loads, too
+    build_config.check_compiler(build_config.read_macros(dict(os.environ)), clang_openmp)
     nvcc = None
     if torch.version.cuda and os.environ.get("SHARDCORE_CUDA") != "0":
         nvcc = build_config.find_nvcc(dict(os.environ))
@@ -69,7 +73,7 @@ def extension_arguments(decision: Decision) -> dict[str, object]:
             print(decision.line, file=sys.stderr, flush=True)
 
     flags = build_config.read_flags()
-    macros = [f'-DSHARDCORE_VERSION="{version()}"', f'-DSHARDCORE_CUDA_ARCH_LIST="{decision.arch_list}"']
+    macros = build_config.make_macros(version(), decision)
     extension = (CUDAExtension if decision.cuda else CppExtension)(
         name="shardcore._C",
         sources=build_config.join_bindings(build_config.find_sources(bool(decision.cuda)), int(os.environ["MAX_JOBS"])),
@@ -94,4 +98,4 @@ if __name__ == "__main__":
         arguments = extension_arguments(prepare()) if needs_torch(sys.argv[1:]) else {}
     except BuildError as error:
         sys.exit(f"\n{error}\n")
-    setup(**arguments)
+    setup(license="Apache-2.0", **arguments)

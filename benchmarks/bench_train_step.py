@@ -1,5 +1,6 @@
-"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks over gloo, or
-with --device cuda on GPUs over nccl (a rank each; without DeepSpeed, whose CPU Adam is meant here).
+"""Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks or GPUs.
+
+On the CPU over gloo; with --device cuda over nccl (a rank each; without DeepSpeed, whose CPU Adam is meant here).
 
 All engines live in the same processes and take turns in a random order that the ranks share, a step each, or --steps in a
 row: as in training, caches then hold what this engine left, and a rank may be ahead of another until they next meet. A turn

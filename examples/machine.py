@@ -43,14 +43,22 @@ def available_bytes() -> int | None:
 
 
 def git_commit() -> str:
-    """Return the commit of this tree, with "+changes" if tracked files differ from it, or "unknown" outside git."""
+    """Return the commit of this tree, with "+changes" if tracked files differ from it, or "unknown" where git does
+    not track it.
+
+    A tree that was unpacked inside another repository is none of its commits.
+    """
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-        status = ["git", "status", "--porcelain", "--untracked-files=no"]
-        changes = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True)
+        _git("ls-files", "--error-unmatch", "pyproject.toml")
+        head = _git("rev-parse", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+changes" if changes.stdout.strip() else "")
+    return head + ("+changes" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def describe_machine() -> dict[str, object]:

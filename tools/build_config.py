@@ -30,6 +30,7 @@ UNSAFE_MATH = re.compile(
     r"--?use_fast_math|--?(fmad|ftz)[= ]true|--?prec-(div|sqrt)[= ]false)|crtfastmath"
 )
 MIN_TORCH = (2, 11)
+MIN_GCC = 11
 NO_ISOLATION = "pip install --no-build-isolation ."
 ISOLATED = (
     "build: this is an isolated build environment; expected the environment whose torch will run shardcore, because an "
@@ -189,7 +190,7 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
         )
     if not shutil.which(cxx, path=env.get("PATH")):
         raise BuildError(
-            f"build: no C++ compiler ({cxx} is not on PATH); expected GCC 11 or newer or a recent clang (Debian, Ubuntu: "
+            f"build: no C++ compiler ({cxx} is not on PATH); expected GCC {MIN_GCC} or newer (Debian, Ubuntu: "
             "apt-get install g++; Fedora: dnf install gcc-c++; or set CXX)"
         )
     if not Path(include_dir, "Python.h").exists():
@@ -197,6 +198,45 @@ def check_tools(env: dict[str, str], include_dir: str) -> None:
             f"build: Python.h is not in {include_dir}; expected Python's C headers (Debian, Ubuntu: apt-get install "
             "python3-dev; Fedora: dnf install python3-devel)"
         )
+
+
+def check_writable(root: Path) -> None:
+    """Refuse a source tree that cannot be written to: all that is built goes through its build/."""
+    for folder in (root, root / "build"):
+        try:
+            folder.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise BuildError(
+                f"build: {folder} cannot be written to ({error.strerror}); expected a source tree of your own, with space for "
+                "what is built (copy it)"
+            ) from error
+
+
+def read_macros(env: dict[str, str]) -> dict[str, str]:
+    """What the C++ compiler says of itself: its predefined macros. Raises BuildError if it does not run."""
+    command = [env.get("CXX") or "c++", "-O3", "-dM", "-E", "-x", "c++", "/dev/null"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"build: {command[0]} does not work; expected a C++ compiler: {done.stderr[-2000:].strip()}")
+    return dict(re.findall(r"^#define (\w+) ?(.*)$", done.stdout, re.MULTILINE))
+
+
+def check_compiler(macros: dict[str, str], clang_openmp: bool) -> None:
+    """Refuse a compiler whose code would not load, or would change results, or that is too old: after minutes it would fail.
+
+    macros: see read_macros. clang_openmp: whether the OpenMP library that torch brings has what clang's code calls.
+    """
+    fix = f"expected GCC {MIN_GCC} or newer (set CXX to a g++; Enterprise Linux 8 has gcc-toolset-12)"
+    if "__FAST_MATH__" in macros or macros.get("__FINITE_MATH_ONLY__") == "1" or "__INTEL_LLVM_COMPILER" in macros:
+        raise BuildError(f"build: the C++ compiler changes arithmetic by default (-ffast-math); {fix}")
+    if "__clang__" in macros and not clang_openmp:
+        raise BuildError(
+            f"build: the C++ compiler is clang {macros.get('__clang_major__')}, whose OpenMP calls torch's OpenMP library does "
+            f"not have, so that the extension would not load; {fix}"
+        )
+    if "__clang__" not in macros and int(macros.get("__GNUC__", "0")) < MIN_GCC:
+        raise BuildError(f"build: the C++ compiler is GCC {macros.get('__GNUC__', '(unknown)')}; {fix}")
 
 
 def check_flags(env: dict[str, str]) -> None:
@@ -215,6 +255,16 @@ def read_flags(path: Path = ROOT / "csrc/flags.txt") -> dict[str, list[str]]:
     flags["cxx"] = [CXX_STANDARD, *flags["cxx"], *flags.pop("extension", []), "-g0"]
     flags["nvcc"] = [CXX_STANDARD, *flags["nvcc"], "-Xcompiler", ",".join(host)]
     return flags
+
+
+def make_macros(version: str, decision: Decision) -> list[str]:
+    """The macros of every source.
+
+    Nobody reads that of torch: another torch in the same place may have older files than our objects (conda and uv keep dates),
+    and ninja would link these. A command line that differs makes it compile.
+    """
+    values = {"VERSION": version, "CUDA_ARCH_LIST": decision.arch_list, "FOR_TORCH": decision.torch}
+    return [f'-DSHARDCORE_{name}="{value}"' for name, value in values.items()]
 
 
 def find_sources(with_cuda: bool, csrc: Path = ROOT / "csrc") -> list[str]:

@@ -168,7 +168,7 @@ def find_cuobjdump() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("library", nargs="?", type=Path, help="default: the extension built into shardcore/")
     library = parser.parse_args().library or next(iter(sorted((ROOT / "shardcore").glob("_C*.so"))), None)
     if library is None:

@@ -50,7 +50,7 @@ def first_step_error(optimizer_class: type[torch.optim.Optimizer]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cuda", action="store_true", help="fail unless the CUDA sources were built")
     options = parser.parse_args()
     info = _C.build_info()

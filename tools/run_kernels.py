@@ -83,7 +83,7 @@ def run_host_tier(device: torch.device) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.run_kernels", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.run_kernels", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: to test this program")
     device = torch.device(parser.parse_args().device)
     for run in (run_adam, run_device_step, run_norm, run_ordered_sum, run_cast, run_host_tier):

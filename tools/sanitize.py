@@ -63,7 +63,7 @@ def check(tool: str, sanitizer: str, planted: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.sanitize", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("tool", choices=list(TOOLS))
     tool = parser.parse_args().tool
     nvcc = find_nvcc(dict(os.environ))

@@ -6,6 +6,11 @@ through PYTHONPATH. Otherwise .venv gets torch and the ``dev`` packages of pypro
 Writes build/python: the path of the Python to use.
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file, and lack some of the modules below
+    sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
+
 import argparse
 import fcntl
 import hashlib
@@ -15,15 +20,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
+import tomllib
 from pathlib import Path
 
-if sys.version_info < (3, 11):  # noqa: UP036 - older Pythons do call this file
-    sys.exit(f"setup: {sys.executable} is Python {sys.version.split()[0]}; expected 3.11 or newer (make PYTHON=python3.12 ...)")
-import tomllib  # new in 3.11
-
-from tools.build_config import FLAG_VARIABLES, MIN_TORCH
+from tools.build_config import FLAG_VARIABLES, MIN_TORCH, BuildError, check_writable
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
@@ -93,7 +94,7 @@ def use_venv(torch_requirement: str) -> str:
     say(f"making .venv{again} with {torch_requirement} (a download of some hundred MB, more where torch brings CUDA)")
     stamp.unlink(missing_ok=True)  # first: what is interrupted from here on must not pass for complete
     run([sys.executable, "-m", "venv", "--clear", str(VENV)], "python3 -m venv failed")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-user"]  # PIP_USER=1 is common on clusters
     run([*pip, *requirements], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
     stamp.write_text(json.dumps(wanted))
     return str(python)
@@ -166,10 +167,10 @@ def build(python: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--torch", default="torch==2.13.0", help="what pip installs into .venv (default: %(default)s)")
     options = parser.parse_args()
-    BUILD.mkdir(exist_ok=True)
+    check_writable(ROOT)
     with (BUILD / "setup.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits and finds it done
         torch_version = own_torch()
@@ -187,5 +188,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except BuildError as error:
+        sys.exit(str(error))
     except SetupError as error:
         sys.exit(str(error) if "\n" in str(error) else f"setup: {error}")

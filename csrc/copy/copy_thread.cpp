@@ -13,6 +13,8 @@
 #include <mutex>
 #include <thread>
 
+#include "core/thread_pool.h"
+
 namespace shardcore {
 namespace {
 
@@ -117,7 +119,7 @@ class ThreadStream final : public CopyStream {
       const std::lock_guard<std::mutex> lock(queue_->mutex);
       if (!queue_->error.empty()) throw CopyError(queue_->error);
       if (pid_ == 0) {
-        queue_->thread = std::thread([queue = queue_] { queue->run(); });
+        queue_->thread = start_thread([queue = queue_] { queue->run(); });
         pid_ = getpid();
       }
       queue_->jobs.push_back({dst, src, size_bytes, fails});

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <system_error>
+#include <utility>
 
 namespace shardcore {
 
@@ -28,6 +30,16 @@ bool spin_until(const Ready& ready) {
 }
 
 }  // namespace
+
+std::thread start_thread(std::function<void()> run) {
+  try {
+    return std::thread(std::move(run));
+  } catch (const std::system_error& error) {
+    throw std::system_error(error.code(),
+                            "a thread cannot start; expected the system to allow one more than run now (ulimit -u, ulimit -v, "
+                            "the container's limit of processes; or take fewer: offload={\"cpu_threads\": n})");
+  }
+}
 
 struct ThreadPool::State {
   std::mutex mutex;

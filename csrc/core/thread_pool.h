@@ -12,21 +12,22 @@
 #include <functional>
 #include <mutex>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "core/executor.h"
 
 namespace shardcore {
 
+// A thread that runs `run`. Throws std::system_error that says what to do if the system starts no more.
+std::thread start_thread(std::function<void()> run);
+
 class ThreadPool final : public Executor {
  public:
   // Starts a thread that runs the loop given. Tests give one that fails.
   using Spawn = std::function<std::thread(std::function<void()> loop)>;
 
-  // Throws what spawn throws (std::system_error if the machine has no more threads), with every started thread ended.
-  explicit ThreadPool(
-      int num_threads, const Spawn& spawn = [](std::function<void()> loop) { return std::thread(std::move(loop)); });
+  // Throws what spawn throws, with every started thread ended.
+  explicit ThreadPool(int num_threads, const Spawn& spawn = start_thread);
   ~ThreadPool() override;
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

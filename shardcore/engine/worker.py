@@ -56,6 +56,7 @@ class Worker:
         try:
             self._last = self._executor.submit(self._call, call, arguments)
         except RuntimeError:  # the interpreter ends, or the system has no more
+            self.after_fork()  # the executor that could not start its thread has kept the call, and would make it later, too
             self._last = Future()
             try:
                 self._last.set_result(call(*arguments))

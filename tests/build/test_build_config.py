@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -174,6 +175,48 @@ def test_missing_compiler_or_headers_name_the_package(tmp_path):
         build_config.check_tools(env, str(tmp_path / "bin"))
 
 
+GCC_12 = {"__GNUC__": "12", "__FINITE_MATH_ONLY__": "0"}
+CLANG = {"__GNUC__": "4", "__clang__": "1", "__clang_major__": "19"}
+
+
+def test_compilers_that_cannot_do_are_refused_before_minutes_of_building():
+    build_config.check_compiler(GCC_12, clang_openmp=False)
+    build_config.check_compiler(CLANG, clang_openmp=True)  # a torch that was built with LLVM's OpenMP
+    for macros, message in (
+        (GCC_12 | {"__GNUC__": "8"}, r"is GCC 8; expected GCC 11 or newer \(set CXX"),
+        ({}, r"is GCC \(unknown\); expected GCC 11"),
+        (CLANG, r"is clang 19, whose OpenMP calls torch's OpenMP library does not have.*expected GCC 11"),
+        (GCC_12 | {"__FAST_MATH__": "1"}, "changes arithmetic by default.*expected GCC 11"),
+        (GCC_12 | {"__FINITE_MATH_ONLY__": "1"}, "changes arithmetic by default"),
+        (CLANG | {"__INTEL_LLVM_COMPILER": "20250000"}, "changes arithmetic by default"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            build_config.check_compiler(macros, clang_openmp=False)
+
+
+def test_a_tree_that_cannot_be_written_to_is_named(tmp_path):
+    build_config.check_writable(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["build"]
+    with pytest.raises(BuildError, match=r"build: /proc cannot be written to \(.+\); expected a source tree of your own"):
+        build_config.check_writable(Path("/proc"))  # not even by root
+    (tmp_path / "build").rmdir()
+    (tmp_path / "build").symlink_to("/proc/self")  # of another user's build
+    with pytest.raises(BuildError, match=r"/build cannot be written to"):
+        build_config.check_writable(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_a_compiler_is_asked_what_it_is(tmp_path):
+    env = dict(os.environ)
+    build_config.check_compiler(build_config.read_macros(env | {"CXX": "g++"}), clang_openmp=False)
+    fast = executable(tmp_path / "fast", '#!/bin/sh\nexec g++ -ffast-math "$@"\n')  # what check_flags cannot see
+    with pytest.raises(BuildError, match="changes arithmetic by default"):
+        build_config.check_compiler(build_config.read_macros(env | {"CXX": str(fast)}), clang_openmp=False)
+    broken = executable(tmp_path / "broken", "#!/bin/sh\necho no cc1plus >&2; exit 1\n")
+    with pytest.raises(BuildError, match=r"broken does not work; expected a C\+\+ compiler: no cc1plus"):
+        build_config.read_macros(env | {"CXX": str(broken)})
+
+
 def test_compiler_of_two_words_names_the_script_that_helps(tmp_path):
     compiler = executable(tmp_path / "bin/g++", "#!/bin/sh\n")
     (tmp_path / "Python.h").touch()
@@ -217,6 +260,15 @@ def test_flags_fix_the_arithmetic():
     assert {"-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++20"} <= set(flags["cxx"])
     assert {"--fmad=false", "-prec-div=true", "-prec-sqrt=true", "-ftz=false", "-std=c++20"} <= set(flags["nvcc"])
     assert "-ffp-contract=off" in flags["nvcc"][-1]  # the host half of a CUDA file
+
+
+def test_another_torch_or_architecture_compiles_again_whatever_the_dates_of_files():
+    lines = [
+        build_config.make_macros("0.1.0", Decision(torch, "13.0", arch_list, ""))
+        for torch, arch_list in (("2.13.0+cu130", "8.0"), ("2.13.1+cu130", "8.0"), ("2.13.0+cu130", "9.0"))
+    ]
+    assert '-DSHARDCORE_VERSION="0.1.0"' in lines[0]
+    assert len({tuple(line) for line in lines}) == 3
 
 
 def test_sources(tmp_path):

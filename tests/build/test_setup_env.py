@@ -1,5 +1,6 @@
 """What `make setup` decides: which torch fits, and when the extension must be built again."""
 
+import subprocess
 import sys
 
 import pytest
@@ -135,3 +136,28 @@ def test_build_again_when_a_flag_variable_changes(checkout, monkeypatch, name):
     before = setup_env.fingerprint(sys.executable)
     monkeypatch.setenv(name, "-g")
     assert setup_env.fingerprint(sys.executable) != before
+
+
+def run_setup_env(before: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run tools/setup_env.py --help in a Python that did `before`, without site-packages."""
+    main = "sys.argv = ['setup_env', '--help']; runpy.run_path('tools/setup_env.py', {}, '__main__')"
+    code = f"import runpy, sys; {before}; {main}"
+    command = [sys.executable, *options, "-S", "-c", code]
+    return subprocess.run(command, cwd=setup_env.ROOT, capture_output=True, text=True, check=False)
+
+
+def test_an_old_python_is_named_before_what_it_lacks_is_missed():
+    lacks = "; ".join(f"sys.modules[{name!r}] = None" for name in ("importlib.metadata", "tomllib", "dataclasses"))
+    old = run_setup_env(f"sys.version_info = (3, 6, 15); {lacks}")
+    assert old.returncode == 1
+    assert "; expected 3.11 or newer (make PYTHON=python3.12 ...)" in old.stderr
+    assert "Traceback" not in old.stderr
+    assert "ModuleNotFoundError" in run_setup_env(lacks).stderr
+
+
+def test_runs_without_docstrings():
+    assert run_setup_env("pass", "-OO").returncode == 0
+
+
+def test_pip_installs_into_the_venv_though_users_are_told_to_install_elsewhere(made):
+    assert "--no-user" in made()[1]  # under PIP_USER=1 pip refuses an install into a virtual environment

@@ -2,18 +2,20 @@
 
 import logging
 import os
+import resource
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.worker import WorkerThreads, use_own_threads
+from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.models import Run, train
-from tests.ranks import run_ranks
+from tests.ranks import run_fresh, run_ranks
 
 
 def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
@@ -119,10 +121,11 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
     assert "cannot be kept on the cores 4095" in caplog.text
 
 
-def _worker_of(rank: int, world_size: int) -> WorkerThreads:
+def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardcore.neighbours.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
         patch.setattr("shardcore.neighbours.quota", lambda: None)
+        patch.setattr("shardcore.neighbours.read_text", lambda path: started[rank])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.lazy.threads
     return threads
@@ -130,6 +133,9 @@ def _worker_of(rank: int, world_size: int) -> WorkerThreads:
 
 def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
     assert run_ranks(2, _worker_of) == [WorkerThreads(2, (9000, 9001, 9002)), WorkerThreads(2, (9003, 9004, 9005))]
+    assert run_ranks(2, _worker_of, ("on one", "on another")) == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2, (
+        "machines of one name"
+    )
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +146,32 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         _, optimizer, _ = train(0, Run(steps=2, shard={"offload": offload, "overlap_step": True}))
         optimizer.synchronize()
     assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
+
+
+def test_a_call_is_made_once_though_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    worker = Worker("test", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _cannot_start)
+        worker.submit(made.append, 1).result()
+    worker.submit(made.append, 2).result()
+    assert made == [1, 2]
+
+
+def _cannot_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def _why_no_thread_starts() -> str:
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))  # of all limits the one that binds root
+    try:
+        _C.use_threads(64)
+    except RuntimeError as error:
+        return str(error)
+    return "they started"
+
+
+def test_threads_that_cannot_start_say_what_to_do() -> None:
+    expected = "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
+    assert run_fresh(_why_no_thread_starts).startswith(expected)

@@ -3,6 +3,9 @@
 import argparse
 import io
 import json
+import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 
 from benchmarks import bench_adam_scaling, bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
 from benchmarks.adam_kinds import check_same_work
-from examples import arguments
+from examples import arguments, machine
 
 
 @pytest.mark.parametrize("pages", ["equal", "own"])
@@ -225,3 +228,20 @@ def test_the_bar_is_for_terminals(terminal):
     lines = stream.getvalue().replace("\x1b[K", "").split("\r")
     assert lines[1:] == (["." * 30 + " 0/4  a", "#" * 7 + "." * 23 + " 1/4  b", "#" * 15 + "." * 15 + " 2/4  a",
                           "#" * 22 + "." * 8 + " 3/4  b", ""] if terminal else [])  # fmt: skip
+
+
+def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monkeypatch):
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    tree = tmp_path / "unpacked"
+    tree.mkdir()
+    (tree / "pyproject.toml").touch()
+    subprocess.run([*git, "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "another"], cwd=tmp_path, check=True)
+    monkeypatch.setattr(machine, "ROOT", tree)
+    assert machine.git_commit() == "unknown"
+    subprocess.run([*git, "add", "."], cwd=tmp_path, check=True)
+    assert re.fullmatch(r"[0-9a-f]{40,}\+changes", machine.git_commit())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.git_commit() == "unknown"

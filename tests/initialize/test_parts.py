@@ -291,6 +291,7 @@ def main() -> None:
 
 def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, "-m", "tests.initialize.test_parts"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
