@@ -124,7 +124,7 @@ def _worker_of(rank: int, world_size: int) -> WorkerThreads:
         patch.setattr("shardcore.neighbours.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
         patch.setattr("shardcore.neighbours.quota", lambda: None)
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
-    threads: WorkerThreads = optimizer._engine.lazy.threads
+    threads: WorkerThreads = optimizer._engine.lazy._worker.threads
     return threads
 
 
