@@ -144,8 +144,9 @@ def shard(
 
     Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
     disagree; NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where the ranks
-    of a machine would take more host memory than it has free. RuntimeError on every rank if what `materialize` does, or a
-    copy of weights or states, fails on one: then the model is partly made, and to be built anew.
+    of a machine would take more host memory than it has free. RuntimeError on every rank if one cannot take memory,
+    with nothing changed if it says so; or if what `materialize` does, or a copy of weights or states, fails on one: then the
+    model is partly made, and to be built anew.
     """
     comm, problem = join(process_group, ranks_per_node)
     options: dict[str, Any] = {
@@ -182,7 +183,7 @@ def shard(
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
         updated = [bucket for bucket in buckets if bucket.group is not None]
-        tiers = offload_options(offload, stage)
+        tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
         sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
         sync = stage >= 2 if sync_each is None else sync_each
         policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
@@ -201,9 +202,6 @@ def shard(
     agree(comm, problem or short, entries)
 
     comm.separate()
-    carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
-    if adam is not optimizer:
-        replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     make_host = partial(
         host_store,
         updated,
@@ -215,14 +213,16 @@ def shard(
         weights_here=tiers.params is not None,
         changes=tiers.auto,
     )
-    host: CpuStore | SplitStore | None = (
-        make_host() if tiers.params is not None else None
-    )  # the shards of weights lie in its tier
-    for bucket in buckets:
-        builder.allocate(bucket, None if host is None else host.copies)
-    if tiers.optimizer is not None and host is None:
-        host = make_host()
-    store: StateStore = DeviceStore(updated) if host is None else host
+    with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
+        host: CpuStore | SplitStore | None = make_host() if tiers.params is not None else None  # shards of weights lie there
+        for bucket in buckets:
+            builder.allocate(bucket, None if host is None else host.copies)
+        if tiers.optimizer is not None and host is None:
+            host = make_host()
+        store: StateStore = DeviceStore(updated) if host is None else host
+        carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
+    if adam is not optimizer:
+        replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
     frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
@@ -258,27 +258,27 @@ def shard(
     if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
         pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
         pacing.append(host.resplit)
-    engine = Engine(
-        model,
-        buckets,
-        frozen,
-        store,
-        comm,
-        LIFETIMES[stage],
-        policy,
-        clip_grad_norm,
-        adam,
-        device,
-        weights,
-        scaler,
-        lazy,
-        home,
-        *pacing,
-    )
+    with build.together(comm, "taking over gradients and states"):
+        engine = Engine(
+            model,
+            buckets,
+            frozen,
+            store,
+            comm,
+            LIFETIMES[stage],
+            policy,
+            clip_grad_norm,
+            adam,
+            device,
+            weights,
+            scaler,
+            lazy,
+            home,
+            *pacing,
+        )
+        engine.state_io.carry(carried)
     if host is not None:
         warn_of_pageable(host.copies)
-    with build.together(comm, "taking over the optimizer's states"):
-        engine.state_io.carry(carried)
     optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
     model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
     adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]

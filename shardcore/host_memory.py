@@ -1,8 +1,9 @@
-"""How much host memory is free, as the kernel and the control groups that this process is in say.
+"""How much host memory is free, as the kernel, the control groups that this process is in, and its own limits say.
 
 Memory that files fill and the kernel can take back counts as free. Only Linux says; elsewhere nothing is known.
 """
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,15 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process can still take, or None where the system does not say. `root` is for tests."""
     limits = [*_available(root), *_groups(root)]
     return max(0, min(limits)) if limits else None
+
+
+def free_address_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes that this process alone may still map (`ulimit -v`), or None for no limit. `root` is for tests."""
+    for line in read_text(root / "proc/self/limits").splitlines():
+        if line.startswith("Max address space") and (most := line.split()[3]).isdigit():
+            pages = int(read_text(root / "proc/self/statm").split()[0])
+            return max(0, int(most) - pages * mmap.PAGESIZE)
+    return None
 
 
 def _available(root: Path) -> Iterator[int]:

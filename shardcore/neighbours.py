@@ -6,7 +6,7 @@ from pathlib import Path
 from shardcore.comm import Comm
 from shardcore.control_groups import read_text
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
-from shardcore.host_memory import free_bytes
+from shardcore.host_memory import free_address_bytes, free_bytes
 
 
 def _here() -> list[str]:
@@ -19,17 +19,21 @@ def _here() -> list[str]:
 
 
 def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Say whether the ranks of this machine need more host memory than it has free; `needed`: bytes, of this rank."""
+    """Say whether this rank, or this machine's, need more host memory than is free; `needed`: bytes, of this rank."""
     here = _here()
     neighbours = [count for host, count in comm.gather_json([here, needed]) if host == here]
-    free = free_bytes()
-    if not needed or free is None or sum(neighbours) <= free:
-        return None
-    return MemoryError(
-        f"shard: offload needs {sum(neighbours)} bytes ({sum(neighbours) / 2**30:.1f} GiB) of host memory for the "
-        f"{len(neighbours)} ranks of {here[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as "
-        "many (free memory, raise the memory limit of the container, use more machines or a higher stage, or do not offload)"
+    limits = (
+        (needed, free_address_bytes(), "this rank, whose address space (`ulimit -v`)"),
+        (sum(neighbours), free_bytes(), f"the {len(neighbours)} ranks of {here[0]}, which"),
     )
+    for wanted, free, whose in limits:
+        if needed and free is not None and wanted > free:
+            return MemoryError(
+                f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for {whose} has {free} bytes "
+                f"({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the memory limit of the "
+                "container, use more machines or a higher stage, or do not offload)"
+            )
+    return None
 
 
 def worker_of(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:

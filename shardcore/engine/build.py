@@ -286,8 +286,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @contextmanager
-def together(comm: Comm, doing: str) -> Iterator[None]:
-    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective."""
+def together(comm: Comm, doing: str, then: str = "weights are partly made: build model and optimizer anew") -> Iterator[None]:
+    """Raise RuntimeError on every rank, at the end, if an error on one ends what is inside. Collective. then: what to do."""
     problem: Exception | None = None
     try:
         yield
@@ -299,6 +299,5 @@ def together(comm: Comm, doing: str) -> Iterator[None]:
     said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
     raise RuntimeError(
-        f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank (weights are partly made: build "
-        "model and optimizer anew)"
+        f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank ({then})"
     ) from problem

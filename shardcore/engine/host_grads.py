@@ -26,7 +26,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 from shardcore.engine.exchange import Parts
-from shardcore.engine.worker import Worker, WorkerThreads
+from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 
 IN_FLIGHT = 2
 T = TypeVar("T")
@@ -106,6 +106,7 @@ class _Sum:
 
 @torch.no_grad()
 def _add(
+    threads: WorkerThreads | None,
     arrived: _C.CopyEvent,
     part: torch.Tensor,
     first: torch.Tensor,
@@ -114,6 +115,7 @@ def _add(
     own: torch.Tensor | None,
 ) -> torch.Tensor:
     """Add `part`, when it has arrived, to `first` in `total`; returns the squared norm of `own`, by default of `total`."""
+    use_own_threads(threads)
     arrived.synchronize()
     if first is not total:
         _C.cast([total], [first])

@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +38,7 @@ from shardcore.engine.store import Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
 from shardcore.engine.waiting import Waiting, WaitingGroup
-from shardcore.engine.worker import WorkerThreads, use_own_threads
+from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 
 
 @dataclass(eq=False)
@@ -84,7 +84,8 @@ class LazyStep:
         groups: the optimizer's (live) param_groups, whose "params" wait, too.
         """
         self.units, self.store, self.comm, self.lifetimes, self.device = list(units), store, comm, lifetimes, device
-        self.threads, self._groups = threads, groups
+        self._worker, self._groups = Worker("shardcore-step", threads), groups
+        self._lock = threading.RLock()
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
         self._gathers = lifetimes.full_weight_resident and len(comm.sharers) > 1 and not lifetimes.owns_everything
@@ -101,15 +102,10 @@ class LazyStep:
         self._used: dict[Unit, None] = {}  # since the last forward of the whole model ended, in order
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._start_anew()
         _alive.add(self)
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         for method in ("before_forward", "end_forward"):
             setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
-
-    def _start_anew(self) -> None:
-        self._lock = threading.RLock()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardcore-step")
 
     # --- the order ----------------------------------------------------------------------------------------------------
 
@@ -144,13 +140,9 @@ class LazyStep:
             began = torch.cuda.Event()  # type: ignore[no-untyped-call]
             began.record(torch.cuda.current_stream(self.device))
         gather = self.comm.all_gather if self._worker_gathers else None
-        work = (self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
         self.steps += 1
         self._pending = {update.bucket: update for update in updates}
-        try:
-            self._worker.submit(_update_all, self.threads, *work)
-        except RuntimeError:  # no thread starts any more: the interpreter ends, or the system has no more
-            _update_all(None, *work)
+        self._worker.submit(_update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
         self._groups[:] = [WaitingGroup(group, self.finish) for group in self._groups]
@@ -249,8 +241,8 @@ class LazyStep:
                 self.finish()
 
     def after_fork(self) -> None:
-        """Work in a forked child: the worker and who held the lock stayed with the parent."""
-        self._start_anew()
+        """Work in a forked child: who held the lock stayed with the parent."""
+        self._lock = threading.RLock()
 
 
 def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> Iterator[dist.Work]:
@@ -271,11 +263,8 @@ def _update_all(
 ) -> None:
     """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
 
-    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses. threads: of the worker,
-    None on the caller's thread.
+    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses.
     """
-    if updates[0].done.done():  # the caller did it, as no thread started
-        return
     error: BaseException | None = None
     steps: Iterator[_C.CopyEvent | None] = iter(())
     for update in updates:

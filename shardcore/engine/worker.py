@@ -46,34 +46,33 @@ class Worker:
 
     def __init__(self, name: str, threads: WorkerThreads | None) -> None:
         """Start nothing yet. threads: of the kernels in its calls, None for torch's."""
-        self._name, self._threads = name, threads
+        self._name, self.threads = name, threads
         self._last: Future[Any] | None = None
-        self.after_fork()
+        self.start_anew()
         _alive.add(self)
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Let the thread make the call after those before it; made here and now where no thread starts any more."""
+        """Let the thread make the call after those before it; made here and now where no thread starts any more.
+
+        Before its arguments the call is given what it is to tell `use_own_threads`.
+        """
         try:
-            self._last = self._executor.submit(self._call, call, arguments)
+            self._last = self._executor.submit(call, self.threads, *arguments)
         except RuntimeError:  # the interpreter ends, or the system has no more
-            self.after_fork()  # the executor that could not start its thread has kept the call, and would make it later, too
+            self.start_anew()  # a thread that starts later would make the call once more
             self._last = Future()
             try:
-                self._last.set_result(call(*arguments))
+                self._last.set_result(call(None, *arguments))
             except BaseException as error:
                 self._last.set_exception(error)
         return self._last
-
-    def _call(self, call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        use_own_threads(self._threads)
-        return call(*arguments)
 
     def before_fork(self) -> None:
         """Let all calls end."""
         if self._last is not None:
             self._last.exception()
 
-    def after_fork(self) -> None:
+    def start_anew(self) -> None:
         """Let another thread start when it is needed."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
 
@@ -86,4 +85,4 @@ def _at_fork(method: Callable[[Worker], None]) -> None:
         method(worker)
 
 
-os.register_at_fork(before=lambda: _at_fork(Worker.before_fork), after_in_child=lambda: _at_fork(Worker.after_fork))
+os.register_at_fork(before=lambda: _at_fork(Worker.before_fork), after_in_child=lambda: _at_fork(Worker.start_anew))

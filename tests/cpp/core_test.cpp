@@ -1,12 +1,15 @@
 // Small parts of csrc/core: powers, sums, chunks, executors, the choice of the instruction set, the FTZ/DAZ guard.
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <fstream>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -142,6 +145,41 @@ TEST(core, thread_pool_passes_exceptions_on_and_works_after_them) {
   pool.parallel_for(0, 100, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
   EXPECT_EQ(sum, 100);
 }
+
+#if defined(__linux__)
+// Whether a thread of this process comes to sleep, and does so for a few looks in a row: who spins is always found running.
+bool falls_asleep(const std::string& thread) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  for (int looks = 0; std::chrono::steady_clock::now() < end;) {
+    std::string line;
+    std::getline(std::ifstream("/proc/self/task/" + thread + "/stat"), line);
+    looks = line.compare(line.rfind(')') + 2, 1, "S") == 0 ? looks + 1 : 0;
+    if (looks == 3) return true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return false;
+}
+
+TEST(core, thread_pool_sleeps_when_nothing_is_to_do) {
+  ThreadPool pool(2);
+  const auto self = [] { return std::to_string(syscall(SYS_gettid)); };
+  const std::string caller = self();
+  std::string worker;
+  std::atomic<bool> begun{false};
+  bool slept = false;
+  pool.parallel_for(0, 2, 1, [&](int64_t, int64_t) {
+    if (self() == caller) {
+      while (!begun) std::this_thread::yield();
+    } else {
+      worker = self();
+      begun = true;
+      slept = falls_asleep(caller);  // who waits for the end of a job
+    }
+  });
+  EXPECT_TRUE(slept);
+  EXPECT_TRUE(falls_asleep(worker));  // who waits for the next one
+}
+#endif
 
 TEST(core, thread_pool_that_cannot_start_ends_the_threads_it_started) {
   std::atomic<int> started{0}, ended{0};

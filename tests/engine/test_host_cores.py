@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
+from shardcore.engine.worker import WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.models import Run, train
 from tests.ranks import run_fresh, run_ranks
@@ -127,7 +127,7 @@ def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "on
         patch.setattr("shardcore.neighbours.quota", lambda: None)
         patch.setattr("shardcore.neighbours.read_text", lambda path: started[rank])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
-    threads: WorkerThreads = optimizer._engine.lazy.threads
+    threads: WorkerThreads = optimizer._engine.lazy._worker.threads
     return threads
 
 
@@ -146,20 +146,6 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         _, optimizer, _ = train(0, Run(steps=2, shard={"offload": offload, "overlap_step": True}))
         optimizer.synchronize()
     assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
-
-
-def test_a_call_is_made_once_though_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    worker = Worker("test", None)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _cannot_start)
-        worker.submit(made.append, 1).result()
-    worker.submit(made.append, 2).result()
-    assert made == [1, 2]
-
-
-def _cannot_start(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 def _why_no_thread_starts() -> str:

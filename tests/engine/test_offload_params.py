@@ -160,7 +160,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
     ("how", "first", "last"),
     [
         ("plain", "placing the weights of the root", "placing the weights of blocks.2"),
-        ("with states", "placing the weights of the root", "taking over the optimizer's states"),
+        ("with states", "placing the weights of the root", "taking over gradients and states"),
         ("meta", "filling the root (Net)", "filling blocks.2.up (Linear)"),
     ],
 )
@@ -169,3 +169,51 @@ def test_a_copy_that_fails_in_shard_is_the_error_of_every_rank(how: str, first: 
         for text, doing in zip(said, (first, last), strict=True):
             assert text.startswith(f"shard: {doing} failed on rank 0: RuntimeError: HostTier.to_tier: copy ")
             assert "(a planted fault)" in text
+
+
+class _Full:
+    """A tier that has memory for so many buffers only."""
+
+    def __init__(self, tier: Any, room: int) -> None:
+        self._tier, self._room, self.taken = tier, room, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def empty(self, *arguments: Any, **options: Any) -> Any:
+        self.taken += 1
+        if self.taken > self._room:
+            raise MemoryError("planted")
+        return self._tier.empty(*arguments, **options)
+
+
+def _without_memory(rank: int, world_size: int) -> list[str]:
+    """Of rank 0 the first buffer cannot be had, one of the weights' shards, or the last; a model that was left alone trains."""
+    offload = PARAMS | {"gradients": "cpu", "ratio": 0.5}
+    group = dist.new_group(timeout=timedelta(seconds=15))
+    expected = hash_of_training(*train(rank, Run(3, 1, precision="bf16", shard={"process_group": group}))[:2])
+    said, tiers = [], []
+    for room in (1 << 30, 0, 12, -1):
+        model = make_net()
+        with pytest.MonkeyPatch.context() as patch:
+            room = room if room >= 0 else tiers[0].taken - 1
+            tier_with(patch, lambda tier, room=room: tiers.append(_Full(tier, room if rank == 0 else 1 << 30)) or tiers[-1])
+            run = Run(3, 0, precision="bf16", shard={"offload": offload, "process_group": group})
+            said.append(_error_of(lambda model=model, run=run: train(rank, run, model)))
+        if said[-1].endswith("nothing was changed)"):
+            assert (
+                hash_of_training(*train(rank, Run(3, 1, precision="bf16", shard=run.shard | {"offload": None}), model)[:2])
+                == expected
+            )
+    return said
+
+
+def test_memory_that_one_rank_cannot_have_is_the_error_of_every_rank() -> None:
+    for said in run_ranks(2, _without_memory):
+        for text, (doing, then) in zip(
+            said[1:],
+            [("taking memory", "nothing was changed)")] * 2 + [("taking over gradients and states", "anew)")],
+            strict=True,
+        ):
+            assert text.startswith(f"shard: {doing} failed on rank 0: MemoryError: planted; expected ")
+            assert text.endswith(then)

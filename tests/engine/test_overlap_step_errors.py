@@ -187,20 +187,34 @@ def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_works_after_an_inner_end_that_another_signal_cut_short() -> None:
-    class CutShort(held_back_interrupts):
-        def __exit__(self, *_: object) -> None:
-            raise TimeoutError  # as the handler of another signal does
+class _CutShort(held_back_interrupts):
+    def __exit__(self, *_: object) -> None:
+        raise TimeoutError  # as the handler of another signal does
 
+
+def test_ctrl_c_works_after_an_end_that_another_signal_cut_short() -> None:
     @held_back_interrupts()
-    def whole() -> None:
-        with CutShort():
+    def inner() -> None:
+        with _CutShort():
             pass
 
+    def outer(press: bool = False) -> None:
+        with _CutShort():
+            signal.raise_signal(signal.SIGINT) if press else None
+
+    for whole in (inner, outer):
+        with pytest.raises(TimeoutError):
+            whole()
+        test_ctrl_c_is_held_back_from_what_is_done_as_a_whole()
+        with pytest.raises(TimeoutError):
+            whole()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     with pytest.raises(TimeoutError):
-        whole()
+        outer(press=True)
+    with pytest.raises(KeyboardInterrupt), held_back_interrupts():  # late, but not lost
+        pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    test_ctrl_c_is_held_back_from_what_is_done_as_a_whole()
 
 
 def _two(rank: int, world_size: int, overlap: bool) -> list[str]:

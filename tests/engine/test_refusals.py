@@ -172,6 +172,10 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
     stage = 2
     options: dict[str, Any] = {}
     kind = {"lr": 1e-2}
+    if how in ("lr", "tiers"):  # the same, in another order
+        options["offload"] = (
+            {"optimizer": "cpu", "ratio": 1} if rank == 0 else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
+        )
     if rank == 1:
         if how == "shape":
             model.head = nn.Linear(24, 6, bias=False)
@@ -198,6 +202,8 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
             options["ranks_per_node"] = 3
         elif how == "group":
             options["process_group"] = "all"
+        elif how == "tiers":
+            options["offload"]["ratio"] = 0.5
         elif how == "lr":
             kind = {"lr": 2e-2}
         elif how == "amsgrad":
@@ -230,6 +236,7 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
         ("nodes", ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
         ("group", ["process_group is 'all'; expected a process group"]),
         ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
+        ("tiers", ["offload=Offload(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
         ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
         ("amsgrad", ["amsgrad=True", "amsgrad=False"]),
         ("state", ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
