@@ -62,6 +62,7 @@ class ReducePolicy:
 
 
 _NOWHERE = torch.empty(0, device="cpu")
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integers of as many bytes
 
 
 @dataclass(eq=False)
@@ -71,8 +72,8 @@ class Managed:
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
     place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
-    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, which all
-    ranks have to do alike; a load makes up for what was before it.
+    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
+    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it.
     """
 
     name: str
@@ -97,9 +98,29 @@ class Managed:
         """Whether someone else wrote to the parameter since the engine did."""
         return self.param._version != self.version
 
+    def note_load(self, values: torch.Tensor) -> None:
+        """Learn that its weights were set from `values`, whole."""
+        self.changes = f", loaded (digest {digest_of(values)})"
+        self.version = self.param._version
+
+    def note_edit(self, values: torch.Tensor | None) -> None:
+        """Learn that someone wrote to its weights; `values`: the whole of them, where the rank has that."""
+        self.changes += ", edited" if values is None else f", edited (digest {digest_of(values)})"
+        self.version = self.param._version
+
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this parameter's slot of a whole-bucket buffer in the parameter's shape."""
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+
+
+def digest_of(values: torch.Tensor) -> str:
+    """Return a digest that tells values of one rank from those of another: of their bits, in one pass where they lie.
+
+    The order of elements does not count. A checksum that it counts in (zlib's) would cost a copy to the host and ten times
+    the time.
+    """
+    flat = values.detach().contiguous().view(-1)
+    return f"{int(flat.view(_WORDS.get(flat.itemsize, torch.int64)).sum(dtype=torch.int64)) & 0xFFFFFFFFFFFFFFFF:x}"
 
 
 def closed_message(name: str, unit: str) -> str:
