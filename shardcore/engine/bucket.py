@@ -17,6 +17,7 @@ from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
 _SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run
+_WAIT_AT_MOST = 32
 
 
 @dataclass(frozen=True)
@@ -298,6 +299,8 @@ class Bucket:
             target.add_(grad)
         elif grad.nbytes <= _SMALL_BYTES:
             self._waiting.append((target, grad))
+            if len(self._waiting) == _WAIT_AT_MOST:  # else a model of small weights would hold all gradients twice
+                self.collect_waiting()
         else:
             target.copy_(grad)
         managed.used = True
