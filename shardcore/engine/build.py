@@ -35,6 +35,8 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
+        if param.is_inference():
+            raise ValueError(f"shard: {name} was made in torch.inference_mode(); expected a parameter that autograd can use")
         if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
             raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
         if param.layout != torch.strided:

@@ -159,6 +159,9 @@ def test_digests_tell_values_apart() -> None:
         other[300] = not other[300] if dtype == torch.bool else other[300] + 1
         assert bucket.digest_of(given) == bucket.digest_of(given.clone().view(27, 19).t().contiguous().t())
         assert bucket.digest_of(given) != bucket.digest_of(other)
+        assert bucket.digest_of(given[1:]) == bucket.digest_of(given[1:].clone()), "not aligned"
+        assert bucket.digest_of(given[:1]) != bucket.digest_of(other[300:301]), "shorter than a word"
+    assert bucket.digest_of(torch.zeros(0)) == "0"
     assert bucket.digest_of(torch.zeros(4)) != bucket.digest_of(torch.ones(4))
     assert bucket.digest_of(-torch.ones(4)) != bucket.digest_of(torch.ones(4))
 
