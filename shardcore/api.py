@@ -283,6 +283,7 @@ def shard(
             home,
             *pacing,
         )
+    with build.together(comm, "taking over the optimizer's states"):
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
