@@ -3,19 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardcore.api import (
-    full_grad,
-    full_params,
-    full_state,
-    load_sharded_state_dict,
-    no_sync,
-    shard,
-    sharded_state_dict,
-)
+from shardcore.api import shard
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory import MemoryReport, memory_report
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
+from shardcore.whole import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, sharded_state_dict
 
 if TYPE_CHECKING:
     from shardcore.deepspeed import initialize

@@ -4,8 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,13 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
 from shardcore.comm import Comm, first_difference, join
-from shardcore.engine import build, model_io, sharded_state
+from shardcore.engine import build, model_io
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale, LossScaler
-from shardcore.engine.materialize import Materialize, plan_materialize
+from shardcore.engine.materialize import FromFiles, Materialize, plan_materialize
 from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
@@ -113,7 +112,7 @@ def shard(
     reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
         leaves the sum to NCCL (reduce_scatter): in the dtype that travels, rounded at each addition, in an order that it picks.
         So its bits may depend on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
-    broadcast: take rank 0's weights and buffers.
+    broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
     materialize: makes what the model has on the meta device (built under `torch.device("meta")`, the optimizer over it),
         straight into shards: beside what the stage keeps, never more than one unit is in memory. Either a callable that is
         given each module with such parameters or buffers of its own, on the rank's device and full of NaN, to fill in
@@ -132,7 +131,8 @@ def shard(
 
     Afterwards backward reduces gradients as it goes. At stage 0 `p.grad` is then the averaged gradient (once it is reduced: not
     between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
-    stage 1 on it is None (`full_grad`), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
+    stage 1 on it is None (`full_grad`), torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so (`clip_grad_norm` and
+    `shardcore.clip_grad_norm_` do), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
     and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
     `p.data` do not reach masters. (Of a split master, only what the weight lacks stays, so an edited element is as given to the
     precision of bfloat16; after `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
@@ -149,6 +149,12 @@ def shard(
     model is partly made, and to be built anew.
     """
     comm, problem = join(process_group, ranks_per_node)
+    if comm.group is not None and comm.world_size == 1 < dist.get_world_size():
+        logger.warning(
+            "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
+            "other's; expected None, or a group of all ranks that train this model, unless it is to train alone",
+            *(dist.get_rank(), dist.get_world_size()),
+        )
     options: dict[str, Any] = {
         "stage": stage,
         "offload": offload,
@@ -213,13 +219,15 @@ def shard(
         weights_here=tiers.params is not None,
         changes=tiers.auto,
     )
+    host: CpuStore | SplitStore | None
+    store: StateStore
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
-        host: CpuStore | SplitStore | None = make_host() if tiers.params is not None else None  # shards of weights lie there
+        host = make_host() if tiers.params is not None else None  # the shards of weights lie in its tier
         for bucket in buckets:
             builder.allocate(bucket, None if host is None else host.copies)
         if tiers.optimizer is not None and host is None:
             host = make_host()
-        store: StateStore = DeviceStore(updated) if host is None else host
+        store = DeviceStore(updated) if host is None else host
         carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
@@ -245,20 +253,20 @@ def shard(
     parts = build.units_of(specs, buckets)
     works = overlap_step or tiers.gradients is not None
     threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
-    lazy: LazyStep | None = None
-    if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-        lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
-    weights: Weights | None = None
-    if not LIFETIMES[stage].full_weight_resident:
-        weights = Weights(parts, comm, device, reshard_after_forward, lazy)
-    home: GradHome | None = None
-    if host is not None and tiers.gradients is not None:
-        home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-    pacing: list[Any] = []
-    if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-        pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
-        pacing.append(host.resplit)
-    with build.together(comm, "taking over gradients and states"):
+    with build.together(comm, "starting the engine"):
+        lazy: LazyStep | None = None
+        if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
+            lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
+        weights: Weights | None = None
+        if not LIFETIMES[stage].full_weight_resident:
+            weights = Weights(parts, comm, device, reshard_after_forward, lazy)
+        home: GradHome | None = None
+        if host is not None and tiers.gradients is not None:
+            home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
+        pacing: list[Any] = []
+        if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
+            pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
+            pacing.append(host.resplit)
         engine = Engine(
             model,
             buckets,
@@ -276,14 +284,17 @@ def shard(
             home,
             *pacing,
         )
+    with build.together(comm, "taking over the optimizer's states"):
         engine.state_io.carry(carried)
+        if not broadcast or isinstance(filler, FromFiles):
+            engine.updater.note_own_weights()
+        optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
+        model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
+        adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]
+        adam._repeat = None  # it holds the whole states
+        adam._engine = engine
     if host is not None:
         warn_of_pageable(host.copies)
-    optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
-    model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
-    adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]
-    adam._repeat = None  # it holds the whole states
-    adam._engine = engine
     return model, adam
 
 
@@ -327,73 +338,3 @@ def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str
     if any(answer["digest"] != digest for answer in answers):
         difference = first_difference(comm.gather_json(list(entries)))
         raise ValueError(f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")
-
-
-# --- whole values -----------------------------------------------------------------------------------------------------
-
-
-def _engine_of(op: str, thing: Any) -> Engine:
-    engine = getattr(thing, "_shardcore_engine", None) or getattr(thing, "_engine", None)
-    if not isinstance(engine, Engine):
-        raise ValueError(
-            f"{op}: {type(thing).__name__} is not sharded; expected what shardcore.shard returned, or a parameter of it"
-        )
-    return engine
-
-
-def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the averaged gradient of a sharded model's parameter, whole (in the gradient dtype), or None. Collective."""
-    return _engine_of("full_grad", param).full_grad(param)
-
-
-def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """Return an optimizer state of a sharded model's parameter, whole ("step", "exp_avg", "master", ...). Collective."""
-    return _engine_of("full_state", param).full_state(param, key)
-
-
-@contextmanager
-def full_params(model: nn.Module) -> Iterator[None]:
-    """Make a sharded model's weights whole and readable inside the context. Collective.
-
-    model: what shard returned, or a module of it. At stages 0 to 2 weights always are whole. Edits in place reach the masters
-    at the next step, and at stage 3 the shards at the end of the context; every rank makes the same ones.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"full_params: got a {type(model).__name__}; expected a module that shardcore.shard returned")
-    params = set(model.parameters())
-    engine = _engine_of("full_params", next((p for p in params if hasattr(p, "_shardcore_engine")), model))
-    with engine.weights.whole(params) if engine.weights is not None else nullcontext():
-        yield
-
-
-def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the state of a sharded model, or of its optimizer, without any rank holding the whole. Collective.
-
-    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
-    checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
-    model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
-    "parameter.step" and so on, without its options. The values are copies of what this rank has.
-    """
-    engine = _engine_of("sharded_state_dict", of)
-    return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
-
-
-def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
-
-    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
-
-    Raises ValueError on every rank, with nothing changed, for other keys or shards.
-    """
-    engine = _engine_of("load_sharded_state_dict", of)
-    if isinstance(of, torch.optim.Optimizer):
-        sharded_state.load_optimizer_state(engine, state_dict)
-    else:
-        sharded_state.load_model_state(engine, state_dict)
-
-
-@contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
-    """Add gradients of backwards inside locally in float32, without reduction; the next reduction takes the sum."""
-    with _engine_of("no_sync", model).no_sync():
-        yield

@@ -371,8 +371,8 @@ def _explained() -> Iterator[None]:
             place.spoiled |= place.taken
         raise RuntimeError(
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
-            "(state_dict, full_grad, ...): a rank that ended, failed or did another thing leaves the rest waiting, at most for "
-            "the process group's timeout (init_process_group(timeout=...)). "
+            "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was given another "
+            "group leaves the rest waiting, at most for the process group's timeout (init_process_group(timeout=...)). "
             f"torch.distributed says: {error}"
         ) from error
 

@@ -9,6 +9,7 @@ when it is gone without having been called, the backward failed.
 import logging
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import TypeVar
 
 import torch
@@ -28,28 +29,51 @@ class _Callback:
 class Boundary:
     """Watches one backward at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, one_thread: bool) -> None:
+        """Watch; one_thread: autograd calls all hooks of a backward on the thread that called it, as it does on the CPU."""
         self._callback: weakref.ref[_Callback] | None = None
-        self._failed = False
+        self._failed = self._mixed = False
+        self._one_thread, self._thread = one_thread, 0
 
     def begin(self, end: Callable[[], None]) -> None:
         """Let autograd call `end` when the backward that is under way ends."""
         callback = _Callback(end)
-        self._callback = weakref.ref(callback)
+        self._callback, self._mixed, self._thread = weakref.ref(callback), False, get_ident()
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def clear(self) -> None:
         """Forget the backward: it ended, or what it left has been dropped."""
         self._callback, self._failed = None, False
 
-    def fail(self) -> None:
-        """Learn that the backward ended in an error, whoever still holds its callback (the error's traceback does)."""
+    def end(self) -> None:
+        """Learn that the backward is at its end: it failed until `clear`, whoever holds its callback (a traceback does).
+
+        RuntimeError if one of another thread came between.
+        """
         self._callback, self._failed = None, True
+        if self._mixed:
+            raise self._two_at_once()
 
     @property
     def under_way(self) -> bool:
         """Whether a backward has begun and neither ended nor failed."""
         return self._callback is not None and self._callback() is not None
+
+    def goes_on(self) -> bool:
+        """Whether the backward that calls is under way; RuntimeError, here and at its end, if that is another thread's."""
+        if not self.under_way:
+            return False
+        if self._one_thread and self._thread != get_ident():
+            self._mixed = True
+            raise self._two_at_once()
+        return True
+
+    @staticmethod
+    def _two_at_once() -> RuntimeError:
+        return RuntimeError(
+            "backward: two threads run a backward of this model at the same time, whose gradients cannot be told apart; "
+            "expected one after the other (both are dropped)"
+        )
 
     @property
     def failed(self) -> bool:

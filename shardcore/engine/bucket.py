@@ -17,6 +17,7 @@ from shardcore.layout import FlatLayout, Piece
 
 _HUGE_BYTES = 1 << 21
 _SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run
+_WAIT_AT_MOST = 32
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Managed:
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
     place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
-    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, which all
-    ranks have to do alike; a load makes up for what was before it.
+    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
+    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it.
     """
 
     name: str
@@ -97,9 +98,32 @@ class Managed:
         """Whether someone else wrote to the parameter since the engine did."""
         return self.param._version != self.version
 
+    def note_load(self, values: torch.Tensor) -> None:
+        """Learn that its weights were set from `values`, whole."""
+        self.changes = f", loaded (digest {digest_of(values)})"
+        self.version = self.param._version
+
+    def note_edit(self, values: torch.Tensor | None) -> None:
+        """Learn that someone wrote to its weights; `values`: the whole of them, where the rank has that."""
+        self.changes += ", edited" if values is None else f", edited (digest {digest_of(values)})"
+        self.version = self.param._version
+
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this parameter's slot of a whole-bucket buffer in the parameter's shape."""
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+
+
+def digest_of(values: torch.Tensor) -> str:
+    """Return a digest that tells values of one rank from those of another: the sum of their bits, 8 bytes at a time.
+
+    One pass where they lie. The order of these words does not count; a checksum in which it does would cost a copy to the host.
+    """
+    data = as_bytes(values.detach().contiguous())
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = data.numel() - data.numel() % 8
+    total = int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
+    return f"{total & 0xFFFFFFFFFFFFFFFF:x}"
 
 
 def closed_message(name: str, unit: str) -> str:
@@ -277,6 +301,8 @@ class Bucket:
             target.add_(grad)
         elif grad.nbytes <= _SMALL_BYTES:
             self._waiting.append((target, grad))
+            if len(self._waiting) == _WAIT_AT_MOST:  # else a model of small weights would hold all gradients twice
+                self.collect_waiting()
         else:
             target.copy_(grad)
         managed.used = True

@@ -35,6 +35,8 @@ def check_model(model: nn.Module) -> None:
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
+        if param.is_inference():
+            raise ValueError(f"shard: {name} was made in torch.inference_mode(); expected a parameter that autograd can use")
         if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
             raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
         if param.layout != torch.strided:
@@ -259,16 +261,21 @@ class Builder:
 
     @torch.no_grad()
     def place_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
-        """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter."""
-        for tensor in tensors:
-            tensor.data = tensor.data.to(self.device).contiguous()
-            if broadcast:
-                self.comm.broadcast(tensor.data)
-            dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
-            if dtype != tensor.dtype:
-                cast = torch.empty_like(tensor.data, dtype=dtype)
-                _C.cast([cast], [tensor.data])
-                tensor.data = cast
+        """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter. Collective.
+
+        Raises RuntimeError on every rank if it fails on one.
+        """
+        tensors = list(tensors)
+        with together(self.comm, "placing buffers and frozen weights"):
+            for tensor in tensors:
+                tensor.data = tensor.data.to(self.device).contiguous()
+                dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                if dtype != tensor.dtype:
+                    cast = torch.empty_like(tensor.data, dtype=dtype)
+                    _C.cast([cast], [tensor.data])
+                    tensor.data = cast
+        for tensor in tensors if broadcast else ():
+            self.comm.broadcast(tensor.data)
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:

@@ -79,9 +79,13 @@ class Engine:
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
         self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
-        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
+        # The weights that no step updates; frozen ones are in a bucket at stage 3 alone.
+        self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
+        for name, param in self.unmanaged:
+            self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
+        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, [*self.constant.values()])
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
         self._membership = Membership(model)
@@ -320,7 +324,7 @@ class Engine:
 
         def check() -> str:
             self.updater.accept_weight_edits()
-            return f"that of {what}"
+            return f"that of {what}{self.updater.changed()}"
 
         self.together(op, check)
 

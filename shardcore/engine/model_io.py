@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
 from shardcore.engine.interrupts import held_back_interrupts
-from shardcore.engine.order import tensors_in
+from shardcore.engine.order import in_backward, tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.unit import callable_parts
 
@@ -41,7 +41,7 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
             if engine.lazy is not None:
                 module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
             module.register_state_dict_post_hook(_WholeStateDict(engine, name))
-        if any(param in engine.managed for param in module._parameters.values() if param is not None):
+        if any(param is not None for param in module._parameters.values()):
             load = _LoadIntoMaster(engine)
             module.register_load_state_dict_pre_hook(load.before)
             module.register_load_state_dict_post_hook(load.after)
@@ -88,9 +88,15 @@ class _BeforeForward(_EngineHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.engine is not None and torch.is_grad_enabled():
+            _refuse_wrappers(module)
             self.engine.reducer.settle()
         if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.begin_forward()
+            if self.engine.reducer.boundary.under_way and not in_backward():
+                raise RuntimeError(
+                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
+                    " weights come and go with each"
+                )
+            self.engine.weights.begin_forward(module)
         if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
             if self.engine.pace.measures:
                 self.engine.synchronize()
@@ -117,6 +123,17 @@ class _AfterForward(_EngineHook):
         for value in tensors_in(output):
             if value.grad_fn is not None:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
+
+
+def _refuse_wrappers(module: nn.Module) -> None:
+    """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad."""
+    ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    inside_ddp = ddp is not None and any(each is module for each in ddp.modules())
+    if inside_ddp or getattr(module, "_is_replica", False):
+        raise RuntimeError(
+            f"forward: the sharded model runs inside {'DistributedDataParallel' if inside_ddp else 'DataParallel'}; expected "
+            "it on its own, as shardcore.shard already averages gradients over ranks (call the model itself)"
+        )
 
 
 class _UnitHook(_EngineHook):
@@ -217,7 +234,7 @@ class _LoadIntoMaster(_EngineHook):
     def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
         assert self.engine is not None
         for name, param in module._parameters.items():
-            if param is not None and param in self.engine.managed:
+            if param is not None and (param in self.engine.managed or param in self.engine.constant):
                 yield prefix + name, param
 
     def before(
@@ -241,7 +258,10 @@ class _LoadIntoMaster(_EngineHook):
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
             for param, value in self._given:
-                self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
+                if param in self.engine.managed:
+                    self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
+                else:
+                    self.engine.constant[param].note_load(value)
             if self.engine.weights is not None:
                 self.engine.weights.end_scratch()
         self._given = []

@@ -74,7 +74,7 @@ class Reducer:
         self.dropped = False  # a backward failed, and no other ended since
         self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
         meetings.on_parting.append(self._serve)
-        self._boundary = Boundary()
+        self.boundary = Boundary(one_thread=device.type == "cpu")
         self._partings, self._serving = 0, False  # Comm.partings when it began; whether others wait for it (stage 3)
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
@@ -96,7 +96,7 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of one backward, unless one is under way."""
-        if self._boundary.under_way:
+        if self.boundary.goes_on():
             return
         self.settle()
         if self.lazy is not None:
@@ -109,7 +109,7 @@ class Reducer:
             if self.comm.rank == 0:
                 warn_of_old_grads()
         with held_back_interrupts():
-            self._boundary.begin(self._end_backward)
+            self.boundary.begin(self._end_backward)
             self._next, self._partings = 0, self.comm.partings
             self._any_grad = self._told_use = self._sent_any = False
             self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
@@ -125,7 +125,7 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
-        if self._boundary.failed and not self._settling:
+        if self.boundary.failed and not self._settling:
             with held_back_interrupts():  # others wait for what it sends; what is left of it would be added to the next one's
                 self._settle_failed()
             warn_of_dropped_grads()
@@ -150,7 +150,7 @@ class Reducer:
             self._failed, self._local_sums, self.backwards = backwards, True, backwards
 
     def _drop_all(self) -> None:
-        self._boundary.clear()
+        self.boundary.clear()
         lost = self._partings != self.comm.partings or self.comm.broken  # what is in flight may come late or never
         self._exchange.abandon(lost)
         self._wait_gathers(lost)
@@ -201,7 +201,7 @@ class Reducer:
 
     @torch.no_grad()  # autograd calls it in the mode of whoever called backward
     def _end_backward(self) -> None:
-        self._boundary.fail()  # unless this comes to its end
+        self.boundary.end()
         with held_back_interrupts():  # the others wait for all of it
             if self.weights is not None:
                 if self._reducing and self._any_grad:
@@ -216,7 +216,7 @@ class Reducer:
                 for bucket in self.buckets:
                     bucket.collect_waiting()
             self._serving = False
-            self._boundary.clear()
+            self.boundary.clear()
             self.backwards += self._any_grad
             self.dropped &= not self._any_grad
 

@@ -1,13 +1,14 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.bucket import Bucket, Managed, digest_of
 from shardcore.engine.updater import Updater
 from shardcore.optim import export_groups, export_state, import_groups, import_state, step_tensor
 
@@ -88,7 +89,13 @@ class OptimizerStateIO:
             group.update(new_options)
         for managed, bucket in self._optimized():
             self._scatter(managed, bucket, taken[managed])
-        self.updater.loaded = True
+        told = [
+            f"{m.name} {k} {digest_of(v)}"
+            for m, state in taken.items()
+            for k, v in state.items()
+            if isinstance(v, torch.Tensor)
+        ]
+        self.updater.loaded = f"{zlib.crc32(' '.join(told).encode()):x}"
 
     def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take over the states that an optimizer had before it was sharded, without remainders (joined_state)."""

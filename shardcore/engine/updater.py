@@ -5,6 +5,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,14 +48,19 @@ class Updater:
         comm: Comm,
         lifetimes: Lifetimes,
         groups: Sequence[Mapping[str, Any]],
+        constant: Sequence[Managed] = (),
     ) -> None:
-        """Serve the buckets that the optimizer's `groups` (live param_groups) update."""
+        """Serve the buckets that the optimizer's `groups` (live param_groups) update.
+
+        constant: the weights that no step updates; ranks compare how these were loaded and edited, too.
+        """
+        self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
-        self.loaded = False  # an optimizer state, since the last step
+        self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
         self._gathers = lifetimes.full_weight_resident and not lifetimes.owns_everything and len(comm.sharers) > 1
@@ -171,8 +177,8 @@ class Updater:
         if (rows[:, 3] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-        self.loaded = False
-        for managed in (managed for bucket in self.buckets for managed in bucket.params):
+        self.loaded = None
+        for managed in self._every():
             managed.changes = ""
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous())), bool((rows[:, 4] == order).all())
 
@@ -187,8 +193,17 @@ class Updater:
             for bucket in self.buckets
             for managed in bucket.params
         )
-        loaded = ["an optimizer state was loaded"] if self.loaded else []
-        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *loaded]
+        constant = (f"{managed.name}, which no step updates{managed.changes}" for managed in self._constant if managed.changes)
+        loaded = [] if self.loaded is None else [f"an optimizer state was loaded (digest {self.loaded})"]
+        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *constant, *loaded]
+
+    def _every(self) -> Iterable[Managed]:
+        return chain((managed for bucket in self.buckets for managed in bucket.params), self._constant)
+
+    def changed(self) -> str:
+        """Tell, in short, which weights were loaded and edited since the last step, and with what; "" for none."""
+        changes = "\n".join(managed.name + managed.changes for managed in self._every() if managed.changes)
+        return f" after weights were loaded or edited (digest {zlib.crc32(changes.encode()):x})" if changes else ""
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
@@ -245,6 +260,9 @@ class Updater:
             edited = {managed for managed in bucket.params if managed.edited}
             if edited:
                 self._refresh_masters(bucket, edited)
+        for managed in self._constant:
+            if managed.edited:
+                managed.note_edit(managed.param if self.lifetimes.full_weight_resident else None)
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
@@ -255,13 +273,17 @@ class Updater:
                 _C.cast([rounded], [old])
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
-            managed.version = managed.param._version
-            managed.changes += ", edited"
+            managed.note_edit(managed.slice_of(bucket.weight) if bucket.weight.numel() else None)
+
+    def note_own_weights(self) -> None:
+        """Let the next step, or read of the model, compare whole weights that each rank got by itself."""
+        for managed in self._every() if self.lifetimes.full_weight_resident else ():
+            managed.note_load(managed.param)
 
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
-        managed.changes = ", loaded"
+        managed.note_load(values)
 
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:

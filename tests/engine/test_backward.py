@@ -32,6 +32,21 @@ def test_step_takes_what_is_there() -> None:
     assert early == in_time
 
 
+def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, real = 0, Bucket.collect
+
+    def collect(bucket: Bucket, *arguments: Any) -> None:
+        nonlocal most
+        real(bucket, *arguments)
+        most = max(most, len(bucket._waiting))
+
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
+    model, _, _ = train(0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model)
+    monkeypatch.setattr(Bucket, "collect", collect)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    assert most == 31, "82 come in this backward, which reduces nothing"
+
+
 def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
     patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
     for name, method in twin.items():

@@ -160,7 +160,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
     ("how", "first", "last"),
     [
         ("plain", "placing the weights of the root", "placing the weights of blocks.2"),
-        ("with states", "placing the weights of the root", "taking over gradients and states"),
+        ("with states", "placing the weights of the root", "taking over the optimizer's states"),
         ("meta", "filling the root (Net)", "filling blocks.2.up (Linear)"),
     ],
 )
@@ -212,7 +212,7 @@ def test_memory_that_one_rank_cannot_have_is_the_error_of_every_rank() -> None:
     for said in run_ranks(2, _without_memory):
         for text, (doing, then) in zip(
             said[1:],
-            [("taking memory", "nothing was changed)")] * 2 + [("taking over gradients and states", "anew)")],
+            [("taking memory", "nothing was changed)")] * 2 + [("starting the engine", "anew)")],
             strict=True,
         ):
             assert text.startswith(f"shard: {doing} failed on rank 0: MemoryError: planted; expected ")

@@ -129,6 +129,14 @@ def test_parameters_of_kinds_that_cannot_train() -> None:
             shardcore.shard(model, optimizer)
 
 
+def test_parameters_made_in_inference_mode() -> None:
+    model = make_net()
+    with torch.inference_mode():
+        model.inp = nn.Linear(10, 24)
+    with pytest.raises(ValueError, match=r"inp\.weight was made in torch\.inference_mode"):
+        shardcore.shard(model, adam(model))
+
+
 def test_twice() -> None:
     model, optimizer, _ = train(0, Run(steps=1))
     with pytest.raises(ValueError, match="the model is already sharded"):

@@ -1,0 +1,268 @@
+"""Moving whole weights that exist only around their use (stage 3): each unit's are gathered, waited for, lent and let go.
+
+When they move is decided in engine/weights.py; memory lies in a pool that all units share.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.comm import Comm
+from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
+from shardcore.engine.gather import Gatherer, keepers_of
+from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.engine.lazy import LazyStep
+from shardcore.engine.meeting import Meetings
+from shardcore.engine.store import StepError
+from shardcore.engine.trace import scope
+from shardcore.engine.unit import Unit, take_edits
+
+
+class WholeUnits:
+    """Makes the weights of units whole on this rank, and lets them go."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        reshard_after_forward: bool | int,
+        lazy: LazyStep | None = None,
+    ) -> None:
+        """See Weights."""
+        self.units, self.comm, self.lazy = list(units), comm, lazy
+        self.meetings = Meetings(comm, [unit.name for unit in units])
+        self.meetings.before = self._start_owed
+        self.meetings.on_parting.append(self._forget)
+        self._owed: Unit | None = None  # see _start_ahead
+        keepers = keepers_of(reshard_after_forward)
+        first = comm.rank - comm.rank % keepers if keepers else 0
+        self._keepers = range(first, first + keepers)
+        self.pool = BufferPool(device)
+        self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
+        self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
+        self._lost: list[Any] = []  # gathers that may never end, and their memory
+        self._scratch: list[tuple[Unit, Managed]] = []
+
+    def _start_ahead(self, unit: Unit) -> None:
+        """Gather a unit that is used soon. If its weights are not updated yet, do it before the next gather or meeting.
+
+        Not now or never, by how fast this rank's Adam is: all ranks gather the same units in the same order.
+        """
+        if self.lazy is None or self.lazy.has_arrived(unit.buckets):
+            self._start(unit)
+        else:
+            self._owed = unit
+
+    def _start_owed(self) -> None:
+        if self._owed is not None:
+            try:
+                self._start(self._owed)
+            except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
+                self._owed = None
+
+    def _start(self, unit: Unit) -> None:
+        if self._owed is not unit:
+            self._start_owed()
+        if unit.open or unit.gathers is not None:
+            return
+        if self.lazy is not None:
+            self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
+            self._owed = None
+        self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather a unit's weights, where it is open into the memory that they have."""
+        gathers: list[Any] = []
+        with held_back_interrupts(), scope("gather", unit.name):
+            try:
+                with self.meetings.refusing():
+                    starts = self._bring(unit)
+                unit.notice = self.meetings.start_weights(self.units.index(unit))
+                for start in starts:
+                    gathers += start()
+                unit.gathers = iter(gathers)
+            except Exception:
+                unit.gathers, unit.kept = iter(gathers), None
+                self._lose(unit)  # or the next use would take what is there for the weights
+                raise
+
+    def _bring(self, unit: Unit) -> Sequence[Callable[[], list[Any]]]:
+        """Give a unit memory with this rank's part in place, or on its way there; returns what starts to gather the rest."""
+        starts, arrivals = [], []
+        for bucket in unit.buckets:
+            if not self._gatherer.apart:
+                bucket.weight = bucket.owned_weight
+                continue
+            if not unit.open:
+                bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
+            if unit.kept:
+                part = unit.kept.pop(0)
+                self._kept_part(bucket).copy_(part)
+                self.pool.give(part)
+                starts.append(partial(self._gatherer.gather_kept, bucket, self._keepers))
+            else:
+                arrivals.append(self._gatherer.bring(bucket))
+                starts.append(partial(self._gatherer.gather, bucket, arrivals[-1]))
+        unit.kept = None
+        self._gatherer.find_errors(arrivals)
+        return starts
+
+    def _wait(self, unit: Unit) -> None:
+        """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
+        try:
+            self.meetings.check(unit.notice)
+            if unit.gathers is not None:
+                with self.meetings.refusing():
+                    self._gatherer.wait(unit.gathers)
+        except Exception:
+            self._lose(unit)
+            raise
+
+    def _lose(self, unit: Unit) -> None:
+        """Give up what is being gathered; it may still come, into memory that is kept."""
+        if unit.gathers is not None:
+            self._lost.append((unit.gathers, [bucket.let_go() for bucket in unit.buckets]))
+            unit.gathers = None
+
+    def _forget(self) -> None:
+        """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
+        self._parted, self._owed = True, None
+        for unit in self.units:
+            unit.guest = None
+            if not self.meetings.sent_by_all(unit.notice):
+                self._lose(unit)
+
+    def _start_anew(self) -> None:
+        """If ranks went different ways, let go of what only some of them have."""
+        if self._parted:
+            self._parted = False
+            self.close_all()
+
+    def _exchange(self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Exchange memory; if that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
+        try:
+            with self.meetings.refusing():
+                call(*arguments)
+        except (TypeError, ValueError):
+            bucket.check_in_place(op)
+            raise
+
+    def _open(self, unit: Unit) -> None:
+        self._start(unit)
+        if unit.open:
+            return
+        self._wait(unit)
+        with held_back_interrupts():
+            unit.gathers = None
+            for bucket in unit.buckets:
+                self._exchange(bucket, "use", bucket.lend)
+            unit.open = True
+
+    def _kept_part(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
+
+    def _keep_part(self, unit: Unit) -> None:
+        unit.kept = []
+        for bucket in unit.buckets:
+            part = self._kept_part(bucket)
+            unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
+
+    def _close(self, unit: Unit, keep: bool = False) -> None:
+        if unit.held:
+            return
+        if keep and unit.open and unit.kept is None and len(self._keepers) > 1 and len(self.comm.sharers) > 1:
+            self._keep_part(unit)
+        if unit.gathers is not None:
+            self._wait(unit)
+        with held_back_interrupts():
+            unit.gathers = None
+            for bucket in unit.buckets:
+                if unit.open and any(managed.edited for managed in bucket.params):
+                    bucket.take_edits()
+            self._withdraw(unit)
+            for bucket in unit.buckets:
+                memory = bucket.let_go()
+                if self._gatherer.apart:
+                    self.pool.give(memory)
+
+    def _withdraw(self, unit: Unit) -> None:
+        for bucket in unit.buckets if unit.open else ():
+            self._exchange(bucket, "letting go", bucket.withdraw)
+        unit.open = False
+
+    def close_all(self) -> None:
+        """Let go of every unit's whole weights: new ones come into the shards, or nobody needs them now."""
+        for unit in self.units:
+            unit.calls = 0
+            if unit.held:
+                take_edits(unit)
+            elif unit.open or unit.gathers is not None:
+                self._close(unit)
+            for part in unit.kept or []:
+                self.pool.give(part)
+            unit.kept = None
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
+        held = [unit for unit in self.units if unit.held]
+        try:
+            for unit in held:
+                if self.lazy is not None:
+                    with self.meetings.refusing():
+                        self.lazy.wait(unit.buckets)
+                self._gather(unit)
+            for unit in held:
+                self._wait(unit)
+                unit.gathers = None
+        except Exception:
+            for unit in held:  # closed: the weights of the step before would be taken for edits at the end of the context
+                self._withdraw(unit)
+                unit.gathers = unit.gathers or iter(())
+                self._lose(unit)
+            raise
+
+    @contextmanager
+    def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
+        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective."""
+        chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
+        self._start_anew()
+        for unit in chosen:
+            self._open(unit)
+            unit.held += 1
+        try:
+            yield
+        finally:
+            for unit in chosen:
+                unit.held -= 1
+                take_edits(unit)
+                self._close(unit)
+
+    def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
+        """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.
+
+        What is being gathered (a forward that failed left it) has the old values: it is let go.
+        """
+        self._start_owed()
+        for unit in self.units:
+            if unit.gathers is not None:
+                self._close(unit)
+        place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
+        chosen = [place[param] for param in params if param in place]
+        for unit, bucket, managed in chosen:
+            memory = torch.empty_like(managed.param).detach().view(-1)
+            self._exchange(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
+            self._scratch.append((unit, managed))
+
+    def end_scratch(self) -> None:
+        """Take back what `lend_scratch` gave."""
+        for unit, managed in self._scratch:
+            _C.withdraw([managed.param], [closed_message(managed.name, unit.name)])
+            managed.version = managed.param._version
+        self._scratch = []

@@ -1,0 +1,78 @@
+"""Whole values of a sharded model, and its state in shards: what users call on every rank."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.engine import sharded_state
+from shardcore.engine.engine import Engine
+
+
+def _engine_of(op: str, thing: Any) -> Engine:
+    engine = getattr(thing, "_shardcore_engine", None) or getattr(thing, "_engine", None)
+    if not isinstance(engine, Engine):
+        raise ValueError(
+            f"{op}: {type(thing).__name__} is not sharded; expected what shardcore.shard returned, or a parameter of it"
+        )
+    return engine
+
+
+def full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the averaged gradient of a sharded model's parameter, whole (in the gradient dtype), or None. Collective."""
+    return _engine_of("full_grad", param).full_grad(param)
+
+
+def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
+    """Return an optimizer state of a sharded model's parameter, whole ("step", "exp_avg", "master", ...). Collective."""
+    return _engine_of("full_state", param).full_state(param, key)
+
+
+@contextmanager
+def full_params(model: nn.Module) -> Iterator[None]:
+    """Make a sharded model's weights whole and readable inside the context. Collective.
+
+    model: what shard returned, or a module of it. At stages 0 to 2 weights always are whole. Edits in place reach the masters
+    at the next step, and at stage 3 the shards at the end of the context; every rank makes the same ones.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"full_params: got a {type(model).__name__}; expected a module that shardcore.shard returned")
+    params = set(model.parameters())
+    engine = _engine_of("full_params", next((p for p in params if hasattr(p, "_shardcore_engine")), model))
+    with engine.weights.whole(params) if engine.weights is not None else nullcontext():
+        yield
+
+
+def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return the state of a sharded model, or of its optimizer, without any rank holding the whole. Collective.
+
+    For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
+    checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
+    model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
+    "parameter.step" and so on, without its options. The values are copies of what this rank has.
+    """
+    engine = _engine_of("sharded_state_dict", of)
+    return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
+
+
+def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Set a sharded model, or its optimizer, from what sharded_state_dict returned and a checkpoint filled. Collective.
+
+    Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
+
+    Raises ValueError on every rank, with nothing changed, for other keys or shards.
+    """
+    engine = _engine_of("load_sharded_state_dict", of)
+    if isinstance(of, torch.optim.Optimizer):
+        sharded_state.load_optimizer_state(engine, state_dict)
+    else:
+        sharded_state.load_model_state(engine, state_dict)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Add gradients of backwards inside locally in float32, without reduction; the next reduction takes the sum."""
+    with _engine_of("no_sync", model).no_sync():
+        yield
