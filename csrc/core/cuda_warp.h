@@ -9,9 +9,13 @@
 namespace shardcore {
 
 #if defined(__CUDA_ARCH__)
-#define SHARDCORE_ON_DEVICE(code) code
+#define SHARDCORE_ON_DEVICE(...) __VA_ARGS__
+__device__ __forceinline__ void copy16_async(void* shared, const void* global) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
 #else
-#define SHARDCORE_ON_DEVICE(code)  // never run: bodies on the host get the host's stand-in
+#define SHARDCORE_ON_DEVICE(...)  // never run: bodies on the host get the host's stand-in
 #endif
 
 struct CudaWarp {
@@ -38,6 +42,20 @@ struct CudaWarp {
 
 struct CudaBlock : CudaWarp {
 #if defined(__CUDACC__)
+  // Begins to copy 16 bytes from global to shared memory, both aligned. commit_copies ends a group of copies that the thread
+  // has begun, maybe of none; wait_copies<k> waits until at most its last k groups are under way: the thread may read the
+  // others.
+  __host__ __device__ __forceinline__ void copy16([[maybe_unused]] void* shared, [[maybe_unused]] const void* global) const {
+    SHARDCORE_ON_DEVICE(copy16_async(shared, global);)
+  }
+  __host__ __device__ __forceinline__ void commit_copies() const {
+    SHARDCORE_ON_DEVICE(asm volatile("cp.async.commit_group;" ::: "memory");)
+  }
+  template <int kGroups>
+  __host__ __device__ __forceinline__ void wait_copies() const {
+    SHARDCORE_ON_DEVICE(asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");)
+  }
+
   // All threads of the block meet; what they wrote to shared memory is seen by all.
   __host__ __device__ __forceinline__ void sync() const { SHARDCORE_ON_DEVICE(__syncthreads();) }
 #endif

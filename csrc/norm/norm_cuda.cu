@@ -5,10 +5,10 @@
 namespace shardcore {
 namespace {
 
-// 3 blocks a multiprocessor: up to 80 registers, 96 KiB of loads in flight.
-__global__ void __launch_bounds__(kNormThreads, 3)
+// 4 blocks a multiprocessor: up to 64 registers, 128 KiB of float32 loads or of copies in flight.
+__global__ void __launch_bounds__(kNormThreads, 4)
     sq_norm_kernel(const __grid_constant__ NormItems items, DoubleDouble* partial) {
-  __shared__ DoubleDouble shared[kNormWarps];
+  __shared__ NormShared shared;
   sq_norm_body(items, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 

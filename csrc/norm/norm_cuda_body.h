@@ -1,9 +1,13 @@
 // What one CUDA thread does in the norm's kernels, as host/device functions: tests/cpp runs them on the host. Also the parts
 // that the ordered sum shares: the tree of norm_block.h over lanes, and the sum over a CUDA block.
 //
-// A few lanes take a 256-element block and a warp several blocks at once, so a lane has eight 16-byte loads in flight before it
-// uses the first. A lane's accesses lie apart in the block, so the tree's first steps are made within a lane, and few between
-// lanes. Addition commutes, so both lanes of a step get the same bits.
+// 8 lanes take a 256-element block and a warp 4 blocks at once: a round. A lane's accesses lie apart in the block, so the
+// tree's first steps are made within a lane, and few between lanes. Addition commutes, so both lanes of a step get the same
+// bits.
+//
+// A float32 lane has eight 16-byte loads in flight before it uses the first. With 16 bits the same bytes are twice the work,
+// and warps that load and then work leave the memory waiting: there a lane copies its part of the next round to shared memory
+// while it works on this one. It alone reads what it copied, so no barrier is needed.
 #pragma once
 
 #include <algorithm>
@@ -94,8 +98,7 @@ struct Lanes {
 };
 
 using LanesF32 = Lanes<8, 4>;
-using Lanes16Bit = Lanes<4, 8>;
-using LanesMixed = Lanes<8, 8>;       // streams of both sizes: as many bytes of the wider
+using LanesMixed = Lanes<8, 8>;       // 16-bit streams, and streams of both sizes
 using LanesUnaligned = Lanes<32, 8>;  // loads of single elements
 
 // A lane's elements of a block that has numel, 0 for what is not there.
@@ -164,28 +167,89 @@ SHARDCORE_HD DoubleDouble add_warps(DoubleDouble total, DoubleDouble* shared, in
   return total;
 }
 
-// What a warp does of a chunk of numel elements.
-template <DType kDType, typename Block>
-SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligned, int thread, const Block& block) {
-  using L = std::conditional_t<kDType == DType::f32, LanesF32, Lanes16Bit>;
-  const int block_bytes = kBlockSize * static_cast<int>(itemsize(kDType));
-  const int lane = thread % 32, warp = thread / 32;
-  const int whole = aligned ? numel / kBlockSize : 0;
+// What a CUDA block shares.
+struct NormShared {
+  static constexpr int kCopies = LanesMixed::kNumel / 8;  // of a lane in a round
+  DoubleDouble sums[kNormWarps];
+  Bytes16 rounds[2][kCopies][kNormThreads];
+};
+
+// The block that a lane has in a round whose first is `first`; past the last one that again, for nothing.
+template <typename L>
+SHARDCORE_HD int block_of_lane(int first, int whole, int lane) {
+  const int own = first + lane / L::kLanes;
+  return own < whole ? own : whole - 1;
+}
+
+// What a lane has of a warp's rounds over the first `whole` blocks: whole blocks, aligned.
+template <typename Block>
+SHARDCORE_HD DoubleDouble sq_norm_rounds_f32(const char* data, int whole, int thread, const Block& block) {
+  using L = LanesF32;
+  const int lane = thread % 32;
   DoubleDouble total{0.0, 0.0};
   SHARDCORE_NO_UNROLL
-  for (int first = warp * L::kBlocks; first < whole; first += L::kStride) {
-    const int own = first + lane / L::kLanes;
-    const int read = own < whole ? own : whole - 1;  // past the end one is read again, for nothing
+  for (int first = thread / 32 * L::kBlocks; first < whole; first += L::kStride) {
     float x[L::kNumel];
-    load_lane<true, L, true>(data + read * block_bytes, kDType, kBlockSize, lane, x);
+    load_lane<true, L, true>(data + block_of_lane<L>(first, whole, lane) * kBlockSize * 4, DType::f32, kBlockSize, lane, x);
     const double sum = sq_norm_lanes<L>(x, lane, block);
-    total = dd_add(total, own < whole ? sum : 0.0);
+    total = dd_add(total, first + lane / L::kLanes < whole ? sum : 0.0);
   }
-  total = add_lanes(total, L::kLanes, 32, block);
+  return total;
+}
+
+template <DType kDType, typename Block>
+SHARDCORE_HD DoubleDouble sq_norm_rounds_16bit(const char* data, int whole, NormShared& shared, int thread,
+                                               const Block& block) {
+  using L = LanesMixed;
+  const int lane = thread % 32;
+  const auto copy_round = [&](int first, int turn) {
+    if (first < whole) {
+      const char* const own = data + block_of_lane<L>(first, whole, lane) * kBlockSize * 2;
+      SHARDCORE_UNROLL
+      for (int i = 0; i < NormShared::kCopies; ++i)
+        block.copy16(&shared.rounds[turn][i][thread], own + L::octet(lane, i).first * 2);
+    }
+    block.commit_copies();
+  };
+  DoubleDouble total{0.0, 0.0};
+  int first = thread / 32 * L::kBlocks, turn = 0;
+  copy_round(first, turn);
   SHARDCORE_NO_UNROLL
-  for (int at = whole + warp; at * kBlockSize < numel; at += kNormWarps) {
+  for (; first < whole; first += L::kStride, turn ^= 1) {
+    copy_round(first + L::kStride, turn ^ 1);
+    block.template wait_copies<1>();  // all but those of the next round
+    float x[L::kNumel];
+    SHARDCORE_UNROLL
+    for (int i = 0; i < NormShared::kCopies; ++i) {
+      float octet[8];
+      unpack_16bit(shared.rounds[turn][i][thread], kDType, octet);
+      SHARDCORE_UNROLL
+      for (int k = 0; k < 8; ++k) x[8 * i + k] = octet[k];
+    }
+    const double sum = sq_norm_lanes<L>(x, lane, block);
+    total = dd_add(total, first + lane / L::kLanes < whole ? sum : 0.0);
+  }
+  return total;
+}
+
+// What a warp does of a chunk of numel elements.
+template <DType kDType, typename Block>
+SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligned, NormShared& shared, int thread,
+                                        const Block& block) {
+  const int lane = thread % 32;
+  const int whole = aligned ? numel / kBlockSize : 0;
+  DoubleDouble total;
+  if constexpr (kDType == DType::f32) {
+    total = sq_norm_rounds_f32(data, whole, thread, block);
+  } else {
+    total = sq_norm_rounds_16bit<kDType>(data, whole, shared, thread, block);
+  }
+  static_assert(LanesF32::kLanes == LanesMixed::kLanes);
+  total = add_lanes(total, LanesF32::kLanes, 32, block);
+  SHARDCORE_NO_UNROLL
+  for (int at = whole + thread / 32; at * kBlockSize < numel; at += kNormWarps) {
     float x[LanesUnaligned::kNumel];
-    load_lane<false, LanesUnaligned>(data + at * block_bytes, kDType, numel - at * kBlockSize, lane, x);
+    load_lane<false, LanesUnaligned>(data + at * kBlockSize * itemsize(kDType), kDType, numel - at * kBlockSize, lane, x);
     total = dd_add(total, sq_norm_lanes<LanesUnaligned>(x, lane, block));
   }
   return total;
@@ -193,7 +257,7 @@ SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligne
 
 // CUDA block block_index: one chunk of one tensor.
 template <typename Block>
-SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, DoubleDouble* shared, int64_t block_index,
+SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, NormShared& shared, int64_t block_index,
                                int thread, const Block& block) {
   const NormItem t = item_of_chunk(items, block_index);
   const int64_t first = (block_index - t.first_chunk) * kNormChunk;
@@ -203,13 +267,13 @@ SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, Do
   const bool aligned = is_aligned16(t.data);
   DoubleDouble total;
   if (t.dtype == DType::f32) {
-    total = sq_norm_chunk<DType::f32>(data, numel, aligned, thread, block);
+    total = sq_norm_chunk<DType::f32>(data, numel, aligned, shared, thread, block);
   } else if (t.dtype == DType::bf16) {
-    total = sq_norm_chunk<DType::bf16>(data, numel, aligned, thread, block);
+    total = sq_norm_chunk<DType::bf16>(data, numel, aligned, shared, thread, block);
   } else {
-    total = sq_norm_chunk<DType::f16>(data, numel, aligned, thread, block);
+    total = sq_norm_chunk<DType::f16>(data, numel, aligned, shared, thread, block);
   }
-  total = add_warps<kNormWarps>(total, shared, thread, block);
+  total = add_warps<kNormWarps>(total, shared.sums, thread, block);
   if (thread == 0) partial[block_index] = total;
 }
 

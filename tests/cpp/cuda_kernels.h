@@ -33,6 +33,13 @@ struct BlockOfOtherLanes : HostBlock {
   double shfl_xor(double x, int mask) const { return HostBlock::shfl_xor(x, mask == 8 ? 4 : mask); }
 };
 
+// It reads shared memory without waiting for the copies to it.
+struct BlockWithoutWait : HostBlock {
+  explicit BlockWithoutWait(const HostBlock& block) : HostBlock(block) {}
+  template <int kGroups>
+  void wait_copies() const {}
+};
+
 class Partials {
  public:
   explicit Partials(int64_t count) : count_(count), buffer_(count * static_cast<int64_t>(sizeof(DoubleDouble)), 0) {
@@ -63,7 +70,7 @@ DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t
   if (!items.take(plan.items)) items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
   Partials partials(plan.num_chunks);
   HostGrid::run_from(first_chunk, plan.num_chunks, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
-    sq_norm_body(items, partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
+    sq_norm_body(items, partials.data(), *block.shared<NormShared>(), index, thread, Block(block));
   });
   return partials.total<Block>();
 }

@@ -4,8 +4,10 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "cpp/host_team.h"
@@ -34,7 +36,7 @@ class HostBlock {
   struct Shared {
     std::vector<Warp> warps;
     std::unique_ptr<HostBarrier> barrier;
-    alignas(16) std::array<uint8_t, 1024> memory{};
+    alignas(16) std::array<uint8_t, 48 * 1024> memory{};  // as much as CUDA gives a block that does not ask for more
   };
 
   HostBlock(Shared& shared, int thread)
@@ -60,6 +62,16 @@ class HostBlock {
     sync_turn_ ^= 1;
   }
 
+  // Asynchronous copies are made at the latest moment: when they are waited for.
+  void copy16(void* shared, const void* global) const { copies_.back().push_back({shared, global}); }
+  void commit_copies() const { copies_.emplace_back(); }
+  template <int kGroups>
+  void wait_copies() const {
+    for (; copies_.size() > kGroups + 1; copies_.pop_front()) {
+      for (const auto& [shared, global] : copies_.front()) std::memcpy(shared, global, 16);
+    }
+  }
+
   // The block's shared memory; NaN bytes when the block starts.
   template <typename T>
   T* shared() const {
@@ -79,6 +91,7 @@ class HostBlock {
   Warp& warp_;
   size_t lane_;
   mutable int turn_ = 0, sync_turn_ = 0;
+  mutable std::deque<std::vector<std::pair<void*, const void*>>> copies_{1};  // groups; the last is open
 };
 
 class HostGrid {
