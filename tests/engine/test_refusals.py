@@ -155,13 +155,19 @@ def test_twice() -> None:
 
 
 def _wrapped(rank: int, world_size: int) -> list[str]:
+    from torch.distributed._composable import replicate
     from torch.distributed.fsdp import fully_shard
 
     texts = []
     ddp = nn.parallel.DistributedDataParallel(make_net())
+    inner = make_net()
+    inner.head = nn.parallel.DistributedDataParallel(inner.head)
+    replicated, partly = replicate(make_net()), make_net()
+    replicate(partly.blocks[1])
     fsdp = make_net().head  # fully_shard takes no scalar parameter
     fully_shard(fsdp)
-    for model, optimizer in ((ddp, adam(ddp)), (fsdp, torch.optim.AdamW(fsdp.parameters()))):
+    plain = ((model, adam(model)) for model in (ddp, inner, replicated, partly))
+    for model, optimizer in (*plain, (fsdp, torch.optim.AdamW(fsdp.parameters()))):
         try:
             shardcore.shard(model, optimizer)
         except ValueError as error:
@@ -170,8 +176,12 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
 
 
 def test_models_that_are_sharded_by_others() -> None:
-    ddp, fsdp = run_ranks(2, _wrapped)[0]
-    assert "wrapped in DistributedDataParallel" in ddp
+    ddp, inner, replicated, partly, fsdp = run_ranks(2, _wrapped)[0]
+    assert "the model is wrapped in DistributedDataParallel" in ddp
+    assert "(pass model.module)" in ddp
+    assert "head is wrapped in DistributedDataParallel" in inner
+    assert "the model is wrapped in replicate()" in replicated
+    assert "blocks.1 is wrapped in replicate()" in partly
     assert "already sharded (DTensor)" in fsdp
 
 
