@@ -131,7 +131,7 @@ def closed_message(name: str, unit: str) -> str:
     inside = f"the forward and backward of {unit or 'the model'}"
     return (
         f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
-        "`with shardcore.full_params(model):`"
+        "`with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them elsewhere: leave it out)"
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardcore
-from tests.engine.models import Run, batch_of, loss_of, make_net, train
+from tests.engine.models import Run, batch_of, hash_of, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 
@@ -135,6 +135,18 @@ def test_parameters_made_in_inference_mode() -> None:
         model.inp = nn.Linear(10, 24)
     with pytest.raises(ValueError, match=r"inp\.weight was made in torch\.inference_mode"):
         shardcore.shard(model, adam(model))
+
+
+def test_parts_that_take_no_hooks() -> None:
+    model = make_net()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))
+    before = hash_of(model.parameters())
+    with pytest.raises(TypeError, match=r"shard: blocks\.1 is a ScriptModule"):
+        shardcore.shard(model, adam(model), precision="fp32")
+    assert hash_of(model.parameters()) == before
+    model.blocks[1] = torch.jit.script(nn.Tanh())  # what has no weights needs no hooks
+    shardcore.shard(model, adam(model), 3, precision="fp32")
+    model(torch.ones(2, 10)).sum().backward()
 
 
 def test_twice() -> None:
