@@ -29,7 +29,8 @@ def check_model(model: nn.Module) -> None:
     check_unwrapped("shard", model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
-            raise TypeError(f"shard: {name or 'the model'} is a ScriptModule, which takes no hooks; expected an ordinary module")
+            where = name or "the model"
+            raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
         if getattr(module, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
     for name, param in model.named_parameters():

@@ -183,6 +183,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
             managed.version = managed.param._version
+    engine.updater.forget_changes()
 
 
 @torch.no_grad()
