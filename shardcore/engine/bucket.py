@@ -73,7 +73,8 @@ class Managed:
     step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
     place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
     edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
-    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it.
+    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it. part: the digest of this rank's
+    part of edited weights that nobody has whole, for those who own the same (hybrid sharding).
     """
 
     name: str
@@ -88,6 +89,7 @@ class Managed:
     place: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
+    part: str = ""
 
     def place_now(self) -> tuple[int, int]:
         """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
@@ -100,7 +102,7 @@ class Managed:
 
     def note_load(self, values: torch.Tensor) -> None:
         """Learn that its weights were set from `values`, whole."""
-        self.changes = f", loaded (digest {digest_of(values)})"
+        self.changes, self.part = f", loaded (digest {digest_of(values)})", ""
         self.version = self.param._version
 
     def note_edit(self, values: torch.Tensor | None) -> None:
@@ -131,7 +133,7 @@ def closed_message(name: str, unit: str) -> str:
     inside = f"the forward and backward of {unit or 'the model'}"
     return (
         f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
-        "`with shardcore.full_params(model):`"
+        "`with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them elsewhere: leave it out)"
     )
 
 

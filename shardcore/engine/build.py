@@ -12,6 +12,7 @@ from shardcore._native import _C
 from shardcore.comm import Comm, plain
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.kinds import NO_STATES, kind_of
+from shardcore.engine.membership import check_unwrapped
 from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
@@ -23,11 +24,13 @@ def check_model(model: nn.Module) -> None:
     """Raise unless `model` can be sharded."""
     if getattr(model, "_shardcore_engine", None) is not None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("shard: the model is wrapped in DistributedDataParallel; expected the plain model (pass model.module)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
+    check_unwrapped("shard", model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            where = name or "the model"
+            raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
         if getattr(module, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
     for name, param in model.named_parameters():

@@ -1,13 +1,31 @@
 """Whether the model still has the Parameters that it had when it was sharded: others would silently not be trained.
 
 A step asks (`Membership.check`). While nothing was registered, replaced or removed that is a comparison of what each module
-holds, by identity, a microsecond a module; names are looked at only if something was.
+holds and is, by identity, a microsecond a module; names are looked at only if something was.
 """
 
+import sys
 from collections.abc import Iterator
 from itertools import chain
 
 from torch import nn
+
+
+def check_unwrapped(op: str, model: nn.Module) -> None:
+    """Raise ValueError if `model`, or a module of it, is wrapped in what averages gradients over ranks by itself."""
+    wrappers: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
+    # torch's replicate() makes the module's class one of these; where nobody has imported it, there is none.
+    composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    if composable is not None:
+        wrappers += (composable,)
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            inside = "replicate()" if composable is not None and isinstance(module, composable) else type(module).__name__
+            plain = "" if inside == "replicate()" else f" (pass {name or 'model'}.module)"
+            raise ValueError(
+                f"{op}: {name or 'the model'} is wrapped in {inside}, which would average gradients a second time; expected "
+                f"the plain module{plain}"
+            )
 
 
 class Membership:
@@ -27,15 +45,18 @@ class Membership:
     def _look(self) -> list[int]:
         """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
         params = chain.from_iterable(module._parameters.values() for module in self._modules)
-        return [*map(id, params), *map(id, chain.from_iterable(module._modules.values() for module in self._modules))]
+        children = chain.from_iterable(module._modules.values() for module in self._modules)
+        return [*map(id, chain(params, children, map(type, self._modules)))]
 
     def check(self, op: str) -> None:
         """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
 
-        Modules that were put around others (activation checkpointing, torch.compile) only change names.
+        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
+        gradients by themselves are refused as well.
         """
         if self._look() == self._held:
             return
+        check_unwrapped(op, self._model)
         changes = list(self._changes())
         if changes:
             more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""

@@ -88,7 +88,7 @@ class _BeforeForward(_EngineHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.engine is not None and torch.is_grad_enabled():
-            _refuse_wrappers(module)
+            _refuse_wrappers(module, self.engine)
             self.engine.reducer.settle()
         if self.engine is not None and self.engine.weights is not None:
             if self.engine.reducer.boundary.under_way and not in_backward():
@@ -119,20 +119,25 @@ class _AfterForward(_EngineHook):
             self.engine.lazy.end_forward()
         if self.engine is None or not torch.is_grad_enabled():
             return
+        _refuse_wrappers(module, self.engine)  # again, for hooks that were put around this module later
         begin = self.engine.reducer.begin_backward
         for value in tensors_in(output):
             if value.grad_fn is not None:
                 value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
 
 
-def _refuse_wrappers(module: nn.Module) -> None:
-    """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad."""
+def _refuse_wrappers(module: nn.Module, engine: Engine) -> None:
+    """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad.
+
+    torch's replicate() has a DistributedDataParallel, too, over a list of the parameters.
+    """
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    inside_ddp = ddp is not None and any(each is module for each in ddp.modules())
+    inside_ddp = ddp is not None and any(param in engine.managed for param in ddp.parameters())
     if inside_ddp or getattr(module, "_is_replica", False):
+        wrapper = "DistributedDataParallel or replicate()" if inside_ddp else "DataParallel"
         raise RuntimeError(
-            f"forward: the sharded model runs inside {'DistributedDataParallel' if inside_ddp else 'DataParallel'}; expected "
-            "it on its own, as shardcore.shard already averages gradients over ranks (call the model itself)"
+            f"forward: the sharded model runs inside {wrapper}; expected it on its own, as shardcore.shard already averages "
+            "gradients over ranks (call the model itself)"
         )
 
 

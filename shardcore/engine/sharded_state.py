@@ -183,6 +183,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
             managed.version = managed.param._version
+    engine.updater.forget_changes()
 
 
 @torch.no_grad()
@@ -253,6 +254,8 @@ def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
 
 
 def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{_OP}: state_dict is a {type(state).__name__}; expected what sharded_state_dict returned")
     for name in [*expected, *state]:
         if name not in state or name not in expected:
             has = "lacks" if name not in state else "has"

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, digest_of
 from shardcore.engine.store import Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.optim import check_options, hyper_of
 
-# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and its order.
-NORM_ROW_BYTES = 8 * 5
+# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms, of its order, and
+# of its parts of edited weights.
+NORM_ROW_BYTES = 8 * 6
 
 # Options of a group that say what a step computes, and those that say which states there are.
 _TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
@@ -56,6 +57,8 @@ class Updater:
         """
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
+        self._replicates = comm.topology.replicate and not lifetimes.full_weight_resident
+        self._frozen = [bucket for bucket in buckets if bucket.group is None] if self._replicates else []
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         self.last_norm: float | None = None
         # Their numbers key random bits, as in an unsharded optimizer.
@@ -163,7 +166,8 @@ class Updater:
         """
         told = self._told(terms) if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
-        said = torch.tensor([problem is not None, digest, order], dtype=torch.float64, device="cpu")
+        parts = zlib.crc32(" ".join(managed.part for managed in self._every()).encode()) if self._replicates else 0
+        said = torch.tensor([problem is not None, digest, order, parts], dtype=torch.float64, device="cpu")
         row = torch.cat([_C.sq_norm_add(_squares_of(active)), said])
         if self.comm.world_size > 1:
             rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
@@ -177,10 +181,25 @@ class Updater:
         if (rows[:, 3] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
+        self._check_replicas(rows[:, 5].contiguous())
         self.loaded = None
-        for managed in self._every():
-            managed.changes = ""
+        self.forget_changes()
         return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous())), bool((rows[:, 4] == order).all())
+
+    def _check_replicas(self, parts: torch.Tensor) -> None:
+        """Raise ValueError on all ranks if two that own the same part of the weights have edited it differently."""
+        if not self._replicates:
+            return
+        by_node = parts.view(self.comm.topology.nodes, -1)
+        if (by_node != by_node[0]).any():
+            said = self.comm.gather_json({managed.name: managed.part for managed in self._every() if managed.part})
+            firsts = [self.comm.topology.twins(rank)[0] for rank in range(len(said))]
+            rank, twin = next((rank, twin) for rank, twin in enumerate(firsts) if said[rank] != said[twin])
+            names = sorted(n for n in {**said[rank], **said[twin]} if said[rank].get(n) != said[twin].get(n))
+            raise ValueError(
+                f"step: rank {rank} has edited {', '.join(names)} to other values than rank {twin}, which owns the same part; "
+                "expected the same edits on every rank (none was updated)"
+            )
 
     def _told(self, terms: Mapping[str, float | None]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
@@ -199,6 +218,11 @@ class Updater:
 
     def _every(self) -> Iterable[Managed]:
         return chain((managed for bucket in self.buckets for managed in bucket.params), self._constant)
+
+    def forget_changes(self) -> None:
+        """Hold no load or edit of weights so far against any rank: they have been compared, or all weights are new."""
+        for managed in self._every():
+            managed.changes = managed.part = ""
 
     def changed(self) -> str:
         """Tell, in short, which weights were loaded and edited since the last step, and with what; "" for none."""
@@ -260,12 +284,17 @@ class Updater:
             edited = {managed for managed in bucket.params if managed.edited}
             if edited:
                 self._refresh_masters(bucket, edited)
+        for bucket in self._frozen:
+            if any(managed.edited for managed in bucket.params):
+                bucket.take_edits()
+                self._note_parts(bucket)
         for managed in self._constant:
             if managed.edited:
                 managed.note_edit(managed.param if self.lifetimes.full_weight_resident else None)
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
+        self._note_parts(bucket)
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
             if managed in edited and bucket.kind.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
@@ -274,6 +303,11 @@ class Updater:
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
             managed.note_edit(managed.slice_of(bucket.weight) if bucket.weight.numel() else None)
+
+    def _note_parts(self, bucket: Bucket) -> None:
+        for managed, _, values in bucket.owned_views(bucket.owned_weight) if self._replicates else ():
+            if managed.edited:
+                managed.part = digest_of(values)
 
     def note_own_weights(self) -> None:
         """Let the next step, or read of the model, compare whole weights that each rank got by itself."""

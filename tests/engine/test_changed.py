@@ -166,6 +166,26 @@ def test_data_assigned_before_a_forward(stage: int) -> None:
     assert ("rank 1 refused" if stage < 3 else "ranks went different ways") in other
 
 
+def _averaged_twice(rank: int, world_size: int, inside: str) -> str:
+    from torch.distributed._composable import replicate
+
+    model, optimizer = sharded(0)
+    if inside == "replicate()":
+        replicate(model.blocks[0])
+    else:
+        model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0])
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    with pytest.raises(ValueError) as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("inside", ["replicate()", "DistributedDataParallel"])
+def test_what_would_average_a_part_a_second_time_is_refused(inside: str) -> None:
+    for text in run_ranks(2, _averaged_twice, inside):
+        assert text.startswith(f"step: blocks.0 is wrapped in {inside}, which would average")
+
+
 def test_modules_around_others_only_change_names() -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=0))
     plain, plain_optimizer, _ = train(0, Run(stage=2, steps=0))

@@ -91,11 +91,14 @@ def test_a_forward_that_failed_keeps_no_other_thread_out() -> None:
 
 
 def _wrapped(rank: int, world_size: int, stage: int) -> list[str]:
+    from torch.distributed._composable import replicate
+
     texts = []
     model, _, _ = train(rank, Run(stage=stage, steps=1))
-    outer = nn.Sequential(model)
+    around, _, _ = train(rank, Run(stage=stage, steps=1))
     copy = model._replicate_for_data_parallel()
-    for each in (nn.parallel.DistributedDataParallel(outer), copy):
+    wrapped = [nn.parallel.DistributedDataParallel(nn.Sequential(model)), replicate(nn.Sequential(model)), replicate(around)]
+    for each in (copy, *wrapped):
         with pytest.raises(RuntimeError) as refusal:
             each(torch.ones(2, 10))
         texts.append(str(refusal.value))
@@ -107,6 +110,7 @@ def _wrapped(rank: int, world_size: int, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_wrappers_that_would_average_again_are_refused(stage: int) -> None:
-    for ddp, replica in run_ranks(2, _wrapped, stage):
-        assert "the sharded model runs inside DistributedDataParallel; expected it on its own" in ddp
+    for replica, *wrapped in run_ranks(2, _wrapped, stage):
         assert "runs inside DataParallel" in replica
+        assert len(wrapped) == 3
+        assert all("runs inside DistributedDataParallel or replicate(); expected it on its own" in text for text in wrapped)

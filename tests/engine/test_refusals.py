@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardcore
-from tests.engine.models import Run, batch_of, loss_of, make_net, train
+from tests.engine.models import Run, batch_of, hash_of, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 
@@ -137,6 +137,18 @@ def test_parameters_made_in_inference_mode() -> None:
         shardcore.shard(model, adam(model))
 
 
+def test_parts_that_take_no_hooks() -> None:
+    model = make_net()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))
+    before = hash_of(model.parameters())
+    with pytest.raises(TypeError, match=r"shard: blocks\.1 is a ScriptModule"):
+        shardcore.shard(model, adam(model), precision="fp32")
+    assert hash_of(model.parameters()) == before
+    model.blocks[1] = torch.jit.script(nn.Tanh())  # what has no weights needs no hooks
+    shardcore.shard(model, adam(model), 3, precision="fp32")
+    model(torch.ones(2, 10)).sum().backward()
+
+
 def test_twice() -> None:
     model, optimizer, _ = train(0, Run(steps=1))
     with pytest.raises(ValueError, match="the model is already sharded"):
@@ -155,13 +167,19 @@ def test_twice() -> None:
 
 
 def _wrapped(rank: int, world_size: int) -> list[str]:
+    from torch.distributed._composable import replicate
     from torch.distributed.fsdp import fully_shard
 
     texts = []
     ddp = nn.parallel.DistributedDataParallel(make_net())
+    inner = make_net()
+    inner.head = nn.parallel.DistributedDataParallel(inner.head)
+    replicated, partly = replicate(make_net()), make_net()
+    replicate(partly.blocks[1])
     fsdp = make_net().head  # fully_shard takes no scalar parameter
     fully_shard(fsdp)
-    for model, optimizer in ((ddp, adam(ddp)), (fsdp, torch.optim.AdamW(fsdp.parameters()))):
+    plain = ((model, adam(model)) for model in (ddp, inner, replicated, partly))
+    for model, optimizer in (*plain, (fsdp, torch.optim.AdamW(fsdp.parameters()))):
         try:
             shardcore.shard(model, optimizer)
         except ValueError as error:
@@ -170,8 +188,12 @@ def _wrapped(rank: int, world_size: int) -> list[str]:
 
 
 def test_models_that_are_sharded_by_others() -> None:
-    ddp, fsdp = run_ranks(2, _wrapped)[0]
-    assert "wrapped in DistributedDataParallel" in ddp
+    ddp, inner, replicated, partly, fsdp = run_ranks(2, _wrapped)[0]
+    assert "the model is wrapped in DistributedDataParallel" in ddp
+    assert "(pass model.module)" in ddp
+    assert "head is wrapped in DistributedDataParallel" in inner
+    assert "the model is wrapped in replicate()" in replicated
+    assert "blocks.1 is wrapped in replicate()" in partly
     assert "already sharded (DTensor)" in fsdp
 
 

@@ -99,7 +99,7 @@ def test_a_plain_model_loads_the_checkpoint(tmp_path: Path) -> None:
 
 def _refused(rank: int, world_size: int, how: str) -> tuple[str, bool]:
     model, optimizer, _ = train(rank, Run(stage=2, steps=1))
-    state = shardcore.sharded_state_dict(model)
+    state: Any = shardcore.sharded_state_dict(model)
     before = hash_of_training(model, optimizer)
     if rank == 1 and how == "missing":
         del state["gain"]
@@ -107,14 +107,19 @@ def _refused(rank: int, world_size: int, how: str) -> tuple[str, bool]:
         state["other"] = torch.zeros(1)
     elif rank == 1 and how == "whole":
         state["head.weight"] = torch.zeros(5, 24)
+    elif rank == 1 and how == "nothing":
+        state = None
     try:
         shardcore.load_sharded_state_dict(model, state)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error), hash_of_training(model, optimizer) == before
     return "no error", False
 
 
-@pytest.mark.parametrize("how, text", [("missing", "lacks gain"), ("more", "has other"), ("whole", "head.weight has tensor")])
+WRONG = [("missing", "lacks gain"), ("more", "has other"), ("whole", "head.weight has tensor"), ("nothing", "is a NoneType")]
+
+
+@pytest.mark.parametrize("how, text", WRONG)
 def test_what_does_not_fit_is_refused_on_every_rank(how: str, text: str) -> None:
     other, own = run_ranks(2, _refused, how)
     assert text in own[0]

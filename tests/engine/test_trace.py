@@ -81,3 +81,12 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(ValueError):
         fails()
     assert opened == []
+
+
+def test_at_stage_3_the_profiler_that_reads_weights_between_uses_is_told_of() -> None:
+    for stage in (2, 3):
+        model, _, _ = train(0, Run(stage=stage, steps=1))
+        with profile(activities=[ProfilerActivity.CPU], with_stack=True):
+            refusal = pytest.raises(RuntimeError, match="with_stack=True reads them elsewhere: leave it out")
+            with refusal if stage == 3 else nullcontext():
+                model(torch.ones(2, 10))
