@@ -180,6 +180,9 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with a copy for each that is not contiguous or has torch's negative bit set."""
 
+def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The same in one list for each device, in the order of their first tensors."""
+
 def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether both hold the very same objects, in one order."""
 

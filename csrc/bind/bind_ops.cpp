@@ -166,6 +166,24 @@ py::list dense(const py::object& tensors) {
   return out;
 }
 
+// The same in one list a device, in the order of their first tensors.
+py::list dense_by_device(const py::object& tensors) {
+  const py::list items = dense(tensors);
+  std::vector<at::Device> devices;
+  py::list groups;
+  for (const py::handle item : items) {
+    const at::Device device = THPVariable_Unpack(item.ptr()).device();
+    const auto known = std::find(devices.begin(), devices.end(), device);
+    const auto index = static_cast<size_t>(known - devices.begin());
+    if (known == devices.end()) {
+      devices.push_back(device);
+      groups.append(py::list());
+    }
+    PyList_Append(PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(index)), item.ptr());
+  }
+  return groups;
+}
+
 // == would compare tensors.
 bool same_objects(const py::handle& a_object, const py::handle& b_object) {
   const py::object a = items_of({"same_objects", "a"}, a_object, "a list");
@@ -226,6 +244,7 @@ void bind_ops(py::module_& module) {
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"));
+  module.def("dense_by_device", &dense_by_device, py::arg("tensors"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
