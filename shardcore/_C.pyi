@@ -7,6 +7,7 @@ a child that was forked after CPU work used threads, CPU work runs serially, to 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +36,8 @@ class AdamHyper:
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None: ...
+    def at(self, step: int, grad_scale: float) -> AdamHyper:
+        """The same options with another step and grad_scale."""
 
 class DeviceStep:
     """What one step reads and counts where its tensors are, so that a CUDA graph can replay it (csrc/adam/device_scalars.h).
@@ -56,6 +59,26 @@ class DeviceStep:
         found_inf: float | torch.Tensor = 0.0,
         max_norm: float | None = None,
     ) -> None: ...
+
+class AdamLists:
+    """The arguments of the same names of AdamStepper.step, read once for many steps: kept until this object goes."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        exp_avgs: Sequence[torch.Tensor],
+        exp_avg_sqs: Sequence[torch.Tensor],
+        hyper_index: Sequence[int],
+        masters: Sequence[torch.Tensor | None] | None = None,
+        max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
+        keys: Sequence[tuple[int, int]] | None = None,
+        exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
+        exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
+    ) -> None: ...
+    def plain_grads(self, idle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
+        """The gradients of params, or None if a step would have to look closer: one is missing, not contiguous, of another
+        shape or device, or not of a dtype for gradients, params have another dtype or device than when the lists were made, or
+        one of idle has a gradient."""
 
 class AdamStepper:
     """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls.
@@ -92,6 +115,14 @@ class AdamStepper:
         shares no memory with another argument; only a float32 params[i] may be its own masters[i]. device_step: its numbers
         and counts take the place of the hypers' step and grad_scale.
         """
+    def repeat(
+        self,
+        lists: AdamLists,
+        grads: Sequence[torch.Tensor],
+        hypers: Sequence[AdamHyper],
+        device_step: DeviceStep | None = None,
+    ) -> None:
+        """Do the same as step, with the same checks, with lists that were read before."""
     @property
     def table_builds(self) -> int:
         """How often the CUDA chunk table was built and uploaded (0 on CPU)."""
@@ -149,9 +180,14 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors, with a copy for each that is not contiguous or has torch's negative bit set."""
 
-def plain_grads(params: Sequence[torch.Tensor], idle: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The gradients of params, or None if a step would have to look closer: one is missing, not contiguous, of another
-    shape, dtype or device, params are not on one device, or one of idle has a gradient."""
+def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The same in one list for each device, in the order of their first tensors."""
+
+def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether both hold the very same objects, in one order."""
+
+def records_functions() -> bool:
+    """Whether anybody listens to torch's record_function: a profiler, of this thread or of all."""
 
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights

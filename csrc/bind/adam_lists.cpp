@@ -1,8 +1,12 @@
 #include "bind/adam_lists.h"
 
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "bind/initialized.h"
 #include "core/tile.h"
 
 namespace shardcore::bind {
+namespace {
 
 std::vector<AdamKey> keys_of(const py::handle& sequence, size_t count) {
   const py::object items = items_of({kStepOp, "keys"}, sequence, "a list of pairs of int");
@@ -25,22 +29,16 @@ std::vector<AdamKey> keys_of(const py::handle& sequence, size_t count) {
   return keys;
 }
 
-std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, size_t num_hypers) {
+std::vector<int64_t> hyper_indices_of(const py::handle& sequence, size_t count) {
   const py::object items = items_of({kStepOp, "hyper_index"}, sequence, "a list of int");
   check_count(kStepOp, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
-  std::vector<int32_t> indices(count);
+  std::vector<int64_t> indices(count);
   for (size_t i = 0; i < count; ++i) {
     const Where where{kStepOp, "hyper_index", static_cast<int64_t>(i)};
-    const int64_t index = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
-    if (index < 0 || index >= static_cast<int64_t>(num_hypers)) {
-      value_error(where, index, "; expected an index of hypers, which has ", num_hypers, " items");
-    }
-    indices[i] = static_cast<int32_t>(index);
+    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
   }
   return indices;
 }
-
-namespace {
 
 // The dtypes of a moment kept as each StateDType.
 struct MomentDTypes {
@@ -66,8 +64,8 @@ void check_dtype(const Where& where, const at::Tensor& tensor, at::ScalarType ex
 // Checks index i of all lists, one list after the other, and gathers it as plain data.
 class SegmentReader {
  public:
-  SegmentReader(const AdamLists& lists, size_t i, at::Device device)
-      : lists_(lists), i_(i), device_(device), param_(lists.params[i]) {}
+  SegmentReader(const AdamLists& lists, const at::Tensor& grad, size_t i, at::Device device)
+      : lists_(lists), i_(i), device_(device), param_(lists.params[i]), grad_(grad) {}
 
   AdamSegment read() {
     read_param();
@@ -103,9 +101,8 @@ class SegmentReader {
   }
 
   void read_grad() {
-    const at::Tensor& grad = lists_.grads[i_];
-    t_.grad_dtype = float_dtype(check_shaped("grads", grad), grad);
-    t_.grad = grad.const_data_ptr();
+    t_.grad_dtype = float_dtype(check_shaped("grads", grad_), grad_);
+    t_.grad = grad_.const_data_ptr();
   }
 
   void read_moments() {
@@ -166,12 +163,77 @@ class SegmentReader {
   const size_t i_;
   const at::Device device_;
   const at::Tensor& param_;
+  const at::Tensor& grad_;
   AdamSegment t_{};
 };
 
+bool plain_float(const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return is_plain(tensor) && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
+         tensor.layout() == at::kStrided && tensor.is_contiguous();
+}
+
+// The parameters' gradients. Anything unusual gives None (who has a master, or is rounded stochastically, depends on dtypes,
+// too): the caller then goes the long way, which copies, or says what is wrong.
+py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object) {
+  const TensorList idle = tensors_of("AdamLists.plain_grads", "idle", idle_object);
+  for (size_t i = 0; i < idle.size(); ++i) {
+    if (idle[i].grad().defined()) return py::none();
+  }
+  const TensorList& params = kept.lists.params;
+  py::tuple grads(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    params.prefetch(i);
+    const at::Tensor& param = params[i];
+    const at::Tensor& grad = param.grad();
+    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || param.scalar_type() != kept.param_dtypes[i] ||
+        grad.sizes() != param.sizes() || param.device() != kept.device || grad.device() != kept.device) {
+      return py::none();
+    }
+    PyTuple_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad));
+  }
+  return grads;
+}
+
+PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
+                            const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
+                            const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
+  PyAdamLists kept{adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
+                                 exp_avg_sq_scales)};
+  const TensorList& list = kept.lists.params;
+  for (size_t i = 0; i < list.size(); ++i) kept.param_dtypes.push_back(list[i].scalar_type());
+  if (!list.empty()) kept.device = list[0].device();
+  return kept;
+}
+
 }  // namespace
 
-AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device) { return SegmentReader(lists, i, device).read(); }
+AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
+                        const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
+                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
+  AdamLists lists;
+  lists.params = tensors_of(kStepOp, "params", params);
+  const size_t count = lists.params.size();
+  const auto read = [&](const char* name, const py::handle& sequence, bool optional) {
+    if (optional && sequence.is_none()) return TensorList();
+    TensorList tensors = tensors_of(kStepOp, name, sequence, optional);
+    check_count(kStepOp, name, tensors.size(), "params", count);
+    return tensors;
+  };
+  lists.exp_avgs = read("exp_avgs", exp_avgs, false);
+  lists.exp_avg_sqs = read("exp_avg_sqs", exp_avg_sqs, false);
+  lists.masters = read("masters", masters, true);
+  lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
+  lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
+  lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
+  lists.hyper_index = hyper_indices_of(hyper_index, count);
+  if (!keys.is_none()) lists.keys = keys_of(keys, count);
+  return lists;
+}
+
+AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device) {
+  return SegmentReader(lists, grads[i], i, device).read();
+}
 
 void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
                    OverlapCheck& overlap) {
@@ -215,6 +277,14 @@ const char* why_random(const AdamSegment& t, bool stochastic_rounding) {
   if (t.state_dtype != StateDType::f32) return "has moments that are rounded stochastically";
   return rounds_weights_stochastically(t, stochastic_rounding) ? "is bfloat16 without a master, rounded stochastically"
                                                                : nullptr;
+}
+
+void bind_adam_lists(py::module_& module) {
+  py::class_<PyAdamLists>(module, "AdamLists")
+      .def(py::init(&make_adam_lists), py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("hyper_index"),
+           py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(), py::arg("keys") = py::none(),
+           py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
+      .def("plain_grads", &plain_grads, py::arg("idle"));
 }
 
 }  // namespace shardcore::bind

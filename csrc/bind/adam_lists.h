@@ -11,25 +11,30 @@ namespace shardcore::bind {
 
 inline constexpr const char* kStepOp = "AdamStepper.step";
 
-struct AdamLists {
-  TensorList params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
-
-  void prefetch(size_t i) const {
-    for (const TensorList* list : {&params, &grads, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);
-  }
-};
-
 // The random key of a tensor: its parameter, and which of that one's elements is its first.
 struct AdamKey {
   uint64_t param_index;
   int64_t first_element;
 };
 
-std::vector<AdamKey> keys_of(const py::handle& sequence, size_t count);
-std::vector<int32_t> hyper_indices_of(const py::handle& sequence, size_t count, size_t num_hypers);
+// All that the steps of one list of tensors have in common: every list but the gradients.
+struct __attribute__((visibility("hidden"))) AdamLists {
+  TensorList params, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
+  std::vector<int64_t> hyper_index;
+  std::vector<AdamKey> keys;  // empty: none
+
+  void prefetch(size_t i) const {
+    for (const TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);
+  }
+};
+
+// Reads Python's lists: types and lengths. The tensors themselves may change from step to step: segment_of checks them.
+AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
+                        const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
+                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales);
 
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
-AdamSegment segment_of(const AdamLists& lists, size_t i, at::Device device);
+AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
 // Refuses tensors that share memory which the step writes. counts (empty, or one a segment) and skipped (or null) are int64.
 void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
@@ -37,5 +42,14 @@ void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<i
 
 // Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
 const char* why_random(const AdamSegment& t, bool stochastic_rounding);
+
+// Lists read once, for steps that repeat the last one.
+struct __attribute__((visibility("hidden"))) PyAdamLists {
+  AdamLists lists;
+  std::vector<at::ScalarType> param_dtypes;  // when the lists were read, as the device
+  at::Device device = at::kCPU;
+};
+
+void bind_adam_lists(py::module_& module);
 
 }  // namespace shardcore::bind

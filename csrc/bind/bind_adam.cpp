@@ -1,4 +1,4 @@
-// AdamHyper and AdamStepper.
+// AdamHyper, AdamLists and AdamStepper.
 #include <algorithm>
 #include <cmath>
 #include <deque>
@@ -23,11 +23,22 @@ struct __attribute__((visibility("hidden"))) PyAdamHyper {
 
 namespace {
 
+constexpr const char* kHyper = "AdamHyper";
+
+int64_t step_of(const py::handle& object) {
+  const Where where{kHyper, "step"};
+  const int64_t step = int_of(where, object);
+  if (step < 1) value_error(where, step, "; expected 1 or more (the first step is 1)");
+  return step;
+}
+
+double grad_scale_of(const py::handle& object) { return number_of({kHyper, "grad_scale"}, object); }
+
 PyAdamHyper make_hyper(const py::handle& lr, const py::handle& beta1, const py::handle& beta2, const py::handle& eps,
                        const py::handle& weight_decay, const py::handle& step, const py::handle& grad_scale,
                        const py::handle& adam_w_mode, const py::handle& bias_correction, const py::handle& maximize,
                        const py::handle& stochastic_rounding, const py::handle& seed) {
-  const auto at = [](const char* name) { return Where{"AdamHyper", name}; };
+  const auto at = [](const char* name) { return Where{kHyper, name}; };
   const auto size = [&](const char* name, const py::handle& object) {
     const double value = number_of(at(name), object);
     if (!(value >= 0.0 && std::isfinite(value))) value_error(at(name), value, "; expected a finite number, 0 or more");
@@ -45,9 +56,8 @@ PyAdamHyper make_hyper(const py::handle& lr, const py::handle& beta1, const py::
   hyper.beta2 = beta("beta2", beta2);
   hyper.eps = size("eps", eps);
   hyper.weight_decay = size("weight_decay", weight_decay);
-  hyper.grad_scale = number_of(at("grad_scale"), grad_scale);
-  hyper.step = int_of(at("step"), step);
-  if (hyper.step < 1) value_error(at("step"), hyper.step, "; expected 1 or more (the first step is 1)");
+  hyper.grad_scale = grad_scale_of(grad_scale);
+  hyper.step = step_of(step);
   hyper.adam_w_mode = bool_of(at("adam_w_mode"), adam_w_mode);
   hyper.bias_correction = bool_of(at("bias_correction"), bias_correction);
   hyper.maximize = bool_of(at("maximize"), maximize);
@@ -55,6 +65,14 @@ PyAdamHyper make_hyper(const py::handle& lr, const py::handle& beta1, const py::
   if (!PyLong_Check(seed.ptr())) type_error(at("seed"), "type ", Py_TYPE(seed.ptr())->tp_name, "; expected an int");
   hyper.seed = PyLong_AsUnsignedLongLongMask(seed.ptr());
   return {hyper, lr_arg.tensor.defined() ? lr_arg : NumberArg{hyper.lr, {}}};
+}
+
+// The same options at another step: what a step that repeats the last one needs.
+PyAdamHyper hyper_at(const PyAdamHyper& other, const py::handle& step, const py::handle& grad_scale) {
+  PyAdamHyper made = other;
+  made.hyper.grad_scale = grad_scale_of(grad_scale);
+  made.hyper.step = step_of(step);
+  return made;
 }
 
 std::vector<PyAdamHyper> hypers_of(const py::handle& sequence) {
@@ -97,27 +115,26 @@ class __attribute__((visibility("hidden"))) AdamStepper {
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
             const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
             const py::object& exp_avg_sq_scales, const py::object& device_step) {
-    AdamLists lists;
-    lists.params = tensors_of(kStepOp, "params", params);
+    run(adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
+                      exp_avg_sq_scales),
+        grads, hypers, device_step);
+  }
+
+  void repeat(const PyAdamLists& kept, const py::handle& grads, const py::handle& hypers, const py::object& device_step) {
+    run(kept.lists, grads, hypers, device_step);
+  }
+
+  int64_t table_builds() const { return table_builds_; }
+
+ private:
+  void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers, const py::object& device_step) {
     const size_t count = lists.params.size();
-    const auto read = [&](const char* name, const py::handle& sequence, bool optional) {
-      if (optional && sequence.is_none()) return TensorList();
-      TensorList tensors = tensors_of(kStepOp, name, sequence, optional);
-      check_count(kStepOp, name, tensors.size(), "params", count);
-      return tensors;
-    };
-    lists.grads = read("grads", grads, false);
-    lists.exp_avgs = read("exp_avgs", exp_avgs, false);
-    lists.exp_avg_sqs = read("exp_avg_sqs", exp_avg_sqs, false);
-    lists.masters = read("masters", masters, true);
-    lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
-    lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
-    lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
+    const TensorList grads = tensors_of(kStepOp, "grads", grads_object);
+    check_count(kStepOp, "grads", grads.size(), "params", count);
     const std::vector<PyAdamHyper> hyper_list = hypers_of(hypers);
+    const auto num_hypers = static_cast<int64_t>(hyper_list.size());
     const PyDeviceStep* const on_device = device_step_of(device_step);
     const std::vector<AdamScalars> scalars = on_device == nullptr ? scalars_of(hyper_list) : std::vector<AdamScalars>();
-    const std::vector<int32_t> indices = hyper_indices_of(hyper_index, count, hyper_list.size());
-    const std::vector<AdamKey> key_list = keys.is_none() ? std::vector<AdamKey>() : keys_of(keys, count);
     if (count == 0) return;
 
     const at::Device device = lists.params[0].device();
@@ -125,27 +142,38 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     std::vector<AdamSegment> segments(count);
     for (size_t i = 0; i < count; ++i) {
       lists.prefetch(i);
-      AdamSegment& t = segments[i] = segment_of(lists, i, device);
+      grads.prefetch(i);
+      const int64_t hyper = lists.hyper_index[i];
+      if (hyper < 0 || hyper >= num_hypers) {
+        value_error({kStepOp, "hyper_index", static_cast<int64_t>(i)}, hyper, "; expected an index of hypers, which has ",
+                    num_hypers, " items");
+      }
+      AdamSegment& t = segments[i] = segment_of(lists, grads, i, device);
       // The host makes scalars for each of hypers, the device for each tensor.
-      t.hyper_index = on_device == nullptr ? indices[i] : static_cast<int32_t>(i);
-      if (!key_list.empty()) {
-        t.param_index = key_list[i].param_index;
-        t.first_element = key_list[i].first_element;
-      } else if (const char* why = why_random(t, hyper_list[static_cast<size_t>(indices[i])].hyper.stochastic_rounding)) {
+      t.hyper_index = static_cast<int32_t>(on_device == nullptr ? hyper : static_cast<int64_t>(i));
+      if (!lists.keys.empty()) {
+        t.param_index = lists.keys[i].param_index;
+        t.first_element = lists.keys[i].first_element;
+      } else if (const char* why = why_random(t, hyper_list[static_cast<size_t>(hyper)].hyper.stochastic_rounding)) {
         value_error({kStepOp, "keys"}, "None; expected a key for each of params (params[", i, "] ", why, ")");
       }
     }
     std::optional<DevicePlan> plan;
     std::vector<int64_t*> counts;
     if (on_device != nullptr) {
-      plan = plan_of(*on_device, indices, device);
+      plan = plan_of(*on_device, lists.hyper_index, device);
       for (size_t i = 0; i < hyper_list.size(); ++i) {
         const Where where{kStepOp, "hypers.lr", static_cast<int64_t>(i)};
         plan->hypers.push_back({hyper_list[i].hyper, device_number(where, hyper_list[i].lr, device)});
       }
       for (const DeviceCount& c : plan->counts) counts.push_back(c.count);
     }
-    check_overlap(segments, counts, plan ? plan->decision.skipped : nullptr, overlap_);
+    const int64_t* const skipped = plan ? plan->decision.skipped : nullptr;
+    if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped)) {
+      apart_ = {};
+      check_overlap(segments, counts, skipped, overlap_);
+      apart_ = {segments, counts, skipped};
+    }
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (device.is_cpu()) step_cpu(segments, scalars, plan ? &*plan : nullptr);
@@ -154,9 +182,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
 #endif
   }
 
-  int64_t table_builds() const { return table_builds_; }
-
- private:
   static void step_cpu(const std::vector<AdamSegment>& segments, std::vector<AdamScalars> scalars, DevicePlan* plan) {
     const auto count = static_cast<int64_t>(segments.size());
     if (plan != nullptr) {
@@ -220,22 +245,32 @@ class __attribute__((visibility("hidden"))) AdamStepper {
   std::deque<AdamTables> graph_tables_;   // of every capture: graphs that read them may be replayed as long as this lives
   std::vector<at::Tensor> graph_hypers_;  // the same
 #endif
+  struct Checked {
+    std::vector<AdamSegment> segments;
+    std::vector<int64_t*> counts;
+    const int64_t* skipped = nullptr;
+  };
+  Checked apart_;  // what check_overlap found good last
   OverlapCheck overlap_;
   int64_t table_builds_ = 0;
 };
 
 void bind_adam(py::module_& module) {
   bind_device_step(module);
+  bind_adam_lists(module);
   py::class_<PyAdamHyper>(module, "AdamHyper")
       .def(py::init(&make_hyper), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("step"), py::arg("grad_scale") = 1.0, py::arg("adam_w_mode") = true,
            py::arg("bias_correction") = true, py::arg("maximize") = false, py::arg("stochastic_rounding") = false,
-           py::arg("seed") = 0);
+           py::arg("seed") = 0)
+      .def("at", &hyper_at, py::arg("step"), py::arg("grad_scale"));
   py::class_<AdamStepper>(module, "AdamStepper")
       .def(py::init<>())
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
            py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none(),
+           py::arg("device_step") = py::none())
+      .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"),
            py::arg("device_step") = py::none())
       .def_property_readonly("table_builds", &AdamStepper::table_builds);
 }

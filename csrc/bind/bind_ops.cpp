@@ -1,9 +1,10 @@
 // sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
-#include <torch/csrc/autograd/python_variable.h>
+#include <algorithm>
 
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
@@ -165,31 +166,31 @@ py::list dense(const py::object& tensors) {
   return out;
 }
 
-bool plain_float(const at::Tensor& tensor) {
-  const at::ScalarType dtype = tensor.scalar_type();
-  return is_plain(tensor) && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         tensor.layout() == at::kStrided && tensor.is_contiguous();
+// The same in one list a device, in the order of their first tensors.
+py::list dense_by_device(const py::object& tensors) {
+  const py::list items = dense(tensors);
+  std::vector<at::Device> devices;
+  py::list groups;
+  for (const py::handle item : items) {
+    const at::Device device = THPVariable_Unpack(item.ptr()).device();
+    const auto known = std::find(devices.begin(), devices.end(), device);
+    const auto index = static_cast<size_t>(known - devices.begin());
+    if (known == devices.end()) {
+      devices.push_back(device);
+      groups.append(py::list());
+    }
+    PyList_Append(PyList_GET_ITEM(groups.ptr(), static_cast<Py_ssize_t>(index)), item.ptr());
+  }
+  return groups;
 }
 
-// Anything unusual gives None: the caller then goes the long way, which copies, or says what is wrong.
-py::object plain_grads(const py::handle& params_object, const py::handle& idle_object) {
-  const TensorList params = tensors_of("plain_grads", "params", params_object);
-  const TensorList idle = tensors_of("plain_grads", "idle", idle_object);
-  for (size_t i = 0; i < idle.size(); ++i) {
-    if (idle[i].grad().defined()) return py::none();
-  }
-  py::list grads(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    params.prefetch(i);
-    const at::Tensor& param = params[i];
-    const at::Tensor& grad = param.grad();
-    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || grad.sizes() != param.sizes() ||
-        param.device() != params[0].device() || grad.device() != params[0].device()) {
-      return py::none();
-    }
-    PyList_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad));
-  }
-  return grads;
+// == would compare tensors.
+bool same_objects(const py::handle& a_object, const py::handle& b_object) {
+  const py::object a = items_of({"same_objects", "a"}, a_object, "a list");
+  const py::object b = items_of({"same_objects", "b"}, b_object, "a list");
+  PyObject* const* const first = PySequence_Fast_ITEMS(a.ptr());
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(a.ptr());
+  return count == PySequence_Fast_GET_SIZE(b.ptr()) && std::equal(first, first + count, PySequence_Fast_ITEMS(b.ptr()));
 }
 
 void cast(const py::handle& dsts, const py::handle& srcs) {
@@ -243,7 +244,9 @@ void bind_ops(py::module_& module) {
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"));
-  module.def("plain_grads", &plain_grads, py::arg("params"), py::arg("idle"));
+  module.def("dense_by_device", &dense_by_device, py::arg("tensors"));
+  module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
+  module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
 }
 

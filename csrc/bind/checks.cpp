@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -40,11 +39,7 @@ py::object items_of(const Where& where, const py::handle& sequence, const char* 
   return items;
 }
 
-const at::Tensor& TensorList::operator[](size_t i) const {
-  static const at::Tensor undefined;
-  PyObject* const item = PyTuple_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
-  return item == Py_None ? undefined : THPVariable_Unpack(item);
-}
+const at::Tensor TensorList::undefined_;
 
 void TensorList::prefetch(size_t i) const {
   constexpr size_t kNear = 6, kFar = 16;  // the tensor's own bytes lead to its storage's

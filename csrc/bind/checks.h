@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstdint>
@@ -51,11 +52,16 @@ class TensorList {
 
   size_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  const at::Tensor& operator[](size_t i) const;  // undefined where the item is None
+  // Undefined where the item is None.
+  const at::Tensor& operator[](size_t i) const {
+    PyObject* const item = PyTuple_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
+    return item == Py_None ? undefined_ : THPVariable_Unpack(item);
+  }
   // Brings what checks of a tensor a few places after i read into the caches: tensors lie scattered over memory.
   void prefetch(size_t i) const;
 
  private:
+  static const at::Tensor undefined_;
   py::tuple items_;
   size_t size_ = 0;
 };

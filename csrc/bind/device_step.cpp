@@ -54,7 +54,7 @@ int64_t* counter(const Where& where, const at::Tensor& tensor, at::Device device
 
 }  // namespace
 
-DevicePlan plan_of(const PyDeviceStep& step, const std::vector<int32_t>& hyper_index, at::Device device) {
+DevicePlan plan_of(const PyDeviceStep& step, const std::vector<int64_t>& hyper_index, at::Device device) {
   const auto at = [](const char* name, int64_t i = -1) { return Where{kStepOp, name, i}; };
   check_count(kStepOp, "device_step.counts", step.counts.size(), "params", hyper_index.size());
   DevicePlan plan;

@@ -36,7 +36,7 @@ struct DevicePlan {
 };
 
 // Checks `step` for a call over hyper_index.size() tensors on `device`; leaves out the hypers.
-DevicePlan plan_of(const PyDeviceStep& step, const std::vector<int32_t>& hyper_index, at::Device device);
+DevicePlan plan_of(const PyDeviceStep& step, const std::vector<int64_t>& hyper_index, at::Device device);
 
 void bind_device_step(py::module_& module);
 

@@ -9,6 +9,7 @@
 namespace shardcore::bind {
 
 struct __attribute__((visibility("hidden"))) PyAdamHyper;
+struct __attribute__((visibility("hidden"))) PyAdamLists;
 struct __attribute__((visibility("hidden"))) PyDeviceStep;
 class __attribute__((visibility("hidden"))) AdamStepper;
 class __attribute__((visibility("hidden"))) PyHostTier;
@@ -35,6 +36,8 @@ class __attribute__((visibility("hidden"))) InitializedCaster : public py::detai
 namespace pybind11::detail {
 template <>
 class type_caster<shardcore::bind::PyAdamHyper> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamHyper> {};
+template <>
+class type_caster<shardcore::bind::PyAdamLists> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamLists> {};
 template <>
 class type_caster<shardcore::bind::PyDeviceStep> : public shardcore::bind::InitializedCaster<shardcore::bind::PyDeviceStep> {};
 template <>

@@ -12,12 +12,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
-from shardcore.optim.batch import Active, Repeat, Update, check_device, check_grads_list, collect
-from shardcore.optim.dtensor import Rows, any_sharded, check_tensor_param, export_dtensors, find_rows, grouped, local_part
+from shardcore.optim.batch import Active, Update, check_grads_list, check_new_params, collect
+from shardcore.optim.dtensor import Rows, any_sharded, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Gradients, ScalesLoss
 from shardcore.optim.exchange import adopt_torch_group, export_groups, export_state, import_groups, import_states
+from shardcore.optim.hooked import hooked_step
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
 from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
+from shardcore.optim.repeat import Repeat
 from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 from shardcore.optim.uncompiled import uncompiled
@@ -35,6 +37,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
     _repeat: Repeat | None = None  # the last step, if the next may go the short way
+    profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     def __init__(
         self,
@@ -91,7 +94,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
         params = as_list(param_group)
         plain = [p[1] if isinstance(p, tuple) else p for p in params]
-        self._check_new_params(plain)
+        check_new_params(self._op, self.param_groups, plain, self._device_type)
         where = f"param_groups[{len(self.param_groups)}]."
         adopt_torch_group(self._op, where, param_group)
         group = {**self.defaults, **param_group, "params": plain}
@@ -101,21 +104,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         self._dtensors |= find_rows(self._op, self.param_groups[-1]["params"])
         if group["capturable"] and plain:
             self._skip_counter(plain[0].device)
-
-    def _check_new_params(self, params: list[Any]) -> None:
-        """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
-        known = {p for group in self.param_groups for p in group["params"]}
-        start = len(known)
-        for i, p in enumerate(params, start):
-            name = f"params[{i}]"
-            if not isinstance(p, torch.Tensor):
-                raise TypeError(f"{self._op}: {name} has type {type(p).__name__}; expected a tensor")
-            if self._device_type is not None and not p.is_meta:
-                check_device(self._op, name, p, self._device_type)
-            check_tensor_param(self._op, name, p)
-            if p in known:
-                raise ValueError(f"{self._op}: {name} is given twice; expected each parameter once")
-            known.add(p)
 
     def _skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return what capturable steps count skipped ones in."""
@@ -193,8 +181,9 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self._update(grads, scale, limit, refusal)
+        if grads is not None or not self._step_again(scale, limit, refusal):
+            with torch.no_grad():
+                self._update(grads, scale, limit, refusal)
         return loss
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
@@ -209,17 +198,19 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
 
+    def _step_again(self, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> bool:
+        """Make the last step again with what p.grad has now; return whether that was possible. Needs no `no_grad`."""
+        found = None if self._repeat is None else self._repeat.gradients(self._op, self.param_groups, self.state)
+        if self._repeat is None or found is None:
+            return False
+        normed = [] if max_norm is None else [grad for grads in found for grad in grads]
+        clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
+        if clipped is not None:
+            self._repeat.run(clipped, found)
+        return True
+
     def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> None:
-        calls = None
-        if self._repeat is not None and grads is None:
-            self._repeat.check_options(self._op, self.param_groups)
-            calls = self._repeat.calls(self.param_groups, self.state)
-        if self._repeat is not None and calls is not None:
-            normed = [] if max_norm is None else [grad for call in calls for grad in call.grads]
-            clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
-            if clipped is not None:
-                self._repeat.run(self._steppers, clipped)
-            return
+        """Make a step that looks at every tensor, and remember it."""
         self._repeat = None
         actives: list[Active] = []
         update = None
@@ -238,7 +229,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if self._dtensors:  # their gradients are looked up anew each time
             increment_version([owner for owner in owners if owner in self._dtensors])
         else:
-            self._repeat = Repeat(update, self.param_groups, self.state, idle)
+            self._repeat = Repeat(update, self._steppers, self.param_groups, self.state, idle)
 
     def _clipped_scale(
         self,

@@ -4,7 +4,6 @@ Invariants: ``collect`` checks every gradient before a step does anything; ``Upd
 side, and ``commit`` puts them in place only after every kernel call has been accepted.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,19 +12,17 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.optim.dtensor import Rows, local_part
+from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
-    CheckedOptions,
-    check_options,
     check_param,
     draws_random_bits,
     dtype_name,
     hyper_of,
 )
 from shardcore.optim.scale import DeviceScale, capturing
-from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
+from shardcore.optim.state import DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.storage import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
 
 Group = Mapping[str, Any]
@@ -106,6 +103,22 @@ def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
         )
 
 
+def check_new_params(op: str, groups: Sequence[Group], params: Sequence[object], device_type: str | None) -> None:
+    """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
+    known = {p for group in groups for p in group["params"]}
+    start = len(known)
+    for i, p in enumerate(params, start):
+        name = f"params[{i}]"
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"{op}: {name} has type {type(p).__name__}; expected a tensor")
+        if device_type is not None and not p.is_meta:
+            check_device(op, name, p, device_type)
+        check_tensor_param(op, name, p)
+        if p in known:
+            raise ValueError(f"{op}: {name} is given twice; expected each parameter once")
+        known.add(p)
+
+
 def check_device(op: str, name: str, param: torch.Tensor, device_type: str) -> None:
     """Raise ValueError unless param is on this kind of device."""
     if param.device.type != device_type:
@@ -128,7 +141,7 @@ def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Excepti
 
 
 @dataclass(slots=True)
-class _Call:
+class Call:
     """The lists of one kernel call: the tensors of one device."""
 
     params: list[torch.Tensor] = field(default_factory=list)
@@ -146,6 +159,20 @@ class _Call:
     with_scales: bool = False
     with_keys: bool = False
 
+    def lists(self) -> dict[str, Any]:
+        """Return all lists but the gradients, as AdamStepper.step and AdamLists name them."""
+        return {
+            "params": self.params,
+            "exp_avgs": self.exp_avgs,
+            "exp_avg_sqs": self.exp_avg_sqs,
+            "hyper_index": self.hyper_index,
+            "masters": self.masters if self.with_masters else None,
+            "max_exp_avg_sqs": self.max_exp_avg_sqs if self.with_max else None,
+            "keys": self.keys if self.with_keys else None,
+            "exp_avg_scales": self.exp_avg_scales if self.with_scales else None,
+            "exp_avg_sq_scales": self.exp_avg_sq_scales if self.with_scales else None,
+        }
+
 
 class Update:
     """One step over the active parameters: built, run, committed, in this order."""
@@ -153,31 +180,31 @@ class Update:
     def __init__(self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], on_device: bool) -> None:
         """Gather the lists. Missing states are made but not put in place; ``states`` is only read. on_device: capturable."""
         self._op, self._on_device = op, on_device
-        self._calls: dict[torch.device, _Call] = {}
-        self._sources: list[tuple[Group, ParamState | None]] = []  # what makes each call's scalars; None: the device counts
+        self.calls: dict[torch.device, Call] = {}
+        self.sources: list[tuple[Group, ParamState | None]] = []  # what makes each call's scalars; None: the device counts
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
-        self._states: list[ParamState] = []
+        self.states: list[ParamState] = []
         self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
-        self._device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of _states
+        self.device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of _states
         self._zero = StepCount()
         for active in actives:
             self._add_group(active, states)
         if on_device:
-            for device in self._calls:
+            for device in self.calls:
                 self._count_on(device)
 
     def _count_on(self, device: torch.device) -> None:
         """Take every state's count on the device. Memory made during a capture would be filled anew at each replay."""
-        missing = next((state for state in self._states if isinstance(state.count, StepCount)), None)
+        missing = next((state for state in self.states if isinstance(state.count, StepCount)), None)
         changed = missing if missing is not None else next((state for state, _, _ in self._new_tensors), None)
         if changed is not None and capturing(device):
-            index = next(i for (i, _), state in zip(self._calls[device].keys, self._states, strict=True) if state is changed)
+            index = next(i for (i, _), state in zip(self.calls[device].keys, self.states, strict=True) if state is changed)
             raise ValueError(
                 f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
                 "with all the gradients of the graph before the capture (at replays a state made now would start again)"
             )
-        self._device_counts = device_counts(self._states, device)
+        self.device_counts = device_counts(self.states, device)
 
     def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any]) -> None:
         group = active.group
@@ -188,11 +215,11 @@ class Update:
         hyper = -1
         if self._on_device:
             hyper = self._add_source(group, None)
-        call, device = _Call(), None
+        call, device = Call(), None
         for key, owner, param, grad in zip(active.keys, active.owners, active.params, active.grads, strict=True):
             if param.device != device:
                 device = param.device
-                call = self._calls.setdefault(device, _Call())
+                call = self.calls.setdefault(device, Call())
                 call.with_masters |= master is not None
                 call.with_max |= amsgrad
                 call.with_scales |= dtypes.scaled
@@ -211,7 +238,7 @@ class Update:
                 if count.value not in hyper_of_count:
                     hyper_of_count[count.value] = self._add_source(group, state)
                 hyper = hyper_of_count[count.value]
-            self._states.append(state)
+            self.states.append(state)
             call.keys.append(key)
             call.params.append(param)
             call.grads.append(grad)
@@ -227,8 +254,8 @@ class Update:
             call.masters.append(self._master(key[0], state, param, master))
 
     def _add_source(self, group: Group, state: ParamState | None) -> int:
-        self._sources.append((group, state))
-        return len(self._sources) - 1
+        self.sources.append((group, state))
+        return len(self.sources) - 1
 
     def _other_state(self, index: int, key: str, found: object, expected: torch.dtype | None, option: str) -> TypeError:
         has = f"dtype {dtype_name(found.dtype)}" if isinstance(found, torch.Tensor) else f"type {type(found).__name__}"
@@ -283,28 +310,15 @@ class Update:
 
     def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
         """Call the kernel once a device, with the stepper kept for that device. A DeviceScale belongs to a capturable step."""
-        hypers = [_hyper(group, state, scale) for group, state in self._sources]
-        for device, call in self._calls.items():
+        hypers = [_hyper(group, state, scale) for group, state in self.sources]
+        for device, call in self.calls.items():
             on_device = None
             if isinstance(scale, DeviceScale):
-                on_device = scale.step([count.counter for count in self._device_counts])
+                on_device = scale.step([count.counter for count in self.device_counts])
             stepper = steppers.get(device)
             if stepper is None:
                 stepper = steppers[device] = _C.AdamStepper()
-            stepper.step(
-                call.params,
-                call.grads,
-                call.exp_avgs,
-                call.exp_avg_sqs,
-                hypers,
-                call.hyper_index,
-                masters=call.masters if call.with_masters else None,
-                max_exp_avg_sqs=call.max_exp_avg_sqs if call.with_max else None,
-                keys=call.keys if call.with_keys else None,
-                exp_avg_scales=call.exp_avg_scales if call.with_scales else None,
-                exp_avg_sq_scales=call.exp_avg_sq_scales if call.with_scales else None,
-                device_step=on_device,
-            )
+            stepper.step(**call.lists(), grads=call.grads, hypers=hypers, device_step=on_device)
             call.grads = []  # they are the user's to free
 
     def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
@@ -313,86 +327,21 @@ class Update:
             states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
-        for state, on_device in zip(self._states, self._device_counts, strict=bool(self._device_counts)):
+        for state, on_device in zip(self.states, self.device_counts, strict=bool(self.device_counts)):
             if state.count is not on_device:
                 state.count = on_device
         idle_states = [states[param] for param in idle if states.get(param)]
         held = {id(state.count) for state in idle_states if type(state) is ParamState}
         split = {id(count): StepCount(count.value) for count in self._counts.values() if id(count) in held}
         if split:
-            for state in self._states:
+            for state in self.states:
                 if id(state.count) in split:
                     state.count = split[id(state.count)]
         for count in self._counts.values():
             split.get(id(count), count).value += 1
 
 
-class Repeat:
-    """The lists of a committed step, to be run again while only values change: no look at each tensor from Python.
-
-    It is good as long as groups hold the same parameters and storage options, no state was put in place or taken away, and
-    the same parameters have gradients. Options, learning rates and counts are read anew.
-    """
-
-    def __init__(self, update: Update, groups: Sequence[Group], states: Mapping[torch.Tensor, Any], idle: list[torch.Tensor]):
-        """Remember `update`, just committed."""
-        self._update, self._states, self._idle, self._changes = update, states, idle, Changes.count
-        self._groups = list(groups)
-        self._kinds = [_kind(group) for group in groups]
-        self._checked = [CheckedOptions(group) for group in groups]
-        self._params = [list(group["params"]) for group in groups]
-        # Who has a master, or may be rounded stochastically, depends on these.
-        self._dtypes = {
-            device: [p.dtype for p in call.params]
-            for device, call in update._calls.items()
-            if call.with_masters or call.with_keys
-        }
-        self._counts = list(
-            {id(state.count): state.count for state in update._states if isinstance(state.count, StepCount)}.values()
-        )
-
-    def check_options(self, op: str, groups: Sequence[Group]) -> None:
-        """Raise ValueError or TypeError for options that no step can use; those that hold are not looked at again."""
-        for i, (group, checked) in enumerate(zip(groups, self._checked, strict=False)):
-            if not checked.hold(group):
-                check_options(op, group, f"param_groups[{i}].")
-                self._checked[i] = CheckedOptions(group)
-
-    def calls(self, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> "list[_Call] | None":
-        """Return the calls with this step's gradients (``p.grad``), or None if something else has to be looked at."""
-        if self._changes != Changes.count or states is not self._states or not _same(groups, self._groups):
-            return None
-        for group, params, kind in zip(groups, self._params, self._kinds, strict=True):
-            if not _same(group["params"], params) or _kind(group) != kind:
-                return None
-        calls = list(self._update._calls.items())
-        for device, call in calls:
-            if device in self._dtypes and [p.dtype for p in call.params] != self._dtypes[device]:
-                return None
-            grads = _C.plain_grads(call.params, self._idle)
-            if grads is None or call.params[0].device != device:
-                return None
-            call.grads = grads
-        return [call for _, call in calls] or None
-
-    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
-        """Step, after ``calls``, and count the step."""
-        self._update.run(steppers, scale)
-        for count in self._counts:
-            count.value += 1
-
-
 def _hyper(group: Group, state: ParamState | None, scale: float | DeviceScale) -> "_C.AdamHyper":
     if isinstance(scale, DeviceScale) or state is None:
         return hyper_of(group)
     return hyper_of(group, state.count.value + 1, scale)
-
-
-def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether both hold the same objects (== would compare tensors)."""
-    return len(items) == len(others) and all(map(operator.is_, items, others))
-
-
-def _kind(group: Group) -> tuple[Any, ...]:
-    """The options of a group that decide which lists a step has."""
-    return group["master"], group["state_dtype"], group["amsgrad"], group["stochastic_rounding"], group["capturable"]

@@ -89,10 +89,7 @@ def _gather(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares as a double-double: float64 (2,) on the CPU."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for t in tensors:
-        by_device.setdefault(t.device, []).append(t.detach())
-    totals = [_C.sq_norm(_C.dense(group)).cpu() for group in by_device.values()]
+    totals = [_C.sq_norm(group).cpu() for group in _C.dense_by_device(tensors)]
     if len(totals) == 1:
         return totals[0]
     return _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2, dtype=torch.float64, device="cpu"))

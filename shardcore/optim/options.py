@@ -126,6 +126,11 @@ class CheckedOptions:
         betas, *others = values = _OPTIONS(group)
         fixed = type(betas) is tuple and all(type(value) in _FIXED for value in (*betas, *others))
         self._values = values if fixed else None
+        self._hyper = hyper_of(group) if fixed else None
+
+    def hyper(self, group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
+        """Return hyper_of these, for a group whose options hold."""
+        return hyper_of(group, step, grad_scale) if self._hyper is None else self._hyper.at(step, grad_scale)
 
     def hold(self, group: Mapping[str, Any]) -> bool:
         """Whether the group has the very same values."""

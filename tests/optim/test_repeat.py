@@ -124,6 +124,23 @@ def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
         assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
+def test_gradients_with_a_graph_of_their_own_take_the_short_way():
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300)
+        optimizer = make(params, lr=0.1)
+        for _ in range(4):
+            grads = torch.autograd.grad(sum((p**4).sum() for p in params), params, create_graph=True)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
+            assert params[0].grad.requires_grad
+            optimizer.step(max_norm=1.0, grad_scale=torch.tensor(2.0, requires_grad=True))
+            assert all(p.is_leaf for p in params)
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+        assert not any(t.requires_grad for t in snapshot(optimizer) if isinstance(t, torch.Tensor))
+    assert same(*results)
+
+
 def test_an_error_on_the_short_way_changes_nothing():
     params = params_of(3, 300)
     optimizer = CPUAdam(params)

@@ -1,0 +1,140 @@
+"""AdamStepper.repeat with lists that were read before: the bits of AdamStepper.step, and every check again at every step."""
+
+import pytest
+import torch
+
+from shardcore._native import _C
+from tests.native.helpers import Lists, bits, make_hyper, nothing_written
+
+STATES = ("exp_avgs", "exp_avg_sqs", "masters", "max_exp_avg_sqs")
+
+
+def some_lists():
+    lists = Lists()
+    for i, master in enumerate((True, False, True)):
+        lists.add(100 * i + 3, torch.bfloat16, torch.float32, master, amsgrad=i > 0, seed=i, misalign=i)
+    return lists
+
+
+def read(lists, index=(0, 1, 0)):
+    keys = [(i, 0) for i in range(len(lists.params))]
+    return _C.AdamLists(lists.params, hyper_index=list(index), keys=keys, **{key: getattr(lists, key) for key in STATES})
+
+
+HYPERS = {"lr": 0.1, "stochastic_rounding": True}
+
+
+def hypers_at(step, **changes):
+    return [make_hyper(**{**HYPERS, **changes, "step": step}), make_hyper(**{**HYPERS, **changes, "step": step + 3})]
+
+
+@pytest.mark.parametrize("twin", [None, "step", "lists"])
+def test_a_repeated_step_has_the_bits_of_a_step(twin):
+    ours, other = some_lists(), some_lists()
+    stepper, kept, first = _C.AdamStepper(), read(ours, (0, 0, 0) if twin == "lists" else (0, 1, 0)), hypers_at(1)
+    for step in range(1, 4):
+        for lists in (ours, other):
+            for grad in lists.grads:
+                grad.fill_(step / 3)
+        late = 1 if twin == "step" else 0
+        repeated = [hyper.at(hyper_step, 0.5) for hyper, hyper_step in zip(first, (step + late, step + 3), strict=True)]
+        stepper.repeat(kept, ours.grads, repeated)
+        other.step(hypers_at(step, grad_scale=0.5), [0, 1, 0], keys=[(i, 0) for i in range(3)])
+    assert (bits(ours) == bits(other)) == (twin is None)
+
+
+def release(lists):
+    lists.params[1].untyped_storage().resize_(0)
+
+
+def other_shape(lists):
+    lists.exp_avgs[2].set_(torch.zeros(7))
+
+
+def shared(lists):
+    lists.exp_avg_sqs[1].set_(lists.max_exp_avg_sqs[1])
+
+
+def other_dtype(lists):
+    lists.masters[0].data = lists.masters[0].double()
+
+
+CHANGED = {
+    release: r"params\[1\] has a storage of 0 bytes",
+    other_shape: r"exp_avgs\[2\] has shape \[7\]; expected \[203\]",
+    shared: r"max_exp_avg_sqs\[1\] has memory that exp_avg_sqs\[1\] has too",
+    other_dtype: r"masters\[0\] has dtype Double",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=lambda change: change.__name__)
+def test_tensors_that_changed_since_are_refused(change):
+    lists = some_lists()
+    stepper, kept = _C.AdamStepper(), read(lists)
+    for step in (1, 2):
+        stepper.repeat(kept, lists.grads, hypers_at(step))
+    change(lists)
+    rest = [t for t in lists.all() if t.untyped_storage().nbytes()]
+    for _ in range(2):  # a refusal is not remembered as good
+        with nothing_written(*rest), pytest.raises((ValueError, TypeError), match=rf"^AdamStepper.step: {CHANGED[change]}"):
+            stepper.repeat(kept, lists.grads, hypers_at(3))
+
+
+def test_wrong_arguments():
+    lists, stepper = some_lists(), _C.AdamStepper()
+    kept = read(lists)
+    with nothing_written(*lists.all()):
+        with pytest.raises(ValueError, match=r"grads has 2 items; expected 3"):
+            stepper.repeat(kept, lists.grads[:2], hypers_at(1))
+        with pytest.raises(ValueError, match=r"hyper_index\[1\] has 1; expected an index of hypers, which has 1 items"):
+            stepper.repeat(kept, lists.grads, hypers_at(1)[:1])
+        with pytest.raises(TypeError, match=r"AdamLists: self has no content"):
+            stepper.repeat(_C.AdamLists.__new__(_C.AdamLists), lists.grads, hypers_at(1))
+        with pytest.raises(ValueError, match=r"exp_avgs has 1 items; expected 3"):
+            _C.AdamLists(lists.params, lists.exp_avgs[:1], lists.exp_avg_sqs, [0, 0, 0])
+    with pytest.raises(ValueError, match=r"^AdamHyper: step has 0; expected 1 or more"):
+        make_hyper().at(0, 1.0)
+    with pytest.raises(TypeError, match=r"^AdamHyper: grad_scale has type str; expected a number"):
+        make_hyper().at(1, "1")
+
+
+def other_weights(params, idle):
+    params[0].grad = None
+    params[0].data = params[0].detach().half()
+    params[0].grad_dtype = None
+    params[0].grad = torch.ones(3)
+
+
+NOT_PLAIN = {
+    "nothing": lambda params, idle: None,
+    "missing": lambda params, idle: setattr(params[1], "grad", None),
+    "not contiguous": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, 2)[..., 0]),
+    "negative": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, dtype=torch.complex64).conj().imag),
+    "idle": lambda params, idle: setattr(idle[0], "grad", torch.ones(1)),
+    "weights' dtype": other_weights,
+}
+
+
+@pytest.mark.parametrize("change", NOT_PLAIN)
+def test_gradients_are_given_only_if_all_are_plain(change):
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, 4))]
+    idle = (torch.nn.Parameter(torch.ones(1)),)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    kept = _C.AdamLists(params, *states, [0, 0])
+    NOT_PLAIN[change](params, idle)
+    found = kept.plain_grads(idle)
+    if change == "nothing":
+        assert all(grad is p.grad for grad, p in zip(found, params, strict=True))
+    else:
+        assert found is None
+
+
+def test_same_objects():
+    a, b = torch.ones(1), torch.ones(1)
+    assert _C.same_objects([a, b], (a, b))
+    assert not _C.same_objects([a, b], [a, a])
+    assert not _C.same_objects([a, b], [a])
+    with pytest.raises(TypeError, match=r"same_objects: b has type int; expected a list"):
+        _C.same_objects([], 3)
