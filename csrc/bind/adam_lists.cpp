@@ -206,6 +206,29 @@ PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs
   return kept;
 }
 
+// Null before __init__.
+PyAdamLists* lists_of(PyObject* self) {
+  auto place = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
+  return place.holder_constructed() ? place.value_ptr<PyAdamLists>() : nullptr;
+}
+
+// Lets Python's collector of cycles see the tensors: a parameter may hold, as an attribute, who holds these lists.
+void make_collectable(PyHeapTypeObject* heap_type) {
+  PyTypeObject& type = heap_type->ht_type;
+  type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) -> int {
+    Py_VISIT(Py_TYPE(self));
+    if (const PyAdamLists* const kept = lists_of(self)) {
+      for (const TensorList* list : kept->lists.all()) Py_VISIT(list->items());
+    }
+    return 0;
+  };
+  type.tp_clear = [](PyObject* self) -> int {
+    if (PyAdamLists* const kept = lists_of(self)) *kept = {};
+    return 0;
+  };
+}
+
 }  // namespace
 
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
@@ -280,7 +303,7 @@ const char* why_random(const AdamSegment& t, bool stochastic_rounding) {
 }
 
 void bind_adam_lists(py::module_& module) {
-  py::class_<PyAdamLists>(module, "AdamLists")
+  py::class_<PyAdamLists>(module, "AdamLists", py::custom_type_setup(make_collectable))
       .def(py::init(&make_adam_lists), py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("hyper_index"),
            py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(), py::arg("keys") = py::none(),
            py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())

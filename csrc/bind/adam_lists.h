@@ -1,6 +1,7 @@
 // The lists of tensors of one Adam call: read from Python, checked, as plain data.
 #pragma once
 
+#include <array>
 #include <vector>
 
 #include "adam/adam_segment.h"
@@ -22,6 +23,10 @@ struct __attribute__((visibility("hidden"))) AdamLists {
   TensorList params, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
   std::vector<int64_t> hyper_index;
   std::vector<AdamKey> keys;  // empty: none
+
+  std::array<const TensorList*, 7> all() const {
+    return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales};
+  }
 
   void prefetch(size_t i) const {
     for (const TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);

@@ -57,6 +57,7 @@ class TensorList {
     PyObject* const item = PyTuple_GET_ITEM(items_.ptr(), static_cast<Py_ssize_t>(i));
     return item == Py_None ? undefined_ : THPVariable_Unpack(item);
   }
+  PyObject* items() const { return items_.ptr(); }
   // Brings what checks of a tensor a few places after i read into the caches: tensors lie scattered over memory.
   void prefetch(size_t i) const;
 

@@ -1,5 +1,8 @@
 """AdamStepper.repeat with lists that were read before: the bits of AdamStepper.step, and every check again at every step."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -138,3 +141,18 @@ def test_same_objects():
     assert not _C.same_objects([a, b], [a])
     with pytest.raises(TypeError, match=r"same_objects: b has type int; expected a list"):
         _C.same_objects([], 3)
+
+
+def test_a_cycle_through_the_lists_is_collected():
+    class Owner:
+        pass
+
+    owner, lists = Owner(), some_lists()
+    owner.kept, lists.params[0].owner = read(lists), owner
+    gone = weakref.ref(owner)
+    del owner, lists
+    gc.collect()
+    assert gone() is None
+    gc.collect()
+    _C.AdamLists.__new__(_C.AdamLists)  # without content
+    gc.collect()
