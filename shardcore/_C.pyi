@@ -194,6 +194,9 @@ def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
 
     (bfloat16: to nearest, ties away from zero; float16: to nearest, ties to even). dsts share no memory, with srcs neither."""
 
+def stream_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """dst.copy_(src); on the CPU past the caches if it is large: for what is read once, later."""
+
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 

@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast, stream_copy.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
@@ -11,6 +11,7 @@
 #include "core/cast.h"
 #include "core/grad_scale.h"
 #include "core/overlap.h"
+#include "core/streaming.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -233,6 +234,29 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
 #endif
 }
 
+// dst.copy_(src), past the caches where that can be.
+void stream_copy_of(const py::handle& dst_object, const py::handle& src_object) {
+  constexpr const char* op = "stream_copy";
+  const at::Tensor dst = tensor_of(op, "dst", dst_object);
+  const at::Tensor src = tensor_of(op, "src", src_object);
+  const auto in_memory = [](const at::Tensor& t) {
+    return t.is_cpu() && is_plain(t) && t.layout() == at::kStrided && t.is_contiguous();
+  };
+  const bool as_bytes = in_memory(dst) && in_memory(src) && dst.scalar_type() == src.scalar_type() &&
+                        dst.sizes() == src.sizes() && !overlap(dst, src);
+  if (as_bytes) {
+    check_memory({op, "dst"}, dst);
+    check_memory({op, "src"}, src);
+    mark_written(dst);
+  }
+  const py::gil_scoped_release no_gil;
+  if (as_bytes) {
+    stream_copy(dst.data_ptr(), src.const_data_ptr(), static_cast<int64_t>(dst.nbytes()), torch_executor());
+  } else {
+    dst.copy_(src);
+  }
+}
+
 }  // namespace
 
 void bind_ops(py::module_& module) {
@@ -248,6 +272,7 @@ void bind_ops(py::module_& module) {
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
+  module.def("stream_copy", &stream_copy_of, py::arg("dst"), py::arg("src"));
 }
 
 }  // namespace shardcore::bind

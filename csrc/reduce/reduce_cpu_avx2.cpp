@@ -1,5 +1,6 @@
 // reduce_cpu_loop.h compiled for avx2.
 #include "core/macros.h"
+#include "core/streaming.h"  // intrinsics come before the instruction set
 #if SHARDCORE_X86
 #define SHARDCORE_ISA_AVX2
 #include "core/isa_target.h"

@@ -63,6 +63,26 @@ def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each:
     assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
 
 
+def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(400, 400)  # 640 kB: each rank's half of its gradient is stored past the caches, too
+    batches = torch.randn(world_size, 5, 400)
+    local = []
+    for batch in batches:
+        twin = copy.deepcopy(model)
+        twin(batch).square().sum().backward()
+        local.append(twin.weight.grad)
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAM), stage=stage, precision="fp32")
+    model(batches[rank]).square().sum().backward()
+    grad = shardcore.full_grad(model.weight)
+    return torch.equal(grad, (local[0] + local[1]) * 0.5), torch.equal(grad, local[rank])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_larger_than_caches_arrive_whole(stage: int) -> None:
+    assert run_ranks(2, _large_gradients, stage) == [(True, False)] * 2
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None:
     def trained(create_graph: bool) -> str:

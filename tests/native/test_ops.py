@@ -177,3 +177,47 @@ def test_build_info():
     info = _C.build_info()
     assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler"}
     assert torch.__version__.startswith(info["torch"])
+
+
+LARGE = 65_536 + 21  # float32: from 256 KiB on it is stored past the caches
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
+@pytest.mark.parametrize("misalign", [0, 4, 1])
+def test_stream_copy_copies_every_byte_and_no_more(dtype, misalign):
+    threads = torch.get_num_threads()
+    try:
+        for numel in (0, 1, 15, 17, 1000, LARGE * 4 // dtype.itemsize):
+            src = torch.randint(0, 255, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+            for count in (1, 3):
+                torch.set_num_threads(count)
+                room = torch.full(((misalign + numel + 8) * dtype.itemsize,), 7, dtype=torch.uint8).view(dtype)
+                dst = room[misalign : misalign + numel]
+                _C.stream_copy(dst, src)
+                assert torch.equal(dst.view(torch.uint8), src.view(torch.uint8))
+                around = torch.cat([room[:misalign], room[misalign + numel :]]).view(torch.uint8)
+                assert (around == 7).all()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_stream_copy_does_what_copy_does_where_bytes_are_not_the_values():
+    base = torch.randn(300, 300)
+    negated = torch.view_as_complex(torch.randn(300, 300, 2)).conj().imag  # torch's negative bit
+    strange = [base.t(), base.bfloat16(), negated, base[0], torch.randn(300, 600)[:, ::2]]
+    for src in strange:
+        dst, want = torch.zeros(300, 300), torch.zeros(300, 300)
+        version = dst._version
+        _C.stream_copy(dst, src)
+        assert torch.equal(dst, want.copy_(src))
+        assert dst._version > version
+    turned = torch.zeros(300, 300).t()
+    _C.stream_copy(turned, base)
+    assert torch.equal(turned, base)
+    version = base._version
+    _C.stream_copy(base, torch.ones(300, 300))
+    assert base._version > version
+    with pytest.raises(RuntimeError, match="must match"):
+        _C.stream_copy(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(TypeError, match="stream_copy: src"):
+        _C.stream_copy(torch.zeros(3), None)
