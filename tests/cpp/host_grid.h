@@ -33,14 +33,22 @@ class HostBlock {
     std::unique_ptr<HostBarrier> barrier;
     std::array<std::array<uint64_t, 32>, 2> slots{};
   };
+  // What a thread has begun to copy, in groups; the last one is open.
+  using Copies = std::deque<std::vector<std::pair<void*, const void*>>>;
   struct Shared {
     std::vector<Warp> warps;
+    std::vector<Copies> copies;  // of each thread; not in HostBlock, which a fiber that is left where it waits never frees
     std::unique_ptr<HostBarrier> barrier;
     alignas(16) std::array<uint8_t, 48 * 1024> memory{};  // as much as CUDA gives a block that does not ask for more
   };
 
   HostBlock(Shared& shared, int thread)
-      : shared_(shared), warp_(shared.warps[static_cast<size_t>(thread / 32)]), lane_(static_cast<size_t>(thread % 32)) {}
+      : shared_(shared),
+        warp_(shared.warps[static_cast<size_t>(thread / 32)]),
+        lane_(static_cast<size_t>(thread % 32)),
+        copies_(shared.copies[static_cast<size_t>(thread)]) {
+    copies_.assign(1, {});
+  }
 
   uint32_t max(uint32_t x) const {
     const auto& row = exchange(x);
@@ -91,7 +99,7 @@ class HostBlock {
   Warp& warp_;
   size_t lane_;
   mutable int turn_ = 0, sync_turn_ = 0;
-  mutable std::deque<std::vector<std::pair<void*, const void*>>> copies_{1};  // groups; the last is open
+  Copies& copies_;
 };
 
 class HostGrid {
@@ -130,6 +138,7 @@ class HostGrid {
       }
       shared.warps = std::vector<HostBlock::Warp>(static_cast<size_t>(threads / 32));
       for (HostBlock::Warp& warp : shared.warps) warp.barrier = team->make_barrier(32);
+      shared.copies.resize(static_cast<size_t>(threads));
       shared.barrier = team->make_barrier(threads);
     }
     HostBlock::Shared shared;
