@@ -186,7 +186,7 @@ class Update:
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self.states: list[ParamState] = []
         self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
-        self.device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of _states
+        self.device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of states
         self._zero = StepCount()
         for active in actives:
             self._add_group(active, states)
