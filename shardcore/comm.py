@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from enum import IntEnum
 from operator import methodcaller
 from typing import Any
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore import neighbour_reads
+from shardcore.places import Place, places_of, taken_places
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -45,28 +47,6 @@ _TAGS_A_NUMBER = 1 << 4
 _TAGS_OF_NUMBERS = 1 << 19
 _TAGS_UNTIL_PARTING = 1 << 20
 _TAGS_A_KIND = 1 << 28
-
-
-@dataclass
-class _Place:
-    """A process group that engines take one after the other; `group` is None for the one that the user gave.
-
-    in_backward: one has begun and not ended. broken: a wait failed. spoiled: it did, or a backward was left, or ranks parted:
-    messages that nobody took may lie there.
-    """
-
-    group: dist.ProcessGroup | None
-    taken: bool = False
-    in_backward: bool = False
-    broken: bool = False
-    spoiled: bool = False
-
-    def release(self) -> None:
-        self.taken = self.in_backward or self.spoiled
-
-
-# The groups made beside each user's group, in the same order on every rank.
-_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Place]]" = weakref.WeakKeyDictionary()
 
 
 class NotAMemberError(ValueError):
@@ -111,7 +91,7 @@ class Comm:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
         self.partings = 0  # how often ranks went different ways, and all learned of it
         self._count: Counter[tuple[Traffic, int | None]] = Counter()
-        self._place = _Place(None)
+        self._place = Place(None)
 
     def separate(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
@@ -121,22 +101,31 @@ class Comm:
         """
         if self.group is None:
             return
-        places = _places.setdefault(self.group, [_Place(None)])
+        places = places_of(self.group)
         free = [index for index, place in enumerate(places) if not place.taken]
         common = set(free).intersection(*self.gather_json(free))
         if not common:
             common.add(len(places))
             with _explained():
-                places.append(_Place(self._new_group(self.group)))
+                places.append(Place(self._new_group(self.group)))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
         weakref.finalize(self, place.release)
+        if not place.met and dist.get_backend(self.group) == "gloo":
+            place.met = True
+            place.neighbours = neighbour_reads.meet(
+                self.rank, self.world_size, self._timeout(self.group).total_seconds(), self.gather_json
+            )
+
+    def _timeout(self, group: dist.ProcessGroup) -> timedelta:
+        timeout: timedelta = group._get_backend(self.device).options._timeout
+        return timeout
 
     def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
         group: dist.ProcessGroup | None = dist.new_group(
             dist.get_process_group_ranks(like),
-            timeout=like._get_backend(self.device).options._timeout,
+            timeout=self._timeout(like),
             backend=dist.get_backend(like),
             use_local_synchronization=True,
         )
@@ -156,7 +145,12 @@ class Comm:
     @property
     def broken(self) -> bool:
         """Whether a wait failed: nothing that is in flight may be waited for."""
-        return self._place.broken
+        return bool(self._place.broken)
+
+    def refuse_if_broken(self) -> None:
+        """Raise again what a wait that failed raised."""
+        if self._place.broken:
+            raise RuntimeError(self._place.broken)
 
     def start_anew(self) -> None:
         """Give messages other tags from now on, as every rank does at this point: some of the old may never be taken."""
@@ -253,15 +247,21 @@ class Comm:
             return []
         tag = self._tag(kind, of)
         me, size = ranks.index(self.rank), len(ranks)
+        works: list[Any] = []
         operations: list[tuple[Any, torch.Tensor, int]] = []
+        neighbours = self._place.neighbours
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
-            operations.append((dist.irecv, received[source], self._global(ranks[source])))
-            operations.append((dist.isend, sent[target], self._global(ranks[target])))
+            for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
+                peer = self._global(rank)
+                if neighbours is not None and neighbours.serve(rank, data):
+                    works.append((neighbours.receive if call is dist.irecv else neighbours.send)(data, rank, tag))
+                else:
+                    operations.append((call, data, peer))
         if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
             return dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
         with _explained():
-            works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
+            works += [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
@@ -366,15 +366,15 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        for place in (place for places in _places.values() for place in places):
-            place.broken |= place.taken
-            place.spoiled |= place.taken
-        raise RuntimeError(
+        failure = (
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
             "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was given another "
             "group leaves the rest waiting, at most for the process group's timeout (init_process_group(timeout=...)). "
-            f"torch.distributed says: {error}"
-        ) from error
+            f"The reason given: {error}"
+        )
+        for place in taken_places():
+            place.broken, place.spoiled = failure, True
+        raise RuntimeError(failure) from error
 
 
 def plain(value: Any) -> Any:

@@ -14,6 +14,8 @@ struct __attribute__((visibility("hidden"))) PyDeviceStep;
 class __attribute__((visibility("hidden"))) AdamStepper;
 class __attribute__((visibility("hidden"))) PyHostTier;
 class __attribute__((visibility("hidden"))) PyCopyEvent;
+class __attribute__((visibility("hidden"))) PyNeighbourReads;
+class __attribute__((visibility("hidden"))) PyTicket;
 
 template <typename T>
 class __attribute__((visibility("hidden"))) InitializedCaster : public py::detail::type_caster_base<T> {
@@ -46,4 +48,9 @@ template <>
 class type_caster<shardcore::bind::PyHostTier> : public shardcore::bind::InitializedCaster<shardcore::bind::PyHostTier> {};
 template <>
 class type_caster<shardcore::bind::PyCopyEvent> : public shardcore::bind::InitializedCaster<shardcore::bind::PyCopyEvent> {};
+template <>
+class type_caster<shardcore::bind::PyNeighbourReads>
+    : public shardcore::bind::InitializedCaster<shardcore::bind::PyNeighbourReads> {};
+template <>
+class type_caster<shardcore::bind::PyTicket> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTicket> {};
 }  // namespace pybind11::detail

@@ -43,6 +43,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_ops(module);
   shardcore::bind::bind_host_tier(module);
   shardcore::bind::bind_moments(module);
+  shardcore::bind::bind_neighbour_reads(module);
   shardcore::bind::bind_storage(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
   module.def(

@@ -88,6 +88,7 @@ class Meetings:
             if notice not in self._unchecked:
                 raise different_ways("they did so before this call")
             first = self._unchecked[0]
+            self._comm.refuse_if_broken()  # the wait that failed is not among first.works any more
             wait_all(first.works)
             ranks: dict[int, list[int]] = {}
             for rank, what in enumerate(first.rows[:, 0].tolist()):

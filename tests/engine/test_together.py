@@ -13,6 +13,7 @@ from torch import nn
 
 import shardcore
 from shardcore import comm
+from shardcore.places import places_of
 from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
@@ -274,9 +275,9 @@ def _many_models(rank: int, world_size: int) -> tuple[int, int]:
         if rank == 0:
             gc.collect()  # the other rank's are collected whenever they are
     gc.collect()
-    before = len(comm._places[dist.group.WORLD])
+    before = len(places_of(dist.group.WORLD))
     _model, _, _ = train(rank, Run(steps=1))
-    return before, len(comm._places[dist.group.WORLD])
+    return before, len(places_of(dist.group.WORLD))
 
 
 def test_groups_of_engines_that_are_gone_are_used_again() -> None:

@@ -199,6 +199,8 @@ def test_objects_whose_init_was_not_called_are_refused():
         ("HostTier", lambda: made(_C.HostTier).bytes_to_tier),
         ("HostTier", lambda: made(_C.HostTier).empty(4, torch.float32)),
         ("Tier", lambda: made(Tier).synchronize()),
+        ("NeighbourReads", lambda: made(_C.NeighbourReads).address()),
+        ("Ticket", lambda: made(_C.Ticket).wait()),
         ("AdamStepper", lambda: made(_C.AdamStepper).table_builds),
         ("AdamHyper", lambda: step_with(hypers=[made(_C.AdamHyper)])),
     ]

@@ -162,5 +162,5 @@ def test_a_rank_that_waits_for_one_that_refused_says_what_that_means(monkeypatch
     comm = Comm()
     comm.world_size = 2
     monkeypatch.setattr("torch.distributed.all_gather", lost)
-    with pytest.raises(RuntimeError, match=r"expected every rank to run the same .* says: Connection closed by peer"):
+    with pytest.raises(RuntimeError, match=r"expected every rank to run the same .* given: Connection closed by peer"):
         comm.gather_rows(torch.zeros(2))
