@@ -13,6 +13,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/streaming.h"
 #include "core/thread_pool.h"
 
 namespace shardcore {
@@ -49,8 +50,19 @@ struct Queue {
 
   bool due() const { return !jobs.empty() && (!simulation.late || hurry || wanted > completed); }
   void run();
+  void copy(const Job& job) const;
   void take_time(std::unique_lock<std::mutex>& lock, int64_t size_bytes);
 };
+
+// What leaves the tier is used in the next pass; what comes to it, a step reads at once.
+void Queue::copy(const Job& job) const {
+  SerialExecutor serial;
+  if (direction == Direction::from_tier) {
+    stream_copy(job.dst, job.src, job.size_bytes, serial);
+  } else {
+    std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes));
+  }
+}
 
 void Queue::run() {
   std::unique_lock<std::mutex> lock(mutex);
@@ -65,7 +77,7 @@ void Queue::run() {
                 std::to_string(job.size_bytes) + " bytes failed (a planted fault); no later copy in this direction is made";
       } else {
         lock.unlock();
-        std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes));
+        copy(job);
         lock.lock();
       }
     }
