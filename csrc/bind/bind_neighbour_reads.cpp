@@ -17,8 +17,11 @@ class __attribute__((visibility("hidden"))) PyTicket {
   explicit PyTicket(std::shared_ptr<Ticket> ticket) : ticket_(std::move(ticket)) {}
 
   void wait() {
-    const py::gil_scoped_release no_gil;
-    ticket_->wait();
+    {
+      const py::gil_scoped_release no_gil;
+      ticket_->wait();
+    }
+    ticket_->let_go();
   }
 
  private:

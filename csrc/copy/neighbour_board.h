@@ -70,14 +70,4 @@ inline Board* map_board(int file, int count) {
   return memory == MAP_FAILED ? nullptr : static_cast<Board*>(memory);
 }
 
-struct Peer {
-  NeighbourAddress address;
-  Board* board = nullptr;
-
-  bool lives() const {
-    std::array<int64_t, 2> mark = {};
-    return read_memory(address.pid, address.board, mark.data(), sizeof(mark)) == 0 && mark == address.mark;
-  }
-};
-
 }  // namespace shardcore

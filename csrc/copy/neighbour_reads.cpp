@@ -13,6 +13,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <iterator>
+#include <map>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -44,6 +46,20 @@ struct Piece {
 };
 using Pieces = std::deque<std::shared_ptr<Piece>>;
 
+// Another process, and the pieces on their way to it and from it.
+struct Peer {
+  NeighbourAddress address;
+  Board* board = nullptr;  // null: not connected
+  Pieces sending, offered;
+  std::map<int64_t, Pieces> receiving;  // by tag
+
+  bool idle() const { return sending.empty() && offered.empty() && receiving.empty(); }
+  bool lives() const {
+    std::array<int64_t, 2> mark = {};
+    return read_memory(address.pid, address.board, mark.data(), sizeof(mark)) == 0 && mark == address.mark;
+  }
+};
+
 }  // namespace
 
 struct NeighbourReads::State {
@@ -52,12 +68,11 @@ struct NeighbourReads::State {
   int64_t timeout_ns = 0;
   int file = -1;
   Board* board = nullptr;
-  std::vector<Peer> peers;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  Pieces sending, offered, receiving;
-  Pieces finished;  // let go of by callers: memory may belong to Python, which the thread must not touch
+  std::vector<Peer> peers;  // addresses and boards are set before anything is on its way
+  Pieces finished;          // let go of by callers: memory may belong to Python, which the thread must not touch
   uint64_t offers = 0;
   bool stop = false;
   std::thread thread;
@@ -73,11 +88,14 @@ struct NeighbourReads::State {
 
   void run();
   bool advance(std::unique_lock<std::mutex>& lock);
-  void finish(const std::shared_ptr<Piece>& piece, const std::string& error = "");
-  bool offer(const std::shared_ptr<Piece>& piece);
-  Slot* find(const Piece& piece);
-  void take(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Piece>& piece, Slot* slot);
+  bool offer(Peer& peer, Piece& piece);
+  Slot* find(Peer& peer);
+  void take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot);
   void give_up(std::unique_lock<std::mutex>& lock);
+  void finish(const std::shared_ptr<Piece>& piece, const std::string& error = "");
+  // Fails what `which` chooses of all pieces, with `why`.
+  template <typename Which>
+  void fail(const Which& which, const std::string& why);
   std::string describe(const Piece& piece) const;
 };
 
@@ -94,39 +112,42 @@ void NeighbourReads::State::finish(const std::shared_ptr<Piece>& piece, const st
 }
 
 // Puts the piece into a free slot, if there is one.
-bool NeighbourReads::State::offer(const std::shared_ptr<Piece>& piece) {
-  Slot* const row = board->row(piece->other);
+bool NeighbourReads::State::offer(Peer& peer, Piece& piece) {
+  Slot* const row = board->row(piece.other);
   Slot* const slot = std::find_if(row, row + kSlots, [](const Slot& one) { return one.number == 0; });
   if (slot == row + kSlots) return false;
-  slot->tag = piece->tag;
-  slot->address = reinterpret_cast<int64_t>(piece->data);
-  slot->size_bytes = piece->size_bytes;
-  piece->slot = slot;
-  piece->number = ++offers;
-  slot->number.store(piece->number, std::memory_order_release);
-  ring(peers[static_cast<size_t>(piece->other)].board);
+  slot->tag = piece.tag;
+  slot->address = reinterpret_cast<int64_t>(piece.data);
+  slot->size_bytes = piece.size_bytes;
+  piece.slot = slot;
+  piece.number = ++offers;
+  slot->number.store(piece.number, std::memory_order_release);
+  ring(peer.board);
   return true;
 }
 
-// The first offer of what the piece waits for. A pass can miss one that came to a slot behind it and still see a later one: who
+// The first offer that someone here waits for. A pass can miss one that came to a slot behind it and still see a later one: who
 // sees that sees all that came before it, so it looks again.
-Slot* NeighbourReads::State::find(const Piece& piece) {
-  Slot* const row = peers[static_cast<size_t>(piece.other)].board->row(own);
+Slot* NeighbourReads::State::find(Peer& peer) {
   Slot* found = nullptr;
   uint64_t first = UINT64_MAX;
-  for (uint64_t before = 0; before != first;) {
+  for (uint64_t before = 0; before != first && !peer.receiving.empty();) {
     before = first;
-    for (Slot* slot = row; slot < row + kSlots; ++slot) {
+    for (Slot *slot = peer.board->row(own), *const end = slot + kSlots; slot < end; ++slot) {
       const uint64_t number = slot->number.load(std::memory_order_acquire);
-      if (number != 0 && number < first && slot->tag == piece.tag) first = number, found = slot;
+      if (number != 0 && number < first && peer.receiving.count(slot->tag) != 0) first = number, found = slot;
     }
   }
   return found;
 }
 
 // Reads an offer, without the lock meanwhile.
-void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Piece>& piece, Slot* slot) {
-  const Peer& peer = peers[static_cast<size_t>(piece->other)];
+void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot) {
+  uint64_t number = slot->number;
+  const auto found = peer.receiving.find(slot->tag);
+  const std::shared_ptr<Piece> piece = found->second.front();
+  found->second.pop_front();
+  if (found->second.empty()) peer.receiving.erase(found);
   std::string error;
   if (slot->size_bytes != piece->size_bytes) {
     error = describe(*piece) + " were expected, but it sent " + std::to_string(slot->size_bytes);
@@ -136,7 +157,7 @@ void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, const std::
     lock.lock();
     if (code != 0) error = describe(*piece) + " could not be read: " + std::generic_category().message(code);
   }
-  slot->number.store(0, std::memory_order_release);
+  slot->number.compare_exchange_strong(number, 0);  // unless the sender gave it up
   ring(peer.board);
   finish(piece, error);
 }
@@ -144,67 +165,62 @@ void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, const std::
 // Does what can be done at once; returns whether that was anything.
 bool NeighbourReads::State::advance(std::unique_lock<std::mutex>& lock) {
   bool moved = false;
-  for (auto it = offered.begin(); it != offered.end();) {
-    if ((*it)->slot->number.load(std::memory_order_acquire) == (*it)->number) {
-      ++it;
-      continue;
+  for (Peer& peer : peers) {
+    if (peer.idle()) continue;
+    for (auto it = peer.offered.begin(); it != peer.offered.end();) {
+      if ((*it)->slot->number.load(std::memory_order_acquire) == (*it)->number) {
+        ++it;
+        continue;
+      }
+      finish(*it);
+      it = peer.offered.erase(it);
+      moved = true;
     }
-    finish(*it);
-    it = offered.erase(it);
-    moved = true;
-  }
-  for (auto it = sending.begin(); it != sending.end();) {
-    const auto same = [&](const auto& earlier) { return earlier->other == (*it)->other; };  // a slot may be free since then
-    if (std::any_of(sending.begin(), it, same) || !offer(*it)) {
-      ++it;
-      continue;
+    for (; !peer.sending.empty() && offer(peer, *peer.sending.front()); moved = true) {
+      peer.offered.push_back(peer.sending.front());
+      peer.sending.pop_front();
     }
-    offered.push_back(*it);
-    it = sending.erase(it);
-    moved = true;
-  }
-  for (size_t i = 0; i < receiving.size();) {
-    const std::shared_ptr<Piece> piece = receiving[i];
-    const auto here = receiving.begin() + static_cast<ptrdiff_t>(i);
-    const bool behind = std::any_of(receiving.begin(), here, [&](const auto& earlier) {
-      return earlier->other == piece->other && earlier->tag == piece->tag;  // that one's offer may have come just now
-    });
-    Slot* const slot = behind ? nullptr : find(*piece);
-    if (slot == nullptr) {
-      ++i;
-      continue;
+    for (Slot* slot = find(peer); slot != nullptr; slot = find(peer)) {
+      take(lock, peer, slot);
+      moved = true;
     }
-    receiving.erase(here);
-    take(lock, piece, slot);  // callers may add to the end meanwhile
-    moved = true;
   }
   return moved;
 }
 
+template <typename Which>
+void NeighbourReads::State::fail(const Which& which, const std::string& why) {
+  for (Peer& peer : peers) {
+    const auto fail_of = [&](Pieces& pieces) {
+      for (auto it = pieces.begin(); it != pieces.end();) {
+        Piece& piece = **it;
+        if (!which(piece)) {
+          ++it;
+          continue;
+        }
+        if (piece.slot != nullptr) piece.slot->number.compare_exchange_strong(piece.number, 0);  // offered no longer
+        finish(*it, describe(piece) + why);
+        it = pieces.erase(it);
+      }
+    };
+    fail_of(peer.sending);
+    fail_of(peer.offered);
+    for (auto it = peer.receiving.begin(); it != peer.receiving.end();) {
+      fail_of(it->second);
+      it = it->second.empty() ? peer.receiving.erase(it) : std::next(it);
+    }
+  }
+}
+
 // Fails what waits for those who are gone, and what took too long.
 void NeighbourReads::State::give_up(std::unique_lock<std::mutex>& lock) {
-  std::vector<bool> gone(static_cast<size_t>(count));
-  bool any = false;
-  for (const Pieces* pieces : {&sending, &offered, &receiving}) {
-    for (const auto& piece : *pieces) {
-      const auto other = static_cast<size_t>(piece->other);
-      if (!gone[other] && !peers[other].lives()) any = gone[other] = true;
-    }
-  }
-  if (any) advance(lock);  // what it did before
-  const Clock::time_point now = Clock::now();
-  for (Pieces* pieces : {&sending, &offered, &receiving}) {
-    for (auto it = pieces->begin(); it != pieces->end();) {
-      const bool lost = gone[static_cast<size_t>((*it)->other)];
-      if (!lost && now < (*it)->deadline) {
-        ++it;
-        continue;
-      }
-      finish(*it, describe(**it) + (lost ? " wait for a process that ended, or left the group"
-                                         : " were not there within " + std::to_string(timeout_ns / 1'000'000) + " ms"));
-      it = pieces->erase(it);
-    }
-  }
+  std::vector<bool> gone;
+  for (const Peer& peer : peers) gone.push_back(!peer.idle() && !peer.lives());
+  if (std::find(gone.begin(), gone.end(), true) != gone.end()) advance(lock);  // what they did before
+  fail([&](const Piece& piece) { return gone[static_cast<size_t>(piece.other)]; },
+       " wait for a process that ended, or left the group");
+  fail([now = Clock::now()](const Piece& piece) { return now >= piece.deadline; },
+       " were not there within " + std::to_string(timeout_ns / 1'000'000) + " ms");
 }
 
 void NeighbourReads::State::run() {
@@ -217,7 +233,7 @@ void NeighbourReads::State::run() {
       give_up(lock);
       looked = Clock::now();
     }
-    const bool idle = sending.empty() && offered.empty() && receiving.empty();
+    const bool idle = std::all_of(peers.begin(), peers.end(), [](const Peer& peer) { return peer.idle(); });
     lock.unlock();
     await_bell(board, seen, idle ? int64_t{3600} * 1'000'000'000 : kLookNs);
     lock.lock();
@@ -237,12 +253,16 @@ class PieceTicket final : public Ticket {
       throw CopyError(state_->describe(*piece_) +
                       " were on their way when this process was forked, and no thread here reads them");
     }
-    Pieces finished;  // let go of without the lock
     std::unique_lock<std::mutex> lock(state_->mutex);
     state_->changed.wait(lock, [&] { return piece_->done; });
-    finished.swap(state_->finished);
-    lock.unlock();
     if (!piece_->error.empty()) throw CopyError(piece_->error);
+  }
+
+  void let_go() override {
+    if (getpid() != state_->pid) return;
+    Pieces finished;
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    finished.swap(state_->finished);
   }
 
  private:
@@ -280,13 +300,11 @@ NeighbourReads::~NeighbourReads() {
   }
   ring(state_->board);
   if (state_->thread.joinable()) state_->thread.join();
-  munmap(std::exchange(state_->board, nullptr), Board::size_bytes(state_->count));  // others see it
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  for (Pieces* pieces : {&state_->sending, &state_->offered, &state_->receiving}) {
-    for (const auto& piece : *pieces)
-      state_->finish(piece, state_->describe(*piece) + " were on their way when this end was let go of");
-    pieces->clear();
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->fail([](const Piece&) { return true; }, " were on their way when this end was let go of");
   }
+  munmap(std::exchange(state_->board, nullptr), Board::size_bytes(state_->count));  // others see it
 }
 
 NeighbourAddress NeighbourReads::address() const {
@@ -294,7 +312,8 @@ NeighbourAddress NeighbourReads::address() const {
 }
 
 std::string NeighbourReads::connect(int number, const NeighbourAddress& address) {
-  Peer peer{address};
+  Peer peer;
+  peer.address = address;
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.file);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return path + " does not open: " + std::generic_category().message(errno);
@@ -307,27 +326,28 @@ std::string NeighbourReads::connect(int number, const NeighbourAddress& address)
     munmap(peer.board, static_cast<size_t>(size_bytes));
     return "the memory of process " + std::to_string(address.pid) + " cannot be read (ptrace(2): another user's, or forbidden)";
   }
-  state_->peers[static_cast<size_t>(number)] = peer;
+  state_->peers[static_cast<size_t>(number)] = std::move(peer);
   return "";
 }
 
 std::shared_ptr<Ticket> NeighbourReads::start(bool sends, int other, int64_t tag, void* data, int64_t size_bytes,
                                               std::shared_ptr<void> owner) {
+  if (getpid() != state_->pid) throw CopyError("NeighbourReads belongs to the process that this one was forked from");
   auto piece = std::make_shared<Piece>();
-  piece->other = other, piece->tag = tag, piece->data = data, piece->size_bytes = size_bytes;
   piece->sends = sends;
+  piece->other = other, piece->tag = tag, piece->data = data, piece->size_bytes = size_bytes;
   piece->owner = std::move(owner);
   piece->deadline = Clock::now() + std::chrono::nanoseconds(state_->timeout_ns);
-  Pieces finished;
-  if (getpid() != state_->pid) throw CopyError("NeighbourReads belongs to the process that this one was forked from");
+  auto ticket = std::make_shared<PieceTicket>(state_, piece);
+  ticket->let_go();  // of others
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     if (!state_->thread.joinable()) state_->thread = start_thread([state = state_.get()] { state->run(); });
-    (sends ? state_->sending : state_->receiving).push_back(piece);
-    finished.swap(state_->finished);
+    Peer& peer = state_->peers[static_cast<size_t>(other)];
+    (sends ? peer.sending : peer.receiving[tag]).push_back(std::move(piece));
   }
   ring(state_->board);
-  return std::make_shared<PieceTicket>(state_, std::move(piece));
+  return ticket;
 }
 
 std::shared_ptr<Ticket> NeighbourReads::send(int to, int64_t tag, const void* data, int64_t size_bytes,

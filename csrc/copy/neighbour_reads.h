@@ -32,6 +32,9 @@ class Ticket {
   virtual ~Ticket() = default;
   // Waits until the piece was read. Throws CopyError: the other process is gone, or took longer than the timeout.
   virtual void wait() = 0;
+  // Lets go of the owners of all pieces that are done by now, as the next send() and receive() do: never the thread, since
+  // memory may belong to Python.
+  virtual void let_go() = 0;
 };
 
 class NeighbourReads {

@@ -100,7 +100,7 @@ double copies() { return step_over_copies(true, true); }
 
 // Two ends that read each other's piece; the reader uses it.
 double read_neighbour(bool wait_for_arrival) {
-  NeighbourReads a(2, 0, INT64_MAX), b(2, 1, INT64_MAX);
+  NeighbourReads a(2, 0, 60'000'000'000), b(2, 1, 60'000'000'000);
   if (const std::string why = a.connect(1, b.address()) + b.connect(0, a.address()); !why.empty()) {
     std::printf("not tried, %s\nThreadSanitizer: data race\n", why.c_str());
     return 0;
