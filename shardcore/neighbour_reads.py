@@ -1,7 +1,7 @@
 """Ranks of one machine that read each other's memory (csrc/copy/neighbour_reads.h): one copy where a socket takes two.
 
 Only on gloo and for tensors on the CPU; small messages stay with the backend. Whether two ranks may is tried, not assumed: the
-kernel (kernel.yama.ptrace_scope above 0), containers apart, and another user forbid it. Then their pieces travel over the
+kernel (kernel.yama.ptrace_scope above 1), containers apart, and another user forbid it. Then their pieces travel over the
 backend. SHARDCORE_NEIGHBOUR_READS=0 on any rank leaves it to the backend, too.
 """
 
