@@ -22,6 +22,7 @@ from examples.gpt import GPT, PRESETS
 from examples.launch import Rank, default_nproc, launch, under_torchrun
 from examples.machine import cpu_has_bf16, describe_machine, usable_cores
 from examples.training import Placement, TrainConfig, Training, gather, train
+from shardcore._native import _C
 
 # steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
 PRESET_DEFAULTS = {
@@ -93,13 +94,23 @@ def choose_precision(asked: str, device: str) -> tuple[str, str]:
     return "fp32", "this CPU has no bfloat16 units"
 
 
+def unused_gpus() -> str | None:
+    """Say why the GPUs that torch sees cannot be used; None if they can, or if there are none."""
+    if not torch.cuda.is_available() or _C.build_info()["cuda"]:
+        return None
+    return (
+        "shardcore was built without CUDA, so the GPUs here are not used (install the CUDA toolkit: the build needs its nvcc)"
+    )
+
+
 def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Fill in what depends on the machine and check what needs more than one option; exits with code 2 on bad arguments."""
-    cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not cuda:
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: cuda, but torch sees no GPU; expected cpu here (or a CUDA build of torch)")
+    if options.device == "cuda" and unused_gpus():
+        parser.error(f"argument --device: cuda; expected cpu here: {unused_gpus()}")
     if options.device == "auto":
-        options.device = "cuda" if cuda else "cpu"
+        options.device = "cuda" if torch.cuda.is_available() and not unused_gpus() else "cpu"
     if options.demo and (options.stage is not None or options.offload is not None):
         parser.error("argument --demo sets stage and offload itself; expected no --stage and no --offload with it")
     if under_torchrun() and options.nproc is not None:
@@ -160,6 +171,8 @@ def introduction(options: argparse.Namespace, config: TrainConfig, corpus: Corpu
         f"precision  {config.precision}: {options.precision_reason}",
         f"training   {config.steps} steps of {config.tokens_per_step(rank.world_size):,} tokens, seed {config.seed}",
     ]
+    if unused_gpus():
+        lines.append(f"note       {unused_gpus()}")
     if options.deterministic:
         lines.append("torch's deterministic algorithms are switched on, so that the final weights can be compared bit for bit")
     return "\n".join(lines) + "\n"

@@ -116,6 +116,7 @@ def train(
         precision=config.precision,
         clip_grad_norm=config.clip if config.clip > 0 else None,
         accumulate=config.accumulate,
+        sync_each=True,  # the default depends on the stage, and which sums come first shows in the bits
     )
     context = PRESETS[config.preset].context
     losses, step_seconds, bytes_by_kind = [], [], {}

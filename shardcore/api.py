@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore._native import _C
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
 from shardcore.comm import Comm, first_difference, join
 from shardcore.engine import build, model_io
@@ -130,12 +131,13 @@ def shard(
         says). It is part of the numerics: other values give other bits, everything else (stage, mesh, tier, units) does not.
 
     Afterwards backward reduces gradients as it goes. At stage 0 `p.grad` is then the averaged gradient (once it is reduced: not
-    between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place. From
-    stage 1 on it is None (`full_grad`), torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so (`clip_grad_norm` and
-    `shardcore.clip_grad_norm_` do), and only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad`
-    and `clip_grad_norm_` reduce what was only added locally, as `step` would. Weights may be edited in place; edits through
-    `p.data` do not reach masters. (Of a split master, only what the weight lacks stays, so an edited element is as given to the
-    precision of bfloat16; after `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
+    between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place (not
+    through `p.grad.data`, where nobody notices: norm and step may miss it). From stage 1 on it is None (`full_grad`),
+    torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so (`clip_grad_norm` and `shardcore.clip_grad_norm_` do), and
+    only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad` and `clip_grad_norm_` reduce what was
+    only added locally, as `step` would. Weights may be edited in place; edits through `p.data` do not reach masters.
+    (Of a split master, only what the weight lacks stays, so an edited element is as given to the precision of bfloat16; after
+    `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
     rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
     frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
     root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
@@ -318,6 +320,12 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
     if device.type == "cuda" and comm.group is not None and not comm.uses_nccl:
         raise ValueError(
             f"shard: the model is on {device} but the process group has no nccl backend; expected nccl, or a CPU model"
+        )
+    if device.type == "cuda" and not _C.build_info()["cuda"]:
+        raise ValueError(
+            f"shard: the model would train on {device}, but this shardcore is built without CUDA; expected a build with it "
+            "(install nvcc and a CUDA build of torch, then build again), or training on the CPU (with a gloo process group; "
+            "CUDA_VISIBLE_DEVICES= hides the GPUs)"
         )
     if device.type == "cuda" and on_host:
         raise ValueError(

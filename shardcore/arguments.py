@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -44,7 +45,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     if clip is not None:
         if isinstance(clip, bool) or not isinstance(clip, int | float):
             raise TypeError(f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip")
-        if not clip > 0:
+        if not clip > 0 or sys.float_info.max < clip < math.inf:  # an int may be too large for a float
             raise ValueError(f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to clip")
     accumulate = options["accumulate"]
     if not _is_int(accumulate):
@@ -82,7 +83,7 @@ def _check_loss_scale(loss_scale: object, precision: str) -> None:
         return
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
         raise TypeError(f"shard: loss_scale is {loss_scale!r}; expected a number, shardcore.LossScale(...) or None")
-    if not 0.0 < loss_scale < math.inf:
+    if not 0.0 < loss_scale <= sys.float_info.max:
         raise ValueError(f"shard: loss_scale is {loss_scale}; expected a positive number")
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads
-from shardcore.places import Place, places_of, taken_places
+from shardcore.places import Place, backends_of, places_of, taken_places
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -77,14 +77,17 @@ class Comm:
             if self.rank < 0:
                 raise NotAMemberError("shard: process_group does not contain this rank; expected a group that it belongs to")
         elif group is not None:
-            raise ValueError("shard: process_group was given but torch.distributed is not initialized")
+            raise ValueError(
+                "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
+            )
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError(
                 f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
                 "call torch.distributed.init_process_group() first (each rank would train alone)"
             )
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
-        self.uses_nccl = self.group is not None and torch.cuda.is_available() and "nccl" in dist.get_backend(self.group)
+        self._backends = {} if self.group is None else backends_of(self.group)
+        self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
         local_rank = os.environ.get("LOCAL_RANK")
         self.device = torch.device("cpu")  # where small messages travel
         if self.uses_nccl:
@@ -112,7 +115,7 @@ class Comm:
         self.group = place.group or self.group
         place.taken = True
         weakref.finalize(self, place.release)
-        if not place.met and dist.get_backend(self.group) == "gloo":
+        if not place.met and not self.uses_nccl and self._backends.get("cpu") == "gloo":
             place.met = True
             place.neighbours = neighbour_reads.meet(
                 self.rank, self.world_size, self._timeout(self.group).total_seconds(), self.gather_json

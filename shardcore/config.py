@@ -7,8 +7,8 @@ Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs
 
 import difflib
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +112,7 @@ def _count_or_never(where: str, value: Any) -> int | None:
 def _number(where: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(_has(where, value, "a number"))
-    if not 0.0 <= value < math.inf:
+    if not 0.0 <= value <= sys.float_info.max:  # of an int, too, which may be larger
         raise ValueError(_has(where, value, "a finite number of at least 0"))
     return float(value)
 

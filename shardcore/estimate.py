@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
     parser.add_argument("--precision", choices=list(DTYPES), default="bf16", help="of weights (default: %(default)s)")
     parser.add_argument(
-        "--grad-dtype", choices=list(DTYPES), default="fp32", help="of reduced gradients (default: %(default)s)"
+        "--grad-dtype", choices=["fp32", "bf16"], default="fp32", help="of reduced gradients (default: %(default)s)"
     )
     parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")

@@ -1,4 +1,4 @@
-"""Process groups that engines take one after the other, beside the one that the user gave."""
+"""Process groups that engines take one after the other, beside the one that the user gave, and what they run on."""
 
 import weakref
 from collections.abc import Iterator
@@ -29,6 +29,11 @@ class Place:
     def release(self) -> None:
         """Leave it to the next engine, unless what this one left there would meet that one's messages."""
         self.taken = self.in_backward or self.spoiled
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend for each kind of device. (init_process_group() without a name chooses one that get_backend hides.)"""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 # The groups made beside each user's group, in the same order on every rank.

@@ -86,11 +86,13 @@ def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
     inside = set(model.modules())
     for module in modules:
         if module not in inside:
-            raise ValueError(f"shard: units has a {type(module).__name__} that is not a module of the model")
+            raise ValueError(
+                f"shard: units has a {type(module).__name__} that is not a module of the model; expected one of its modules()"
+            )
     found = [module for module in model.modules() if classes and isinstance(module, classes)]
     if classes and not found:
         names = ", ".join(c.__name__ for c in classes)
-        raise ValueError(f"shard: units names {names}; the model has no such module")
+        raise ValueError(f"shard: units names {names}; expected classes of the model's modules (it has none of these)")
     for module in [*found, *modules]:
         if module is not model and not _is_called(module):
             raise ValueError(

@@ -80,7 +80,9 @@ def kept_params(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]
         else:
             raise TypeError(f"shard: keep_fp32 has {item!r}; expected module classes, names or parameters of the model")
         if not found:
-            raise ValueError(f"shard: keep_fp32 has {item!r}, which matches no parameter of the model")
+            raise ValueError(
+                f"shard: keep_fp32 has {item!r}, which matches no parameter; expected names or classes of the model's"
+            )
         kept.update(found)
     return kept
 

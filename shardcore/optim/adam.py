@@ -92,8 +92,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             )
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
-        params = as_list(param_group)
-        plain = [p[1] if isinstance(p, tuple) else p for p in params]
+        params = as_list(self._op, param_group)
+        plain = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
         check_new_params(self._op, self.param_groups, plain, self._device_type)
         where = f"param_groups[{len(self.param_groups)}]."
         adopt_torch_group(self._op, where, param_group)

@@ -277,7 +277,9 @@ class Update:
             return None
         kept = state.extra(key)
         if kept is None and not has_memory(param):
-            raise ValueError(f"{self._op}: params[{index}] has no memory to make a {key} from (restore it first)")
+            raise ValueError(
+                f"{self._op}: params[{index}] has no memory to make a {key} from; expected some (restore it first)"
+            )
         if kind == "fp32":
             return self._extra(state, key, param, param)
         if kept is None:

@@ -285,18 +285,20 @@ def listed(op: str, params: object) -> list[Any]:
             "set has no order)"
         )
     given = list(params)
-    if not given or all(isinstance(g, dict) and "params" in g and not as_list(g) for g in given):
+    if not given or all(isinstance(g, dict) and "params" in g and not as_list(op, g) for g in given):
         raise ValueError(f"{op}: params has no parameter; expected at least one")
     return given
 
 
-def as_list(group: dict[str, Any]) -> list[Any]:
-    """Make a group's params a list (an iterator can be read only once), and return it."""
+def as_list(op: str, group: dict[str, Any]) -> list[Any]:
+    """Make a group's params a list (an iterator can be read only once), and return it. Raises TypeError for what is none."""
     params = group["params"]
     if isinstance(params, torch.Tensor):
         params = [params]
-    elif isinstance(params, set | frozenset):
-        raise TypeError(f"param_group: params has type {type(params).__name__}; expected a list (a set has no order)")
+    elif isinstance(params, set | frozenset | str | dict) or not isinstance(params, Iterable):
+        raise TypeError(
+            f'{op}: "params" of a group has type {type(params).__name__}; expected a list of tensors (a set has no order)'
+        )
     elif not isinstance(params, list):
         params = list(params)
     group["params"] = params

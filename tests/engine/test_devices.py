@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import shardcore
+from shardcore._native import _C
 from shardcore.offload import CpuStore
-from tests.engine.models import batch_of, hash_of_training, loss_of, make_net
+from tests.engine.models import batch_of, hash_of, hash_of_training, loss_of, make_net
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
 SPLIT = OFFLOAD | {"ratio": 0.6}
@@ -47,3 +48,14 @@ def test_a_step_on_the_cpu_that_forgets_a_copy_is_seen(device: torch.device, mon
     monkeypatch.setattr(CpuStore, "steps", lambda store, parts, hypers: steps(store, [part[:-1] for part in parts], hypers))
     assert trained(device, 2, OFFLOAD) != expected
     assert trained(device, 2, None) == expected
+
+
+def test_a_gpu_without_a_build_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(_C, "build_info", lambda: {"cuda": ""})
+    model = make_net()
+    before = hash_of(model.parameters())
+    with pytest.raises(ValueError, match=r"would train on cuda:0, but this shardcore is built without CUDA; expected"):
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
+    assert hash_of(model.parameters()) == before

@@ -2,12 +2,15 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardcore import neighbour_reads
+from shardcore.comm import Comm
 from shardcore.neighbour_reads import Neighbours
 from tests.engine.models import Run, hash_of_training, train
 from tests.ranks import run_ranks
@@ -63,6 +66,35 @@ def test_pieces_that_are_read_have_the_bits_of_those_that_are_sent(world_size: i
     assert 0 < mixed["send"] < read["send"]
     assert mixed["send"] + mixed["isend"] == read["send"]
     assert sent == {"isend": read["send"]}
+
+
+def _train_on_an_unnamed_backend(rank: int, world_size: int, store: str) -> list[Any]:
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=world_size)
+    return _train(rank, world_size, RUNS[2:3], 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch chooses gloo only where there is no GPU")
+def test_a_backend_that_torch_chose(tmp_path: Path) -> None:
+    for _, counts in run_ranks(2, _train_on_an_unnamed_backend, str(tmp_path / "store")):
+        assert counts["send"] > 0
+        assert "isend" not in counts
+
+
+def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            assert not Comm().uses_nccl
+            patch.setattr(dist, "get_backend", lambda group: "undefined")  # as torch has it after init_process_group()
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            comm = Comm()
+            assert comm.uses_nccl
+            assert comm.device == torch.device("cuda:0")
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("refuse", ["env", "connect"])

@@ -75,6 +75,8 @@ def adam(model: nn.Module) -> Any:
         ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm is -1"),
         ({"clip_grad_norm": float("nan")}, ValueError, "nan"),
         ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm is '1'"),
+        ({"clip_grad_norm": 10**400}, ValueError, "expected a positive number"),
+        ({"loss_scale": 10**400, "precision": "fp16"}, ValueError, "expected a positive number"),
         ({"precision": []}, ValueError, "precision is "),
         ({"cast_inputs": "no"}, TypeError, "cast_inputs is 'no'"),
         ({"broadcast": 1}, TypeError, "broadcast is 1"),

@@ -1,5 +1,6 @@
 """The demo program end to end with its smallest model: what it prints, writes and returns, and that its check can fail."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from examples import train_gpt
+from examples.corpus import Corpus
 from examples.gpt import PRESETS
-from examples.launch import launch
-from examples.training import Placement, train
+from examples.launch import Rank, launch
+from examples.training import Placement, TrainConfig, train
 from tests.ranks import free_port, start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,7 @@ def alone(monkeypatch):
 
 def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
     arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "40", "--out", str(tmp_path)]
+    arguments += ["--batch", "4", "--accumulate", "2", "--precision", "fp16"]  # sums that are not exact show their order
     monkeypatch.setattr(sys, "argv", ["train_gpt", *arguments])
     code = train_gpt.main()
     printed = capfd.readouterr()
@@ -215,3 +218,21 @@ def test_what_auto_chooses(monkeypatch):
     )
     assert parse("--device", "cpu", "--precision", "fp32").precision == "fp32"
     assert str(Placement(2, "cpu")) == "stage 2, cpu offload"
+
+
+def test_gpus_without_a_build_for_them(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(train_gpt._C, "build_info", lambda: {"cuda": "13.0"})
+    assert parse("--precision", "fp32").device == "cuda"
+    assert train_gpt.unused_gpus() is None
+    monkeypatch.setattr(train_gpt._C, "build_info", lambda: {"cuda": ""})
+    options = parse("--precision", "fp32")
+    assert (options.device, options.nproc, options.preset) == ("cpu", 2, "cpu10m")
+    corpus = Corpus(b"a" * 4096, "a text")
+    config = TrainConfig(**{field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig)})
+    said = train_gpt.introduction(options, config, corpus, Rank(0, 2, torch.device("cpu")))
+    assert "shardcore was built without CUDA, so the GPUs here are not used" in said
+    with pytest.raises(SystemExit):
+        parse("--device", "cuda")
+    assert "argument --device: cuda; expected cpu here: shardcore was built without CUDA" in capsys.readouterr().err

@@ -114,6 +114,7 @@ def test_defaults() -> None:
         ("fp16.auto_cast", 1, TypeError, "fp16.auto_cast has 1; expected true or false"),
         ("fp16.loss_scale", -1, ValueError, "fp16.loss_scale has -1; expected a finite number of at least 0"),
         ("fp16.loss_scale", True, TypeError, "fp16.loss_scale has True; expected a number"),
+        ("gradient_clipping", 10**400, ValueError, "expected a finite number of at least 0"),
         ("fp16.loss_scale_window", 0, ValueError, "fp16.loss_scale_window has 0; expected at least 1"),
         ("fp16.hysteresis", 1.5, TypeError, "fp16.hysteresis has 1.5; expected a whole number"),
         ("fp16.initial_scale_power", 128, ValueError, "fp16.initial_scale_power has 128; expected 0 to 127"),
