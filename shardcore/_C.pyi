@@ -223,7 +223,7 @@ class Ticket:
 class NeighbourReads:
     """This process's end of pieces that processes of one machine read from each other (csrc/copy/neighbour_reads.h).
 
-    It is number ``own`` of ``count``. A piece fails that took longer than ``timeout_seconds`` to come, or to be taken. What
+    It is number ``own`` of ``count``. A piece fails whose wait took longer than ``timeout_seconds``. What
     belongs together has the same tag; of several with the same, the first sent goes to the first received. RuntimeError
     where the system has no file or memory for it.
     """

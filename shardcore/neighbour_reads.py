@@ -40,7 +40,7 @@ class Neighbours:
 def meet(rank: int, world_size: int, seconds: float, gather_json: Callable[[Any], list[Any]]) -> Neighbours | None:
     """Find the ranks that can read this one and be read by it; None without any. Collective.
 
-    seconds: what a piece may take. gather_json: Comm's.
+    seconds: what a wait for a piece may take. gather_json: Comm's.
     """
     reads = None
     if os.environ.get("SHARDCORE_NEIGHBOUR_READS", "1") != "0":

@@ -20,26 +20,34 @@
 
 namespace shardcore {
 
-constexpr int kSlots = 64;                         // pieces on offer to one process at a time; more wait for their turn
+constexpr uint32_t kSlots = 1024;                  // pieces on offer to one process at a time; more wait for their turn
 constexpr int64_t kReadAtMost = int64_t{1} << 30;  // the kernel reads less than 2 GiB at a time
 
-// A piece on offer. The sender fills free slots; the receiver frees them.
+// A piece on offer. The sender fills free slots; the receiver frees them, or the sender, if it gives the piece up: what was
+// read of a slot, or from there, holds if the slot has the same number after that.
 struct Slot {
   std::atomic<uint64_t> number;  // of the offer, from 1 in the sender's order; 0: free. Says that the rest is valid
-  int64_t tag, address, size_bytes;
+  std::atomic<int64_t> tag, address, size_bytes;
 };
 
-// What a process shows the others: memory that they map. Then a row of kSlots slots for each of them.
+// What a process offers to one other. What nobody takes, after errors, stays: there is room for more than is on its way at
+// once.
+struct Row {
+  std::atomic<uint32_t> used;  // slots from here on never were: nobody needs to look at them
+  alignas(64) Slot slots[kSlots];
+};
+
+// What a process shows the others: memory that they map. Then a row for each of them.
 struct Board {
   std::array<int64_t, 2> mark;
   std::atomic<uint32_t> bell;  // rung (futex) at what concerns its owner
-  alignas(64) Slot slots[];
+  alignas(64) Row rows[];
 
-  static size_t size_bytes(int count) { return sizeof(Board) + sizeof(Slot) * kSlots * static_cast<size_t>(count); }
-  Slot* row(int number) { return slots + static_cast<ptrdiff_t>(number) * kSlots; }
+  static size_t size_bytes(int count) { return sizeof(Board) + sizeof(Row) * static_cast<size_t>(count); }
 };
 
-static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free,
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<int64_t>::is_always_lock_free &&
+                  std::atomic<uint32_t>::is_always_lock_free,
               "processes share these");
 
 inline void ring(Board* board) {

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -40,9 +41,9 @@ struct Piece {
   void* data = nullptr;
   int64_t size_bytes = 0;
   std::shared_ptr<void> owner;
-  Clock::time_point deadline;
-  Slot* slot = nullptr;  // where it is on offer
-  uint64_t number = 0;   // of that offer
+  Clock::time_point deadline = Clock::time_point::max();  // nobody waits for it yet
+  Slot* slot = nullptr;                                   // where it is on offer
+  uint64_t number = 0;                                    // of that offer
   bool done = false;
   std::string error;
 };
@@ -91,8 +92,8 @@ struct NeighbourReads::State {
   void run();
   bool advance(std::unique_lock<std::mutex>& lock);
   bool offer(Peer& peer, Piece& piece);
-  Slot* find(Peer& peer);
-  void take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot);
+  std::pair<Slot*, uint64_t> find(Peer& peer);
+  void take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot, uint64_t number);
   void give_up(std::unique_lock<std::mutex>& lock);
   void finish(const std::shared_ptr<Piece>& piece, const std::string& error = "");
   // Fails what `which` chooses of all pieces, with `why`.
@@ -115,9 +116,10 @@ void NeighbourReads::State::finish(const std::shared_ptr<Piece>& piece, const st
 
 // Puts the piece into a free slot, if there is one.
 bool NeighbourReads::State::offer(Peer& peer, Piece& piece) {
-  Slot* const row = board->row(piece.other);
-  Slot* const slot = std::find_if(row, row + kSlots, [](const Slot& one) { return one.number == 0; });
-  if (slot == row + kSlots) return false;
+  Row& row = board->rows[piece.other];
+  Slot* const slot = std::find_if(row.slots, row.slots + kSlots, [](const Slot& one) { return one.number == 0; });
+  if (slot == row.slots + kSlots) return false;
+  row.used = std::max<uint32_t>(row.used, static_cast<uint32_t>(slot - row.slots) + 1);
   slot->tag = piece.tag;
   slot->address = reinterpret_cast<int64_t>(piece.data);
   slot->size_bytes = piece.size_bytes;
@@ -128,38 +130,42 @@ bool NeighbourReads::State::offer(Peer& peer, Piece& piece) {
   return true;
 }
 
-// The first offer that someone here waits for. A pass can miss one that came to a slot behind it and still see a later one: who
-// sees that sees all that came before it, so it looks again.
-Slot* NeighbourReads::State::find(Peer& peer) {
+// The first offer that someone here waits for, and its number. A pass can miss one that came to a slot behind it and still see
+// a later one: who sees that sees all that came before it, so it looks again.
+std::pair<Slot*, uint64_t> NeighbourReads::State::find(Peer& peer) {
   Slot* found = nullptr;
   uint64_t first = UINT64_MAX;
   for (uint64_t before = 0; before != first && !peer.receiving.empty();) {
     before = first;
-    for (Slot *slot = peer.board->row(own), *const end = slot + kSlots; slot < end; ++slot) {
+    Row& row = peer.board->rows[own];
+    for (Slot *slot = row.slots, *const end = slot + std::min<uint32_t>(row.used, kSlots); slot < end; ++slot) {
       const uint64_t number = slot->number.load(std::memory_order_acquire);
       if (number != 0 && number < first && peer.receiving.count(slot->tag) != 0) first = number, found = slot;
     }
   }
-  return found;
+  return {found, first};
 }
 
 // Reads an offer, without the lock meanwhile.
-void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot) {
-  uint64_t number = slot->number;
-  const auto found = peer.receiving.find(slot->tag);
+void NeighbourReads::State::take(std::unique_lock<std::mutex>& lock, Peer& peer, Slot* slot, uint64_t number) {
+  const int64_t tag = slot->tag, address = slot->address, size_bytes = slot->size_bytes;
+  if (slot->number != number) return;  // its sender gave it up
+  const auto found = peer.receiving.find(tag);
   const std::shared_ptr<Piece> piece = found->second.front();
   found->second.pop_front();
   if (found->second.empty()) peer.receiving.erase(found);
   std::string error;
-  if (slot->size_bytes != piece->size_bytes) {
-    error = describe(*piece) + " were expected, but it sent " + std::to_string(slot->size_bytes);
+  if (size_bytes != piece->size_bytes) {
+    error = describe(*piece) + " were expected, but it sent " + std::to_string(size_bytes);
   } else {
     lock.unlock();
-    const int code = read_memory(peer.address.pid, slot->address, piece->data, piece->size_bytes);
+    const int code = read_memory(peer.address.pid, address, piece->data, piece->size_bytes);
     lock.lock();
     if (code != 0) error = describe(*piece) + " could not be read: " + std::generic_category().message(code);
   }
-  slot->number.compare_exchange_strong(number, 0);  // unless the sender gave it up
+  if (!slot->number.compare_exchange_strong(number, 0) && error.empty()) {  // its memory may have changed before it was read
+    error = describe(*piece) + " were given up by their sender while they were read";
+  }
   ring(peer.board);
   finish(piece, error);
 }
@@ -182,8 +188,8 @@ bool NeighbourReads::State::advance(std::unique_lock<std::mutex>& lock) {
       peer.offered.push_back(peer.sending.front());
       peer.sending.pop_front();
     }
-    for (Slot* slot = find(peer); slot != nullptr; slot = find(peer)) {
-      take(lock, peer, slot);
+    for (auto [slot, number] = find(peer); slot != nullptr; std::tie(slot, number) = find(peer)) {
+      take(lock, peer, slot, number);
       moved = true;
     }
   }
@@ -256,6 +262,7 @@ class PieceTicket final : public Ticket {
                       " were on their way when this process was forked, and no thread here reads them");
     }
     std::unique_lock<std::mutex> lock(state_->mutex);
+    piece_->deadline = std::min(piece_->deadline, Clock::now() + std::chrono::nanoseconds(state_->timeout_ns));
     state_->changed.wait(lock, [&] { return piece_->done; });
     if (!piece_->error.empty()) throw CopyError(piece_->error);
   }
@@ -327,13 +334,18 @@ std::string NeighbourReads::connect(int number, const NeighbourAddress& address)
   Peer peer;
   peer.address = address;
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.file);
-  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (file < 0) return path + " does not open: " + std::generic_category().message(errno);
   struct stat status = {};
   const auto size_bytes = static_cast<off_t>(Board::size_bytes(state_->count));
-  if (fstat(file, &status) == 0 && status.st_size == size_bytes) peer.board = map_board(file, state_->count);
+  const auto fails = [&] { return path + " does not open: " + std::generic_category().message(errno); };
+  if (stat(path.c_str(), &status) != 0) return fails();
+  if (!S_ISREG(status.st_mode) || status.st_size != size_bytes) {  // a stranger's; to open a device may do something
+    return path + " is no board for " + std::to_string(state_->count);
+  }
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) return fails();
+  peer.board = map_board(file, state_->count);
   close(file);
-  if (peer.board == nullptr) return path + " is no board for " + std::to_string(state_->count);
+  if (peer.board == nullptr) return path + " cannot be mapped";
   if (peer.board->mark != address.mark || !peer.lives()) {
     munmap(peer.board, static_cast<size_t>(size_bytes));
     return "the memory of process " + std::to_string(address.pid) + " cannot be read (ptrace(2): another user's, or forbidden)";
@@ -349,7 +361,6 @@ std::shared_ptr<Ticket> NeighbourReads::start(bool sends, int other, int64_t tag
   piece->sends = sends;
   piece->other = other, piece->tag = tag, piece->data = data, piece->size_bytes = size_bytes;
   piece->owner = std::move(owner);
-  piece->deadline = Clock::now() + std::chrono::nanoseconds(state_->timeout_ns);
   auto ticket = std::make_shared<PieceTicket>(state_, piece);
   ticket->let_go();  // of others
   {

@@ -39,7 +39,7 @@ class Ticket {
 
 class NeighbourReads {
  public:
-  // This process is number `own` of `count`. timeout_ns: what a piece may take to come, or to be taken.
+  // This process is number `own` of `count`. timeout_ns: what a wait may take. Nothing that nobody waits for is given up.
   // Throws std::runtime_error where the system has no memory or descriptor for the board.
   NeighbourReads(int count, int own, int64_t timeout_ns);
   // Pieces that are not there by then never are. In a forked child, nothing happens.

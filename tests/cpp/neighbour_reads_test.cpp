@@ -80,7 +80,7 @@ TEST_F(neighbour_reads, pieces_cross_in_any_order_of_tags) {
 
 TEST_F(neighbour_reads, of_one_tag_the_first_goes_to_the_first_and_more_than_the_slots_wait) {
   Pair pair;
-  constexpr int kPieces = 300;  // 64 are on offer at a time
+  constexpr int kPieces = 2000;  // 1024 are on offer at a time
   std::vector<std::vector<int32_t>> sent, got(kPieces, std::vector<int32_t>(10));
   std::vector<std::shared_ptr<Ticket>> tickets;
   for (int i = 0; i < kPieces; ++i) sent.push_back(numbers(10, 1000 * i));
@@ -121,6 +121,50 @@ TEST_F(neighbour_reads, what_does_not_come_or_is_not_taken_fails_in_time) {
                   "4 bytes of neighbour 1 (process " + std::to_string(getpid()) + ") were not there within 50 ms");
   expect_contains(error_of(*untaken), "4 bytes for neighbour 1");
   expect_contains(error_of(*untaken), "were not there within 50 ms");
+}
+
+TEST_F(neighbour_reads, what_its_sender_gives_up_while_it_is_read_is_no_piece) {
+  std::vector<int32_t> source(size_t{1} << 22);
+  const auto size = static_cast<size_t>(size_of(source));
+  std::string error;
+  for (int trial = 0; trial < 20 && error.empty(); ++trial) {  // on a busy machine the sender may give up too late
+    auto a = std::make_unique<NeighbourReads>(2, 0, kMinute);
+    NeighbourReads b(2, 1, kMinute);
+    ASSERT_EQ(a->connect(1, b.address()), "");
+    ASSERT_EQ(b.connect(0, a->address()), "");
+    void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(memory, MAP_FAILED);
+    std::fill(source.begin(), source.end(), 1);
+    const auto sent = a->send(1, 0, source.data(), size_of(source), nullptr);
+    const auto received = b.receive(0, 0, memory, size_of(source), nullptr);
+    for (unsigned char here = 0; (here & 1) == 0;) ASSERT_EQ(mincore(memory, 1, &here), 0);  // until it is being read
+    a.reset();
+    std::fill(source.rbegin(), source.rend(), 2);  // the memory is the sender's again
+    error = error_of(*received);
+    const auto* const got = static_cast<int32_t*>(memory);
+    if (error.empty()) EXPECT_EQ(std::count(got, got + source.size(), 1), static_cast<ptrdiff_t>(source.size()));
+    munmap(memory, size);
+  }
+}
+
+TEST_F(neighbour_reads, what_nobody_takes_stops_nothing_else) {
+  Pair pair;
+  int32_t value = 5, got = 0;
+  for (int i = 0; i < 100; ++i) pair.a.send(1, 1, &value, 4, nullptr);
+  pair.a.send(1, 2, &value, 4, nullptr);
+  pair.b.receive(0, 2, &got, 4, nullptr)->wait();
+  EXPECT_EQ(got, 5);
+}
+
+TEST_F(neighbour_reads, time_counts_from_the_wait) {
+  constexpr auto kTimeout = std::chrono::milliseconds(300);
+  Pair pair(std::chrono::nanoseconds(kTimeout).count());
+  int32_t value = 5, got = 0;
+  const auto early = pair.a.send(1, 0, &value, 4, nullptr);
+  std::this_thread::sleep_for(2 * kTimeout);  // no wait for any of it
+  pair.b.receive(0, 0, &got, 4, nullptr)->wait();
+  EXPECT_EQ(got, 5);
+  EXPECT_EQ(error_of(*early), "");
 }
 
 TEST_F(neighbour_reads, another_size_is_an_error_at_the_reader) {
