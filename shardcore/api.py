@@ -71,7 +71,8 @@ def shard(
         with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
-        number of parameters of a unit.
+        number of parameters of a unit. What lies inside torch's MultiheadAttention or TransformerEncoderLayer, which read the
+        weights of their parts without calling them, belongs to these.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
         "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
         later ones to it there.
@@ -123,7 +124,8 @@ def shard(
         files: a path, a list of them, or a folder in Hugging Face's layout. Each rank reads what it keeps, so no collective
         is needed, and all need the same files; masters start from the files' values. Names are the model's; of tied weights
         one is enough. What no file has must be in memory already, and stays, or comes from a callable in the list
-        (`[folder, fill]`), which is given the modules that own it: non-persistent buffers are such, as a rule.
+        (`[folder, fill]`), which is given the modules that own it, with stand-ins for parameters that the files have:
+        non-persistent buffers are such, as a rule.
     process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
         shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
     ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
