@@ -1,7 +1,7 @@
 """Which modules form units: what is reduced, and later gathered, together.
 
-A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict, nor
-what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
+A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict,
+nor what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
 The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
 contains every module which uses it, so a weight tied across units belongs to their parent.
 """

@@ -112,7 +112,9 @@ def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
 def test_another_order_that_no_message_tells_is_found_by_the_step() -> None:
     """With NCCL, for which gloo's own collectives stand in. It would update from gradients of wrong weights."""
     for error, unchanged in run_ranks(2, _in_another_order):
-        assert re.search(r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of blocks\.1 on", error)
+        assert re.search(
+            r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of blocks\.1 on", error
+        )
         assert unchanged
 
 
