@@ -110,6 +110,7 @@ def shard(
         weights, or call `synchronize`, before any waits for another in a way of its own.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
         or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
+        At other stages nothing is let go: only True is accepted.
     reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
         leaves the sum to NCCL (reduce_scatter): in the dtype that travels, rounded at each addition, in an order that it picks.
         So its bits may depend on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.

@@ -69,6 +69,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
         )
+    if reshard is not True and stage != 3:
+        raise ValueError(
+            f"shard: reshard_after_forward is {reshard} at stage {stage}, which lets no weights go; expected stage 3, or True"
+        )
 
 
 def _check_loss_scale(loss_scale: object, precision: str) -> None:

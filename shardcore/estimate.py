@@ -101,7 +101,7 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
-        reshard_after_forward=True if options.keep is None else options.keep,
+        reshard_after_forward=True if options.keep is None or (options.stage is None and stage != 3) else options.keep,
         units=int(options.units) if options.units.isdigit() else options.units,
     )
 
