@@ -30,7 +30,7 @@ PRESETS = {
     "cpu3m": GPTConfig(dim=256, layers=4, heads=4, context=128),  # 3.3M: benchmarks/convergence.py
     "cpu10m": GPTConfig(dim=384, layers=6, heads=6, context=128),  # 10.9M: the demo on a CPU machine
     "cpu26m": GPTConfig(dim=512, layers=8, heads=8, context=128),  # 25.5M: benchmarks/bench_train_step.py
-    "gpu": GPTConfig(dim=1024, layers=28, heads=16, context=1024),  # 354M: the demo on GPUs
+    "gpu": GPTConfig(dim=1024, layers=28, heads=16, context=1024),  # 353M: the demo on GPUs
     "1.5b": GPTConfig(dim=1600, layers=48, heads=25, context=1024),  # 1.48B, as wide and deep as GPT-2 XL: offload on GPUs
     "7b": GPTConfig(dim=4096, layers=32, heads=32, context=1024),  # 6.45B, as GPT-3 6.7B: benchmarks/bench_offload_train.py
 }

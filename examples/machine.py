@@ -62,10 +62,10 @@ def _git(*arguments: str) -> str:
 
 
 def describe_machine() -> dict[str, object]:
-    """Describe commit, software and hardware as a dict that JSON can hold."""
+    """Describe commit (SHARDCORE_COMMIT, where git cannot tell), software and hardware as a dict that JSON can hold."""
     model_names = cpu_fields("model name")
     return {
-        "commit": git_commit(),
+        "commit": os.environ.get("SHARDCORE_COMMIT") or git_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "system": platform.platform(),

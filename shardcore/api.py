@@ -72,7 +72,8 @@ def shard(
         with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
     units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
-        number of parameters of a unit.
+        number of parameters of a unit. What lies inside torch's MultiheadAttention or TransformerEncoderLayer, which read the
+        weights of their parts without calling them, belongs to these.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
         "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
         later ones to it there.
@@ -110,6 +111,7 @@ def shard(
         weights, or call `synchronize`, before any waits for another in a way of its own.
     reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
         or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
+        At other stages nothing is let go, and no number is accepted.
     reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
         leaves the sum to NCCL (reduce_scatter): in the dtype that travels, rounded at each addition, in an order that it picks.
         So its bits may depend on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
@@ -124,7 +126,8 @@ def shard(
         files: a path, a list of them, or a folder in Hugging Face's layout. Each rank reads what it keeps, so no collective
         is needed, and all need the same files; masters start from the files' values. Names are the model's; of tied weights
         one is enough. What no file has must be in memory already, and stays, or comes from a callable in the list
-        (`[folder, fill]`), which is given the modules that own it: non-persistent buffers are such, as a rule.
+        (`[folder, fill]`), which is given the modules that own it, with stand-ins for parameters that the files have:
+        non-persistent buffers are such, as a rule.
     process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
         shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
     ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh

@@ -16,7 +16,7 @@ from shardcore.optim import AdamOptimizer, FusedAdam
 logger = logging.getLogger("shardcore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_CHOICES: dict[str, tuple[str | None, ...]] = {
+CHOICES: dict[str, tuple[str | None, ...]] = {
     "precision": ("bf16", "fp16", "fp32"),
     "grad_dtype": ("bf16", "fp32"),
     "reduce_dtype": ("bf16", "fp16", "fp32", None),
@@ -31,7 +31,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise TypeError(f"shard: stage is {stage!r}; expected 0, 1, 2 or 3")
     if stage not in LIFETIMES:
         raise ValueError(f"shard: stage is {stage}; expected 0, 1, 2 or 3")
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         if options[name] not in choices:
             expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
             raise ValueError(f"shard: {name} is {options[name]!r}; expected {expected}")
@@ -69,6 +69,10 @@ def check_options(options: Mapping[str, Any]) -> None:
     if _is_int(reshard) and (reshard < 1 or sharers % reshard):
         raise ValueError(
             f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
+        )
+    if not isinstance(reshard, bool) and stage != 3:
+        raise ValueError(
+            f"shard: reshard_after_forward is {reshard} at stage {stage}, which keeps all weights; expected stage 3, or no number"
         )
 
 

@@ -327,6 +327,8 @@ def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | Non
 
 def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
     """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates."""
+    if mesh.get_coordinate() is None:
+        raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")
     if mesh.ndim == 1:
         return mesh.get_group(), None
     if mesh.ndim != 2:

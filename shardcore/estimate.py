@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.arguments import DTYPES
+from shardcore.arguments import CHOICES
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.predict import Prediction, predict
 
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODULE:FUNCTION", help="a function without arguments that builds the model")
     parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: a table of all")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
-    parser.add_argument("--precision", choices=list(DTYPES), default="bf16", help="of weights (default: %(default)s)")
+    parser.add_argument("--precision", choices=CHOICES["precision"], default="bf16", help="of weights (default: %(default)s)")
     parser.add_argument(
-        "--grad-dtype", choices=["fp32", "bf16"], default="fp32", help="of reduced gradients (default: %(default)s)"
+        "--grad-dtype", choices=CHOICES["grad_dtype"], default="fp32", help="of reduced gradients (default: %(default)s)"
     )
     parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
@@ -101,7 +101,7 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
-        reshard_after_forward=True if options.keep is None else options.keep,
+        reshard_after_forward=True if options.keep is None or (options.stage is None and stage != 3) else options.keep,
         units=int(options.units) if options.units.isdigit() else options.units,
     )
 

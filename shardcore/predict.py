@@ -26,7 +26,6 @@ from shardcore.engine.unit import Unit
 from shardcore.engine.updater import NORM_ROW_BYTES
 from shardcore.engine.use import use_row_bytes
 from shardcore.offload_split import cuts_of
-from shardcore.optim import AdamOptimizer
 from shardcore.predict_tiers import LeavingGrads, MetaStates
 from shardcore.topology import Topology, topology_of
 from shardcore.units import plan_units
@@ -108,8 +107,7 @@ def predict(
     comm = _Place(rank, topology_of(world_size, per_node, per_node if hybrid else None))
     check_options(chosen | {"sharers": len(comm.sharers)})
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    if isinstance(adam, AdamOptimizer):
-        accept_optimizer(adam)
+    accept_optimizer(adam)
     build.check_ownership(model, adam)
 
     lifetimes = LIFETIMES[stage]

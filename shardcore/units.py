@@ -1,6 +1,7 @@
 """Which modules form units: what is reduced, and later gathered, together.
 
-A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict.
+A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict,
+nor what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
 The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
 contains every module which uses it, so a weight tied across units belongs to their parent.
 """
@@ -14,6 +15,8 @@ from torch import nn
 UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# They read weights of modules inside them without calling these: out_proj always, others in evaluation (torch's fast path).
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 @dataclass
@@ -89,15 +92,22 @@ def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
             raise ValueError(
                 f"shard: units has a {type(module).__name__} that is not a module of the model; expected one of its modules()"
             )
-    found = [module for module in model.modules() if classes and isinstance(module, classes)]
+    readers = [module for module in inside if isinstance(module, _READERS)]
+    read = {part for reader in readers for part in reader.modules() if part is not reader}
+    found = [module for module in model.modules() if classes and isinstance(module, classes) and module not in read]
     if classes and not found:
         names = ", ".join(c.__name__ for c in classes)
-        raise ValueError(f"shard: units names {names}; expected classes of the model's modules (it has none of these)")
+        raise ValueError(f"shard: units names {names}; expected classes of modules that the model calls (it has none of these)")
     for module in [*found, *modules]:
         if module is not model and not _is_called(module):
             raise ValueError(
                 f"shard: units has a {type(module).__name__}, which has no forward; expected modules that are called "
                 "(perhaps its children)"
+            )
+        if module in read:
+            raise ValueError(
+                f"shard: units has a {type(module).__name__} inside a module of torch's that reads its weights without calling "
+                "it; expected that module (MultiheadAttention, TransformerEncoderLayer)"
             )
     return found + modules
 
@@ -134,9 +144,14 @@ def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
     seen: set[nn.Parameter] = set()
 
     def visit(module: nn.Module) -> int:
-        own = {p for p in module._parameters.values() if p is not None} - seen
+        if isinstance(module, _READERS):
+            own = set(module.parameters()) - seen
+            children: list[nn.Module] = []
+        else:
+            own = {p for p in module._parameters.values() if p is not None} - seen
+            children = list(module.children())
         seen.update(own)
-        rest = sum(p.numel() for p in own) + sum(visit(child) for child in module.children())
+        rest = sum(p.numel() for p in own) + sum(map(visit, children))
         if rest >= min_numel and _is_called(module):
             chosen.append(module)
             return 0

@@ -51,7 +51,8 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
     checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
     model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
-    "parameter.step" and so on, without its options. The values are copies of what this rank has.
+    "parameter.step" and so on, without its options. The values are copies of what this rank has. What modules keep beside
+    tensors (`get_extra_state`) is left out, with a warning that names them.
     """
     engine = _engine_of("sharded_state_dict", of)
     return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)

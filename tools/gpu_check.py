@@ -245,6 +245,7 @@ def run_part(part: str, out: Path, commit: str) -> bool:
     report |= {"machine": describe_machine() | {"commit": commit}, "steps": (entries := [])}
     shutil.rmtree(WORK / part, ignore_errors=True)  # what an earlier run left must not pass for this one's
     environment = os.environ | build_environment()
+    environment["SHARDCORE_COMMIT"] = commit  # or the figures of a step would name what git takes the copy for
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     end = time.monotonic() + PART_LIMIT_S
     print(f"gpu_check: part {part} on {device['name']}, driver {device['driver']}, commit {commit}", flush=True)

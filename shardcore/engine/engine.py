@@ -152,7 +152,13 @@ class Engine:
             self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
         order = self.lazy.order if self.lazy is not None else ()
-        norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order)
+        ways = self.meetings.untold()
+        try:
+            norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order, ways)
+        except Exception:  # on every rank
+            if ways:  # which may differ, and so what was learned of them
+                self.meetings.part()
+            raise
         if plan is not None:
             if self.lazy is None:
                 self.updater.apply(plan)

@@ -83,8 +83,8 @@ class FromInit:
                     f"shard: {what} and no reset_parameters(); expected materialize= with a callable that fills such a module, "
                     "or with files"
                 )
-            real = [key for key, param in module._parameters.items() if param is not None and param not in meta]
-            if real:
+            real = [key for key, _ in self._kept(module)]
+            if real and any(isinstance(tensor, nn.Parameter) for _, _, tensor in self._own(module)):
                 raise ValueError(
                     f"shard: {what} and {', '.join(real)} not to be filled; expected all parameters of a module in one "
                     "place (what fills some would overwrite the others)"
@@ -95,19 +95,25 @@ class FromInit:
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor in self._meta]
 
+    def _kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return the module's own parameters that are not to be filled: they have their values, or get them from files."""
+        return [(key, param) for key, param in module._parameters.items() if param is not None and param not in self._meta]
+
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
         place_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
         for name, module in self._modules:
-            fresh, tied = [], []
+            fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+            kept: list[tuple[dict[str, Any], str, torch.Tensor]] = [(module._parameters, *own) for own in self._kept(module)]
             for table, key, tensor in self._own(module):
                 if tensor.is_meta:
                     fresh.append((table, key, tensor))
                     become(tensor, _blank(tensor, builder.device))
                 else:  # another module has filled it; this one draws its random numbers, too, but for nothing
-                    tied.append((table, key, tensor))
-                    blank = _blank(tensor, builder.device)
-                    table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+                    kept.append((table, key, tensor))
+            for table, key, tensor in kept:
+                blank = _blank(tensor, builder.device)
+                table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
             doing = f"filling {_described(name, module)}"
             with together(builder.comm, doing):
                 try:
@@ -115,7 +121,7 @@ class FromInit:
                         self._init(module)
                     self._check(name, module, fresh, has_values=builder.comm.rank == 0 or not broadcast)
                 finally:
-                    for table, key, tensor in tied:
+                    for table, key, tensor in kept:
                         table[key] = tensor
             for table, key, tensor in fresh:
                 if tensor not in place_of:

@@ -6,6 +6,7 @@ ranks differ. From there all start anew: with tags of their own, and with nothin
 by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
 
 Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the wait.
+Where nobody waits, since as many collectives of the same sizes ran in another order, a step finds that (`untold`).
 """
 
 import zlib
@@ -27,6 +28,7 @@ END_OF_BACKWARD = "the end of backward"
 STEP = "a step"
 READ = "a read of whole values"
 REFUSAL = "an error of its own"
+_REMEMBERED = 1 << 12  # of what was not told, enough for the passes of a step
 _POINTS = (BACKWARD, LOCAL_BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
 
 
@@ -51,6 +53,7 @@ class Meetings:
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
         self._unchecked: deque[Notice] = deque()
         self._lost: list[Notice] = []
+        self._untold, self._digest = deque[int](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
         self._refusing = _Refusing(self)
         self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
@@ -64,7 +67,11 @@ class Meetings:
         return self._announce(len(_POINTS) + index)
 
     def _announce(self, what: int, history: int = 0) -> Notice | None:
-        if self._comm.world_size == 1 or self._comm.uses_nccl:
+        if self._comm.world_size == 1:
+            return None
+        if self._comm.uses_nccl:
+            self._untold.append(what)
+            self._digest = zlib.crc32(b"%d " % what, self._digest)
             return None
         rows = torch.zeros(self._comm.world_size, 2, dtype=torch.int64, device=self._comm.device)
         rows[self._comm.rank, 0], rows[self._comm.rank, 1] = what, history
@@ -109,6 +116,14 @@ class Meetings:
             difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
             self.part()
             raise different_ways(str(difference))
+
+    def untold(self) -> list[str]:
+        """Return where this rank was since the last call, if the others were not told: for a step to compare."""
+        said = [f"{number}: {self._names[what]}" for number, what in enumerate(self._untold)]
+        said += [f"their digest: {self._digest:x}"] * bool(said)
+        self._untold.clear()
+        self._digest = 0
+        return said
 
     def refusing(self) -> "_Refusing":
         """Let an error of this rank's own stop the other ranks: it tells them in place of what it would announce next."""

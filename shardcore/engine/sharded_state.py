@@ -7,6 +7,7 @@ tensors under their own names, which DTensors, plain tensors and other world siz
 protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
 """
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,6 +28,8 @@ from shardcore.optim import step_tensor
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+logger = logging.getLogger("shardcore")
 
 _OP = "load_sharded_state_dict"
 
@@ -139,6 +142,13 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
     engine.read_all("sharded_state_dict", "the model")
+    own = [name or "the model" for name, module in engine.model.named_modules() if _has_extra_state(module)]
+    if own and engine.comm.rank == 0:
+        logger.warning(
+            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); expected it "
+            "to be kept apart: get_extra_state() and set_extra_state() of the module",
+            ", ".join(own),
+        )
     found: dict[torch.Tensor, torch.Tensor] = {}
     for _, tensor in _named(engine.model):
         bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
@@ -245,6 +255,10 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:

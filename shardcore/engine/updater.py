@@ -78,17 +78,19 @@ class Updater:
         problem: Exception | None = None,
         loss_scale: float = 1.0,
         order: Sequence[str] = (),
+        ways: Sequence[str] = (),
     ) -> tuple[float | None, Plan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
         Where the norm is not finite there is no plan. The gradients are multiplied by `grad_scale` and, if `max_norm` is
         given, by the clip coefficient of their global norm; `loss_scale` is what they were divided by. Collective. `problem`
         is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers, the options
-        of a group, or the parameters that have gradients differ between ranks. `order` may differ.
+        of a group, the parameters that have gradients, or `ways` (where each rank was since the last step) differ between
+        ranks. `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
-        norm, same_order = self._agreed_norm(active, problem, terms, zlib.crc32("\n".join(order).encode()))
+        norm, same_order = self._agreed_norm(active, problem, terms, zlib.crc32("\n".join(order).encode()), ways)
         norm *= abs(grad_scale)
         if not active:
             return None, None
@@ -158,13 +160,18 @@ class Updater:
                     )
 
     def _agreed_norm(
-        self, active: Sequence[Bucket], problem: Exception | None, terms: Mapping[str, float | None], order: int
+        self,
+        active: Sequence[Bucket],
+        problem: Exception | None,
+        terms: Mapping[str, float | None],
+        order: int,
+        ways: Sequence[str],
     ) -> tuple[float, bool]:
         """Return the float32 norm of the averaged gradients over all ranks, and whether all passed the same `order`.
 
         Raises on all ranks if one refuses or differs in its terms.
         """
-        told = self._told(terms) if self.comm.world_size > 1 else []
+        told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
         parts = zlib.crc32(" ".join(managed.part for managed in self._every()).encode()) if self._replicates else 0
         said = torch.tensor([problem is not None, digest, order, parts], dtype=torch.float64, device="cpu")

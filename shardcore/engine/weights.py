@@ -9,7 +9,8 @@ unit is let go when all of its gradients are there. Frozen and unused parameters
 device in the reverse of the order in which they were made: when the latest input's own node is next, the unit's are done.
 (Nothing is put into the graph to learn that: it would change the order of sums.) An input that is a leaf has no such node;
 its gradient being there says less, so there the gradients must be there as well. Units that hold other units are used by
-these, at times that nothing tells; they stay until backward ends, the root among them.
+these, at times that nothing tells; they stay until backward ends, the root among them. Where a unit's output shows no tensor
+(it lies in an object that nobody can look into) nothing tells when its backward begins: it stays whole from forward on.
 Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
@@ -110,7 +111,8 @@ class Weights(WholeUnits):
             return
         if torch.is_grad_enabled():
             self._watch_backward(unit, output)
-            if unit.stays or len(self._keepers) == 1 or self._forward.is_last(unit):
+            hidden = next(tensors_in(output), None) is None  # in objects that nobody can look into
+            if unit.stays or len(self._keepers) == 1 or self._forward.is_last(unit) or hidden:
                 return
         if not unit.stays:
             self._close(unit, keep=torch.is_grad_enabled())

@@ -107,6 +107,8 @@ def test_estimate(capsys):
         (["examples.llama:llama_7b", "--hybrid"], "hybrid is True without ranks_per_node; expected the number of ranks"),
         (["examples.llama:llama_7b", "--world-size", "8", "--ranks-per-node", "3"], "expected a divisor of the 8 ranks"),
         (["examples.llama:llama_7b", "--world-size", "8", "--keep", "3"], "expected a divisor of 8, the ranks that share"),
+        (["examples.llama:llama_7b", "--grad-dtype", "fp16"], "argument --grad-dtype: invalid choice: 'fp16'"),
+        (["examples.llama:llama_7b", "--keep", "1", "--stage", "2"], "reshard_after_forward is 1 at stage 2"),
         (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
         (["examples.llama:llama_7b", "--", "x"], "estimate: x after --; expected nothing"),
     ],

@@ -226,6 +226,23 @@ def test_refusals(what: str, message: str) -> None:
         assert message in error
 
 
+def _outside(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("node", "rank"))
+    try:
+        said = hash_of_training(*train(rank, Run(stage=3, steps=1, shard={"process_group": mesh}))[:2])
+    except ValueError as error:
+        said = str(error)
+    return said
+
+
+def test_a_rank_outside_the_mesh_raises_and_the_others_train() -> None:
+    first, second, outside = run_ranks(3, _outside)
+    assert first == second
+    assert outside == "shard: process_group is a mesh without this rank; expected one that it belongs to"
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (5, 8)])
 @pytest.mark.parametrize("replicate", [False, True])
 def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(nodes: int, per_node: int, replicate: bool) -> None:

@@ -22,6 +22,7 @@ def adam(model: nn.Module) -> Any:
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
         ({"reshard_after_forward": "no"}, TypeError, "reshard_after_forward is .no.; expected True, False"),
         ({"reshard_after_forward": 2}, ValueError, "reshard_after_forward is 2; expected a divisor of 1, the ranks that share"),
+        ({"reshard_after_forward": 1}, ValueError, "reshard_after_forward is 1 at stage 2, .* expected stage 3"),
         ({"ranks_per_node": 2}, ValueError, "ranks_per_node is 2; expected a divisor of the 1 ranks"),
         ({"ranks_per_node": "2"}, TypeError, "ranks_per_node is .2.; expected a whole number"),
         ({"stage": "2"}, TypeError, "stage is '2'"),

@@ -128,6 +128,22 @@ def test_what_does_not_fit_is_refused_on_every_rank(how: str, text: str) -> None
     assert other[1]
 
 
+class Counting(nn.Linear):
+    """Keeps more than tensors."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def test_extra_state_that_is_left_out_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    model.head = Counting(24, 5, bias=False)
+    model, _, _ = train(0, Run(stage=3, steps=0), model)
+    caplog.clear()
+    assert set(model.state_dict()) - set(shardcore.sharded_state_dict(model)) == {"head._extra_state"}
+    assert ["extra state of head is left out" in text for text in caplog.messages] == [True]
+
+
 def test_shards_are_for_checkpoints_only() -> None:
     model, _, _ = train(0, Run(stage=3, steps=0))
     shards = shardcore.sharded_state_dict(model)["head.weight"]

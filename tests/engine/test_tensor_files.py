@@ -135,6 +135,22 @@ def test_a_function_fills_what_files_lack(tmp_path: Path, stage: int, safetensor
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=[cut, init])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_function_fills_a_buffer_beside_parameters_that_files_have(tmp_path: Path, stage: int, safetensors: Any) -> None:
+    given = make_net(4).state_dict()
+    path = save(tmp_path / "no_buffer.safetensors", {k: v for k, v in given.items() if k != "offset"})
+
+    def fill(module: Any) -> None:
+        module.offset.fill_(0.5)
+        module.gain.data.fill_(9.0)  # of a stand-in
+
+    model = meta()
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=[str(path), fill])
+    state = model.state_dict()
+    assert torch.equal(state["gain"], given["gain"])
+    assert torch.equal(state["offset"], torch.full((5,), 0.5))
+
+
 def _torn(folder: Path, how: str) -> Any:
     tensors = dict(make_net().state_dict())
     if how == "missing":

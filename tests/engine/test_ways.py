@@ -1,5 +1,6 @@
 """Ranks that go different ways get the same error, at once; none waits, none takes another unit's weights or gradients."""
 
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
+from shardcore.comm import Comm
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 
@@ -74,6 +76,46 @@ def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: 
 def test_below_stage_3_ranks_that_leave_out_a_call_are_told_so(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
         assert f"ranks went different ways: ranks 0, 2 at a backward; rank 1 at {odd}; expected every rank" in error
+
+
+class Ordered(Net):
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        x = self.inp(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x) * self.gain
+
+
+def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
+    """Units of one size, gathered as often on each rank: what is matched by its order alone takes one for another."""
+    init = Comm.__init__
+
+    def as_on_gpus(comm: Comm, *given: Any) -> None:
+        init(comm, *given)
+        comm.uses_nccl = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "__init__", as_on_gpus)
+        torch.manual_seed(0)
+        model, optimizer, _ = train(rank, Run(stage=3, steps=0, shard={"reshard_after_forward": False}), Ordered())
+        before = hash_of_training(model, optimizer)
+        model(torch.ones(2, 10), (0, 2, 1) if rank == 1 else (0, 1, 2)).sum().backward()
+        with pytest.raises(ValueError) as refusal:
+            optimizer.step()
+        optimizer.zero_grad()
+        unchanged = hash_of_training(model, optimizer) == before
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        return str(refusal.value), unchanged
+
+
+def test_another_order_that_no_message_tells_is_found_by_the_step() -> None:
+    """With NCCL, for which gloo's own collectives stand in. It would update from gradients of wrong weights."""
+    for error, unchanged in run_ranks(2, _in_another_order):
+        assert re.search(
+            r"step: ranks disagree: .* the weights of blocks\.2 on rank 1 but .* the weights of blocks\.1 on", error
+        )
+        assert unchanged
 
 
 # --- and then ---------------------------------------------------------------------------------------------------------

@@ -245,3 +245,5 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
     assert re.fullmatch(r"[0-9a-f]{40,}\+changes", machine.git_commit())
     monkeypatch.setenv("PATH", str(tmp_path))
     assert machine.git_commit() == "unknown"
+    monkeypatch.setenv("SHARDCORE_COMMIT", "abc")
+    assert machine.describe_machine()["commit"] == "abc"

@@ -59,6 +59,18 @@ def test_lists_are_no_units_as_nobody_calls_them() -> None:
             plan_units(model, policy)
 
 
+def test_what_torchs_modules_read_without_calling_it_is_theirs() -> None:
+    """MultiheadAttention never calls out_proj, and in evaluation TransformerEncoderLayer calls none of its parts."""
+    model = nn.Module()
+    model.layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model.attention = nn.MultiheadAttention(8, 2)
+    model.head = nn.Linear(8, 8)
+    assert list(names(model, 1)) == ["layer", "attention", "head"]
+    assert list(names(model, nn.Linear)) == ["", "head"]
+    with pytest.raises(ValueError, match="units has a NonDynamicallyQuantizableLinear inside a module of torch's that reads"):
+        plan_units(model, [model.attention.out_proj])
+
+
 def test_nested_units_own_only_what_their_children_leave() -> None:
     model = Net(depth=2)
     units = names(model, [model.blocks[0], model.blocks[0].up])

@@ -85,7 +85,8 @@ def test_an_unknown_part_is_refused(monkeypatch, capsys):
 
 
 def test_the_report(run):
-    figure = python("figures", "print(6 * 7)", read=lambda folder: ({"answer": int((folder / "log.txt").read_text())}, None))
+    says = "import os; print(os.environ['SHARDCORE_COMMIT'])"
+    figure = python("figures", says, read=lambda folder: ({"of": (folder / "log.txt").read_text().strip()}, None))
     code, reports, printed = run({"kernels": [figure]})
     assert code == 0
     report = reports["gpu_kernels_nvidia_test_9000.json"]
@@ -97,7 +98,7 @@ def test_the_report(run):
         "ok": "passed",
         "figures": "passed",
     }
-    assert report["steps"][1]["figures"] == {"answer": 42}
+    assert report["steps"][1]["figures"] == {"of": "abc"}, "its steps say the same commit"
     assert "gpu_check: part kernels passed; wrote" in printed
     assert "no picture was made" in printed
 
