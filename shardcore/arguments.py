@@ -72,7 +72,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
     if not isinstance(reshard, bool) and stage != 3:
         raise ValueError(
-            f"shard: reshard_after_forward is {reshard} at stage {stage}, which keeps all weights; expected stage 3, or no number"
+            f"shard: reshard_after_forward is {reshard} at stage {stage}, which keeps them; expected stage 3, or no number"
         )
 
 

@@ -85,7 +85,7 @@ def test_nested_units_own_only_what_their_children_leave() -> None:
         ("layers", ValueError, 'units is "layers"; expected "auto"'),
         (0, ValueError, "expected at least 1"),
         (True, TypeError, "not a bool"),
-        (nn.Conv2d, ValueError, "names Conv2d; expected classes of the model's modules"),
+        (nn.Conv2d, ValueError, "names Conv2d; expected classes of modules that the model calls"),
         ([nn.Linear(2, 2)], ValueError, "not a module of the model"),
         (["blocks"], TypeError, "expected module classes or modules"),
     ],
