@@ -30,7 +30,7 @@ def adam(model: nn.Module) -> Any:
         ({"offload": {"optimizer": "disk"}}, ValueError, r"offload\[\"optimizer\"\] is 'disk'; expected \"cpu\""),
         ({"offload": {"optimizer": "nvme"}}, NotImplementedError, "nvme"),
         ({"offload": {"optimiser": "cpu"}}, ValueError, "unknown key 'optimiser'"),
-        ({"offload": {"optimizer": "cpu", "ratio": 1.5}}, ValueError, "ratio.* is 1.5; expected a number from 0 to 1, the share"),
+        ({"offload": {"optimizer": "cpu", "ratio": 1.5}}, ValueError, "ratio.* is 1.5; expected a number from 0 to 1"),
         ({"offload": {"optimizer": "cpu", "ratio": float("nan")}}, ValueError, "is nan; expected a number from 0 to 1"),
         ({"offload": {"optimizer": "cpu", "ratio": True}}, TypeError, "is True; expected a number from 0 to 1"),
         ({"offload": {"optimizer": "cpu", "ratio": "auto"}}, ValueError, "device_memory_limit.* is None with the ratio 'auto'"),
