@@ -55,10 +55,9 @@ RUNS = [Run(stage=stage, shard={"clip_grad_norm": 0.5}) for stage in (0, 1, 2, 3
 RUNS += [Run(stage=2, precision="bf16", accumulate=2), Run(stage=3, shard={"offload": {"optimizer": "cpu"}})]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_pieces_that_are_read_have_the_bits_of_those_that_are_sent(world_size: int) -> None:
+def test_pieces_that_are_read_have_the_bits_of_those_that_are_sent() -> None:
     some_pieces = 1000
-    ways = [run_ranks(world_size, _train, RUNS, smallest) for smallest in (1, some_pieces, None)]
+    ways = [run_ranks(3, _train, RUNS, smallest) for smallest in (1, some_pieces, None)]
     assert all(hashes == ways[0][0][0] for ranks in ways for hashes, _ in ranks)
     (read, mixed, sent) = (ranks[0][1] for ranks in ways)
     assert "isend" not in read
