@@ -28,7 +28,9 @@ constexpr int kSumThreads = 512;  // of the one CUDA block that adds what blocks
 constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kSumBatch = 8;  // a thread has that many partial sums in flight
 constexpr int kBlockSize = static_cast<int>(kBlock);
-constexpr int64_t kNormChunk = 128 * kBlock;
+constexpr int64_t kNormChunk = 128 * kBlock;  // float32 elements; a chunk of 16-bit ones has as many bytes
+
+SHARDCORE_HD int64_t norm_chunk(DType dtype) { return kNormChunk * 4 / itemsize(dtype); }
 
 // A tensor of a launch: the CUDA blocks from first_chunk on do its chunks.
 struct NormItem {
@@ -46,7 +48,7 @@ struct NormPlan {
   explicit NormPlan(const std::vector<NormSegment>& segments) {
     for (const NormSegment& t : segments) {
       if (t.numel > 0) items.push_back({t.data, t.numel, static_cast<int32_t>(num_chunks), t.dtype});
-      num_chunks += (t.numel + kNormChunk - 1) / kNormChunk;
+      num_chunks += (t.numel + norm_chunk(t.dtype) - 1) / norm_chunk(t.dtype);
     }
   }
 };
@@ -68,16 +70,25 @@ struct NormItems {
   }
 };
 
-SHARDCORE_HD NormItem item_at(const NormItems& items, int i) { return items.table != nullptr ? items.table[i] : items.few[i]; }
-
-// The one that a chunk belongs to: the last that starts no later.
-SHARDCORE_HD NormItem item_of_chunk(const NormItems& items, int64_t chunk) {
+// The one that a chunk belongs to: the last that starts no later. Those of a launch are found by bisection: what all lanes read
+// there comes at once. Each read of a table takes long, so its lanes look at 32 places at a time.
+template <typename Warp>
+SHARDCORE_HD NormItem item_of_chunk(const NormItems& items, int64_t chunk, int lane, const Warp& warp) {
   int first = 0, end = items.count;
-  while (end - first > 1) {
-    const int middle = (first + end) / 2;
-    (item_at(items, middle).first_chunk <= chunk ? first : end) = middle;
+  if (items.table == nullptr) {
+    while (end - first > 1) {
+      const int middle = (first + end) / 2;
+      (items.few[middle].first_chunk <= chunk ? first : end) = middle;
+    }
+    return items.few[first];
   }
-  return item_at(items, first);
+  while (end - first > 1) {
+    const int step = (end - first + 31) / 32, at = first + lane * step;
+    const bool starts = at < end && items.table[at].first_chunk <= chunk;
+    first = static_cast<int>(warp.max(starts ? static_cast<uint32_t>(at) : 0u));
+    end = first + step < end ? first + step : end;
+  }
+  return items.table[first];
 }
 
 // How lanes take a block: kLanes of them, each in runs of kRun elements, kLanes * kRun apart. Where all streams are float32 a
@@ -120,15 +131,20 @@ SHARDCORE_HD double sq_norm_lanes(const float (&x)[L::kNumel], int lane, const W
   double a[L::kRun];
   SHARDCORE_UNROLL
   for (int k = 0; k < L::kRun; ++k) {  // steps 128 to kLanes * kRun
-    double squares[kRuns];
-    SHARDCORE_UNROLL
-    for (int run = 0; run < kRuns; ++run) squares[run] = square_f64(x[run * L::kRun + k]);
-    SHARDCORE_UNROLL
-    for (int half = kRuns / 2; half >= 1; half /= 2) {
+    if constexpr (kRuns == 1) {
+      a[k] = square_f64(x[k]);
+    } else {
+      double sums[kRuns / 2];
       SHARDCORE_UNROLL
-      for (int run = 0; run < half; ++run) squares[run] += squares[run + half];
+      for (int run = 0; run < kRuns / 2; ++run)
+        sums[run] = sum_of_squares(x[run * L::kRun + k], x[(run + kRuns / 2) * L::kRun + k]);
+      SHARDCORE_UNROLL
+      for (int half = kRuns / 4; half >= 1; half /= 2) {
+        SHARDCORE_UNROLL
+        for (int run = 0; run < half; ++run) sums[run] += sums[run + half];
+      }
+      a[k] = sums[0];
     }
-    a[k] = squares[0];
   }
   // Steps down to 1. While a lane has several sums, each of two lanes goes on with half of them: the upper with the upper half.
   // So the steps within a run are between the same lanes again, highest first.
@@ -259,9 +275,9 @@ SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligne
 template <typename Block>
 SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, NormShared& shared, int64_t block_index,
                                int thread, const Block& block) {
-  const NormItem t = item_of_chunk(items, block_index);
-  const int64_t first = (block_index - t.first_chunk) * kNormChunk;
-  const int numel = static_cast<int>(t.numel - first < kNormChunk ? t.numel - first : kNormChunk);
+  const NormItem t = item_of_chunk(items, block_index, thread % 32, block);
+  const int64_t most = norm_chunk(t.dtype), first = (block_index - t.first_chunk) * most;
+  const int numel = static_cast<int>(t.numel - first < most ? t.numel - first : most);
   const char* const data = static_cast<const char*>(t.data) + first * itemsize(t.dtype);
   SHARDCORE_ASSUME_GLOBAL(data);
   const bool aligned = is_aligned16(t.data);

@@ -49,7 +49,8 @@ TEST(norm_cuda, one_block_has_the_bits_of_the_definition) {
 TEST(norm_cuda, has_the_cpu_norm_for_every_dtype_size_and_alignment) {
   for (const DType dtype : kDTypes) {
     for (const int64_t misalign : {0, 1, 4, 8}) {
-      for (const int64_t numel : {int64_t{257}, int64_t{2048 + 5}, kNormChunk - 1, kNormChunk, 2 * kNormChunk + 259}) {
+      for (const int64_t numel :
+           {int64_t{257}, int64_t{2048 + 5}, norm_chunk(dtype) - 1, norm_chunk(dtype), norm_chunk(dtype) + kNormChunk + 259}) {
         if (kThreadSanitizer && (numel > 3000 || misalign > 1)) continue;
         Buffer data = random_values(dtype, numel, misalign, static_cast<uint32_t>(numel + misalign));
         const std::vector<NormSegment> list = {{data.data(), numel, dtype}};
@@ -65,24 +66,48 @@ TEST(norm_cuda, has_the_cpu_norm_for_every_dtype_size_and_alignment) {
   }
 }
 
+// What a warp finds for each chunk: its tensor's elements. As all its lanes find it.
+std::vector<int64_t> numel_of_chunks(const NormItems& items, int64_t num_chunks) {
+  std::vector<int64_t> found(static_cast<size_t>(num_chunks));
+  HostGrid::run(num_chunks, 32, [&](int64_t chunk, int lane, const HostBlock& block) {
+    const int64_t numel = item_of_chunk(items, chunk, lane, block).numel;
+    EXPECT_EQ(block.max(static_cast<uint32_t>(numel)), static_cast<uint32_t>(numel)) << "lane " << lane;
+    if (lane == 0) found[static_cast<size_t>(chunk)] = numel;
+  });
+  return found;
+}
+
 TEST(norm_cuda, every_chunk_finds_its_tensor) {
-  const std::vector<NormSegment> list = {{nullptr, 0, DType::f32},          {nullptr, 1, DType::f32},
-                                         {nullptr, 0, DType::f16},          {nullptr, 0, DType::f16},
-                                         {nullptr, kNormChunk, DType::f16}, {nullptr, 2 * kNormChunk + 1, DType::bf16},
-                                         {nullptr, 5, DType::f32},          {nullptr, 0, DType::bf16}};
+  const int64_t chunk = kNormChunk, chunk16 = norm_chunk(DType::f16);
+  const std::vector<NormSegment> list = {
+      {nullptr, 0, DType::f32},         {nullptr, 1, DType::f32},       {nullptr, 0, DType::f16},
+      {nullptr, 0, DType::f16},         {nullptr, chunk16, DType::f16}, {nullptr, 2 * chunk16 + 1, DType::bf16},
+      {nullptr, chunk + 1, DType::f32}, {nullptr, 5, DType::f32},       {nullptr, 0, DType::bf16}};
   const NormPlan plan(list);
   NormItems few, many;
   EXPECT_TRUE(few.take(plan.items));
   many.table = plan.items.data(), many.count = few.count;
-  const std::vector<int64_t> numels = {1, kNormChunk, 2 * kNormChunk + 1, 2 * kNormChunk + 1, 2 * kNormChunk + 1, 5};
-  ASSERT_EQ(plan.num_chunks, static_cast<int64_t>(numels.size()));
-  for (int64_t chunk = 0; chunk < plan.num_chunks; ++chunk) {
-    for (const NormItems* items : {&few, &many}) {
-      EXPECT_EQ(item_of_chunk(*items, chunk).numel, numels[static_cast<size_t>(chunk)]) << chunk;
-    }
-  }
+  const std::vector<int64_t> numels = {1, chunk16, 2 * chunk16 + 1, 2 * chunk16 + 1, 2 * chunk16 + 1, chunk + 1, chunk + 1, 5};
+  for (const NormItems* items : {&few, &many}) EXPECT_EQ(numel_of_chunks(*items, plan.num_chunks), numels);
   EXPECT_TRUE(NormItems().take(std::vector<NormItem>(NormItems::kFew)));
   EXPECT_FALSE(NormItems().take(std::vector<NormItem>(NormItems::kFew + 1)));
+}
+
+TEST(norm_cuda, every_chunk_finds_its_tensor_in_a_long_table) {
+  for (const int64_t count : {31, 32, 33, 1023, 1024, 1025, 2500}) {
+    if (kThreadSanitizer && count > 33) continue;
+    std::vector<NormSegment> list;
+    std::vector<int64_t> numels;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t chunks = i % 5 == 0 ? 3 : 1;
+      list.push_back({nullptr, (chunks - 1) * kNormChunk + i + 1, DType::f32});
+      numels.insert(numels.end(), static_cast<size_t>(chunks), list.back().numel);
+    }
+    const NormPlan plan(list);
+    NormItems items;
+    items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
+    EXPECT_EQ(numel_of_chunks(items, plan.num_chunks), numels) << count;
+  }
 }
 
 TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
