@@ -27,7 +27,7 @@ from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
 
-CHUNK_NUMEL = (1 << 22) + (1 << 19)  # a little above a power of two: so are units, by their biases and norms
+CHUNK_NUMEL = (1 << 24) + (1 << 21)  # a little above a power of two: so are units, by their biases and norms
 GRAD_PLACES, WEIGHT_PLACES = 2, 3
 _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 

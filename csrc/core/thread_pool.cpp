@@ -14,7 +14,7 @@ namespace shardcore {
 namespace {
 
 // A part is a fraction of a thread's share, so that one that is late (its core had other work) costs little.
-constexpr int64_t kPartsPerThread = 4;
+constexpr int64_t kPartsPerThread = 16;
 // Whoever waits looks for new work this long before it sleeps: the next chunk of a step comes sooner, and waking takes as long.
 constexpr std::chrono::microseconds kSpin{200};
 

@@ -143,11 +143,11 @@ class Engine:
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
-        try:
-            self.reducer.host.arrive()
-            self._check_step()
-        except (ValueError, TypeError, RuntimeError) as error:
-            problem = problem or error
+        for get_ready in (self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
+            try:
+                get_ready()
+            except (ValueError, TypeError, RuntimeError) as error:
+                problem = problem or error
         if self.pace is not None:
             self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm

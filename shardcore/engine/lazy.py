@@ -41,6 +41,9 @@ from shardcore.engine.waiting import Waiting, WaitingGroup
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 
 
+_BEGIN_S = 0.1  # at most, that a step waits for its worker to begin
+
+
 @dataclass(eq=False)
 class _Reader:
     """A module with parameters of its own in `buckets`."""
@@ -142,7 +145,9 @@ class LazyStep:
         gather = self.comm.all_gather if self._worker_gathers else None
         self.steps += 1
         self._pending = {update.bucket: update for update in updates}
-        self._worker.submit(_update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began)
+        begun = threading.Event()
+        self._worker.submit(_update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began, begun)
+        begun.wait(_BEGIN_S)  # else it may wait for the interpreter until what the caller does next ends
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
         self._groups[:] = [WaitingGroup(group, self.finish) for group in self._groups]
@@ -260,13 +265,16 @@ def _update_all(
     sharers: Sequence[int],
     stream: torch.cuda.Stream | None,
     began: torch.cuda.Event | None,
+    begun: threading.Event,
 ) -> None:
     """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
 
-    Gathers go on: other ranks wait for them, and learn at the next step that this one refuses.
+    began: what the step comes after. begun: is set when the worker is about to compute. Gathers go on: other ranks wait for them, and learn at the next step that this one refuses.
     """
     error: BaseException | None = None
     steps: Iterator[_C.CopyEvent | None] = iter(())
+    if not updates:
+        begun.set()
     for update in updates:
         try:
             if error is None:
@@ -276,6 +284,7 @@ def _update_all(
                         steps = store.steps([update.spans for update in updates], hypers)
                         if stream is not None and began is not None:
                             stream.wait_event(began)
+                        begun.set()
                     update.left = next(steps)
                     if all_gather is not None and update.left is not None:
                         update.left.wait()
@@ -283,6 +292,7 @@ def _update_all(
                         update.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                         update.event.record(stream)
         except BaseException as problem:
+            begun.set()
             error = problem
         try:
             if all_gather is not None:
