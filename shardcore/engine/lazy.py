@@ -34,7 +34,7 @@ from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward
-from shardcore.engine.store import Span, StateStore, StepError
+from shardcore.engine.store import Scalars, Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
 from shardcore.engine.waiting import Waiting, WaitingGroup
@@ -130,7 +130,7 @@ class LazyStep:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def hand_over(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper], same_order: bool) -> None:
+    def hand_over(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool) -> None:
         """Let the worker update what `spans` says; nothing may be pending. same_order: `order` is the same on every rank."""
         assert not self._pending
         units = dict.fromkeys([*(self._order if same_order else []), *self.units])
@@ -255,7 +255,7 @@ def _update_all(
     threads: WorkerThreads | None,
     store: StateStore,
     updates: Sequence[_Update],
-    hypers: Sequence[_C.AdamHyper],
+    hypers: Scalars,
     all_gather: Callable[..., list[dist.Work]] | None,
     sharers: Sequence[int],
     stream: torch.cuda.Stream | None,
