@@ -60,6 +60,36 @@ class DeviceStep:
         max_norm: float | None = None,
     ) -> None: ...
 
+class LossScaleRule:
+    """How a loss scale moves (csrc/core/loss_scale.h). window, hysteresis: 1 or more; minimum: more than 0."""
+
+    def __init__(self, *, window: int, hysteresis: int, minimum: float, consecutive_hysteresis: bool) -> None: ...
+    def after(self, scale: float, stable_steps: int, hysteresis_left: int, overflow: bool) -> tuple[float, int, int]:
+        """The same three numbers after a step that updated the weights, or (overflow) was skipped."""
+
+class DeviceScalars:
+    """The scalars of a step where its tensors are, as step_verdict makes them: for AdamStepper.step in place of hypers."""
+
+def step_verdict(
+    squares: torch.Tensor,
+    hypers: Sequence[AdamHyper],
+    since: Sequence[int],
+    words: torch.Tensor,
+    *,
+    grad_scale: float,
+    max_norm: float | None,
+    number: int,
+    ranks: int,
+    rule: LossScaleRule | None = None,
+) -> DeviceScalars:
+    """Decide on a step on the device of `words`, int64 (8,), which are moved on; waits for nothing (csrc/adam/step_verdict.h).
+
+    squares: float64 (n, 2) there, squared norms that add up. The gradients are multiplied by grad_scale and, with max_norm, by
+    the clip coefficient of their norm; where that is not finite, steps with the scalars write nothing. hypers: of which step
+    counts the updates that the host knows of, and one; since[i] has a bit for the number (0 to 63) of each later step that also
+    counts if it was none that was skipped. rule: moves the loss scale in words; ranks: what 1 / (ranks * scale) there is of.
+    """
+
 class AdamLists:
     """The arguments of the same names of AdamStepper.step, read once for many steps: kept until this object goes."""
 
@@ -94,7 +124,7 @@ class AdamStepper:
         grads: Sequence[torch.Tensor],
         exp_avgs: Sequence[torch.Tensor],
         exp_avg_sqs: Sequence[torch.Tensor],
-        hypers: Sequence[AdamHyper],
+        hypers: Sequence[AdamHyper] | DeviceScalars,
         hyper_index: Sequence[int],
         masters: Sequence[torch.Tensor | None] | None = None,
         max_exp_avg_sqs: Sequence[torch.Tensor | None] | None = None,
@@ -134,7 +164,7 @@ def sq_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """
 
 def sq_norm_add(parts: torch.Tensor) -> torch.Tensor:
-    """Add rows of a float64 CPU tensor (n, 2) in order, in double-double; returns (2,)."""
+    """Add rows of a float64 tensor (n, 2) in order, in double-double; returns (2,) there. On CUDA grouped, and queued."""
 
 def norm_from_sq(total: torch.Tensor) -> float:
     """float32(sqrt(high + low)) of a float64 CPU tensor (2,), returned as a Python float."""
@@ -148,7 +178,7 @@ def clipped_scale(scale: float, norm: float, max_norm: float) -> float | None:
 def ordered_sum(
     pieces: torch.Tensor,
     world_size: int,
-    scale: float,
+    scale: float | torch.Tensor,
     out: torch.Tensor,
     accumulate: bool = False,
     own: torch.Tensor | None = None,
@@ -157,7 +187,8 @@ def ordered_sum(
     """out = [out +] scale * (pieces[0] + pieces[1] + ...), summed in rank order in float32; returns sq_norm of out.
 
     pieces: contiguous (world_size * n,), float32 | bfloat16 | float16; out: contiguous (n,) of float32 | bfloat16.
-    The product with scale is taken in double and rounded once to float32; out is read and written once.
+    The product with scale (a number, or a float64 tensor of one element, read when the sum runs) is taken in double and
+    rounded once to float32; out is read and written once.
     own: contiguous (n,), the piece of `rank` (0 to world_size - 1), read instead of that part of pieces; it may be out itself.
     """
 

@@ -140,7 +140,8 @@ def shard(
     only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad` and `clip_grad_norm_` reduce what was
     only added locally, as `step` would. Weights may be edited in place; edits through `p.data` do not reach masters.
     (Of a split master, only what the weight lacks stays, so an edited element is as given to the precision of bfloat16; after
-    `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank. Every
+    `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank; on a GPU without offload that is
+    decided there, so `step()` does not wait: a later step logs it, or raises the error at the minimum loss scale. Every
     rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
     frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
     root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
@@ -295,7 +296,7 @@ def shard(
             engine.updater.note_own_weights()
         optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
         model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
-        adam.state = ShardedStates(engine.updater.buckets)  # type: ignore[assignment]
+        adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
         adam._repeat = None  # it holds the whole states
         adam._engine = engine
     if host is not None:

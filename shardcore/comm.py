@@ -92,6 +92,7 @@ class Comm:
         self.device = torch.device("cpu")  # where small messages travel
         if self.uses_nccl:
             self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
+        self.told_on = torch.device("cpu") if self.world_size == 1 or self._backends.get("cpu") == "gloo" else self.device
         self.partings = 0  # how often ranks went different ways, and all learned of it
         self._count: Counter[tuple[Traffic, int | None]] = Counter()
         self._place = Place(None)

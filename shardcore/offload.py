@@ -22,7 +22,7 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.kinds import Kept, kept_values, range_of
-from shardcore.engine.store import Span, read_part, step_spans
+from shardcore.engine.store import Scalars, Span, read_part, step_spans
 from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
@@ -173,7 +173,7 @@ class CpuStore:
     def steps(
         self,
         parts: Sequence[Sequence[Span]],
-        hypers: Sequence[_C.AdamHyper],
+        hypers: Scalars,
         beside: Callable[[int], None] = lambda index: None,
     ) -> Iterator[_C.CopyEvent | None]:
         """See StateStore.
@@ -197,7 +197,7 @@ class CpuStore:
             self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
             raise
 
-    def _update(self, chunk: _Chunk, hypers: Sequence[_C.AdamHyper]) -> _C.CopyEvent | None:
+    def _update(self, chunk: _Chunk, hypers: Scalars) -> _C.CopyEvent | None:
         """Run Adam on a chunk when it has come, and let its weights leave; returns the event of the last."""
         if chunk.arrived is not None:
             chunk.arrived.synchronize()

@@ -19,7 +19,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.store import DeviceStore, Span
+from shardcore.engine.store import DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
 from shardcore.offload import CpuStore
 
@@ -182,7 +182,7 @@ class SplitStore:
         if room < values.numel():
             self.on_cpu.write(far, key, start + room - near.owned_numel, values[room:])
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
         """See StateStore. The device's share of a part is queued once the first chunks are on their way to the CPU."""
         begun_s = time.perf_counter()
         buckets = {span.bucket: None for part in parts for span in part}
@@ -200,7 +200,7 @@ class SplitStore:
             part.grad = part.host_grad = None  # or they would hold memory that its pool has given up
         self._spent_s += time.perf_counter() - begun_s
 
-    def _step_in_scratch(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+    def _step_in_scratch(self, spans: Sequence[Span], hypers: Scalars) -> None:
         """Update weights of host memory on the device, a bucket at a time: those that the step reads come, all go back."""
         home = {near: bucket for bucket, (near, _) in self._parts.items()}
         for near, of_bucket in groupby(spans, key=lambda span: span.bucket):

@@ -36,8 +36,7 @@ class ShardedLoader(DataLoader[Any]):
 class TrainingEngine:
     """A sharded model with its optimizer, scheduler and micro-step counter. Attributes it lacks are those of `module`.
 
-    global_steps: boundaries passed, skipped steps included. micro_steps: calls of step(). skipped_steps: boundaries at which
-    a gradient was not finite, so that nothing was updated on any rank.
+    global_steps: boundaries passed, skipped steps included. micro_steps: calls of step().
     """
 
     def __init__(
@@ -55,7 +54,8 @@ class TrainingEngine:
         self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
         self.training_dataloader = training_dataloader
         self.device: torch.device = core.device
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self.global_steps = self.micro_steps = 0
+        self._skipped_before = optimizer.skipped_steps
         self._core, self._config, self._sizes = core, config, sizes
         self._backwards = 0  # since the last step()
         self._loss: torch.Tensor | None = None  # sum of the scaled losses since the last boundary
@@ -95,8 +95,9 @@ class TrainingEngine:
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step. At an accumulation boundary: clip, update, zero the gradients, step the scheduler.
 
-        A step with a non-finite gradient updates nothing on any rank and leaves the scheduler alone. lr_kwargs go to
-        lr_scheduler.step. Collective at a boundary. ValueError if there was no backward since the last call.
+        A step with a non-finite gradient updates nothing on any rank and leaves the scheduler alone, which is why a scheduler
+        waits for the norm of the step. lr_kwargs go to lr_scheduler.step. Collective at a boundary. ValueError if there was no
+        backward since the last call.
         """
         if self._inside_no_sync:
             raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
@@ -110,13 +111,11 @@ class TrainingEngine:
         self._backwards = 0
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        skipped_before = self.optimizer.skipped_steps
+        before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
         self.optimizer.step()
-        skipped = self.optimizer.skipped_steps > skipped_before
         self.optimizer.zero_grad()
         self.global_steps += 1
-        self.skipped_steps += skipped
-        if self.lr_scheduler is not None and not skipped:
+        if before is not None and self.optimizer.skipped_steps == before:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
         if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
@@ -124,6 +123,11 @@ class TrainingEngine:
             scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
             print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}{scale}", flush=True)
         self._loss = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries at which a gradient was not finite, so that nothing was updated on any rank. Waits for the last norm."""
+        return self.optimizer.skipped_steps - self._skipped_before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -160,7 +164,7 @@ class TrainingEngine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the averaged gradients at the last boundary, before clipping; None before the first."""
+        """Return the norm of the averaged gradients at the last boundary, before clipping; None before the first. Waits."""
         return self._core.last_grad_norm
 
     def train_batch_size(self) -> int:

@@ -23,6 +23,17 @@ __global__ void __launch_bounds__(kScalarsThreads)
   if (i < num_tensors) device_scalars_body(hypers, counts, decision, i, scalars);
 }
 
+// One thread: a few hundred additions that wait for each other, in the order of the host.
+__global__ void step_verdict_kernel(const DoubleDouble* squares, int64_t count, VerdictTerms terms, StepVerdict* verdict) {
+  step_verdict_body(squares, count, terms, verdict);
+}
+
+__global__ void __launch_bounds__(kScalarsThreads)
+    verdict_scalars_kernel(const VerdictHyper* hypers, int64_t num_hypers, const StepVerdict* verdict, AdamScalars* scalars) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kScalarsThreads + threadIdx.x;
+  if (i < num_hypers) verdict_scalars_body(hypers, *verdict, i, scalars);
+}
+
 }  // namespace
 
 void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
@@ -39,6 +50,15 @@ void device_scalars_cuda(const DeviceHyper* hypers, const DeviceCount* counts, i
   const int64_t num_blocks = (num_tensors + kScalarsThreads - 1) / kScalarsThreads;
   device_scalars_kernel<<<grid_size("adam", num_blocks), kScalarsThreads, 0, stream>>>(hypers, counts, num_tensors, decision,
                                                                                        scalars);
+  SHARDCORE_CUDA_CHECK(cudaGetLastError());
+}
+
+void step_verdict_cuda(const DoubleDouble* squares, int64_t count, const VerdictTerms& terms, const VerdictHyper* hypers,
+                       int64_t num_hypers, StepVerdict* verdict, AdamScalars* scalars, cudaStream_t stream) {
+  step_verdict_kernel<<<1, 1, 0, stream>>>(squares, count, terms, verdict);
+  SHARDCORE_CUDA_CHECK(cudaGetLastError());
+  const int64_t num_blocks = (num_hypers + kScalarsThreads - 1) / kScalarsThreads;
+  verdict_scalars_kernel<<<grid_size("adam", num_blocks), kScalarsThreads, 0, stream>>>(hypers, num_hypers, verdict, scalars);
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }
 

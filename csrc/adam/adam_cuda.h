@@ -7,6 +7,7 @@
 
 #include "adam/adam_cuda_body.h"
 #include "adam/device_scalars.h"
+#include "adam/step_verdict.h"
 
 namespace shardcore {
 
@@ -19,5 +20,9 @@ void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chu
 // itself and num_tensors (> 0) are kept by a graph that captures the launch. Runs before adam_cuda of the same step.
 void device_scalars_cuda(const DeviceHyper* hypers, const DeviceCount* counts, int64_t num_tensors,
                          const DeviceDecision& decision, AdamScalars* scalars, cudaStream_t stream);
+
+// step_verdict_body, then verdict_scalars_body, a thread each of num_hypers (> 0). All pointers are device memory.
+void step_verdict_cuda(const DoubleDouble* squares, int64_t count, const VerdictTerms& terms, const VerdictHyper* hypers,
+                       int64_t num_hypers, StepVerdict* verdict, AdamScalars* scalars, cudaStream_t stream);
 
 }  // namespace shardcore

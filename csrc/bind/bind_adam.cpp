@@ -11,15 +11,11 @@
 #include "bind/checks.h"
 #include "bind/device_step.h"
 #include "bind/initialized.h"
+#include "bind/step_verdict.h"
 #include "core/tile.h"
 #include "norm/norm_cpu.h"
 
 namespace shardcore::bind {
-
-struct __attribute__((visibility("hidden"))) PyAdamHyper {
-  AdamHyper hyper;
-  NumberArg lr;  // hyper.lr, or a tensor for a device step to read
-};
 
 namespace {
 
@@ -75,25 +71,28 @@ PyAdamHyper hyper_at(const PyAdamHyper& other, const py::handle& step, const py:
   return made;
 }
 
-std::vector<PyAdamHyper> hypers_of(const py::handle& sequence) {
-  const py::object items = items_of({kStepOp, "hypers"}, sequence, "a list of AdamHyper");
-  std::vector<PyAdamHyper> hypers;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
-    if (!py::isinstance<PyAdamHyper>(item)) {
-      type_error({kStepOp, "hypers", i}, "type ", Py_TYPE(item.ptr())->tp_name, "; expected AdamHyper");
-    }
-    hypers.push_back(item.cast<const PyAdamHyper&>());
-  }
-  return hypers;
-}
-
 const PyDeviceStep* device_step_of(const py::object& object) {
   if (object.is_none()) return nullptr;
   if (!py::isinstance<PyDeviceStep>(object)) {
     type_error({kStepOp, "device_step"}, "type ", Py_TYPE(object.ptr())->tp_name, "; expected DeviceStep or None");
   }
   return &object.cast<const PyDeviceStep&>();
+}
+
+const PyDeviceScalars* device_scalars_of(const py::handle& object) {
+  return py::isinstance<PyDeviceScalars>(object) ? &object.cast<const PyDeviceScalars&>() : nullptr;
+}
+
+std::vector<PyAdamHyper> plain_hypers(const PyDeviceScalars& made) {
+  std::vector<PyAdamHyper> hypers;
+  for (const AdamHyper& hyper : made.hypers) hypers.push_back({hyper, {hyper.lr, {}}});
+  return hypers;
+}
+
+// Of scalars in host memory.
+std::vector<AdamScalars> scalars_in(const PyDeviceScalars& made) {
+  const auto* const data = static_cast<const AdamScalars*>(made.bytes.const_data_ptr());
+  return {data, data + made.hypers.size()};
 }
 
 std::vector<AdamScalars> scalars_of(const std::vector<PyAdamHyper>& hypers) {
@@ -108,6 +107,19 @@ std::vector<AdamScalars> scalars_of(const std::vector<PyAdamHyper>& hypers) {
 }
 
 }  // namespace
+
+std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence) {
+  const py::object items = items_of({op, "hypers"}, sequence, "a list of AdamHyper");
+  std::vector<PyAdamHyper> hypers;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
+    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    if (!py::isinstance<PyAdamHyper>(item)) {
+      type_error({op, "hypers", i}, "type ", Py_TYPE(item.ptr())->tp_name, "; expected AdamHyper");
+    }
+    hypers.push_back(item.cast<const PyAdamHyper&>());
+  }
+  return hypers;
+}
 
 class __attribute__((visibility("hidden"))) AdamStepper {
  public:
@@ -131,14 +143,19 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const size_t count = lists.params.size();
     const TensorList grads = tensors_of(kStepOp, "grads", grads_object);
     check_count(kStepOp, "grads", grads.size(), "params", count);
-    const std::vector<PyAdamHyper> hyper_list = hypers_of(hypers);
+    const PyDeviceScalars* const made = device_scalars_of(hypers);
+    const std::vector<PyAdamHyper> hyper_list = made == nullptr ? hypers_of(kStepOp, hypers) : plain_hypers(*made);
     const auto num_hypers = static_cast<int64_t>(hyper_list.size());
     const PyDeviceStep* const on_device = device_step_of(device_step);
-    const std::vector<AdamScalars> scalars = on_device == nullptr ? scalars_of(hyper_list) : std::vector<AdamScalars>();
+    if (made != nullptr && on_device != nullptr)
+      value_error({kStepOp, "device_step"}, "a value; expected None with DeviceScalars");
+    const bool on_host = made == nullptr && on_device == nullptr;
+    const std::vector<AdamScalars> scalars = on_host ? scalars_of(hyper_list) : std::vector<AdamScalars>();
     if (count == 0) return;
 
     const at::Device device = lists.params[0].device();
     check_device_supported({kStepOp, "params", 0}, device);
+    if (made != nullptr) check_layout({kStepOp, "hypers"}, made->bytes, device);
     std::vector<AdamSegment> segments(count);
     for (size_t i = 0; i < count; ++i) {
       lists.prefetch(i);
@@ -176,9 +193,9 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     }
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
-    if (device.is_cpu()) step_cpu(segments, scalars, plan ? &*plan : nullptr);
+    if (device.is_cpu()) step_cpu(segments, made == nullptr ? scalars : scalars_in(*made), plan ? &*plan : nullptr);
 #ifdef SHARDCORE_WITH_CUDA
-    if (device.is_cuda()) step_cuda(std::move(segments), scalars, plan ? &*plan : nullptr, device);
+    if (device.is_cuda()) step_cuda(std::move(segments), scalars, made, plan ? &*plan : nullptr, device);
 #endif
   }
 
@@ -194,14 +211,14 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       }
       scalars.resize(segments.size());
       make_device_scalars(plan->hypers.data(), plan->counts.data(), count, plan->decision, scalars.data());
-      if (scalars[0].skip) return;
     }
+    if (scalars[0].skip) return;
     adam_cpu(segments.data(), count, scalars.data(), torch_executor());
   }
 
 #ifdef SHARDCORE_WITH_CUDA
-  void step_cuda(std::vector<AdamSegment> segments, const std::vector<AdamScalars>& scalars, DevicePlan* plan,
-                 at::Device device) {
+  void step_cuda(std::vector<AdamSegment> segments, const std::vector<AdamScalars>& scalars, const PyDeviceScalars* made,
+                 DevicePlan* plan, at::Device device) {
     const c10::cuda::CUDAGuard guard(device);
     const cudaStream_t stream = current_stream(device);
     const bool for_graph = plan != nullptr && is_capturing(stream);
@@ -209,7 +226,9 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const auto count = static_cast<int64_t>(tables.segments().size());
     at::Tensor scalars_bytes;
     AdamScalarsArg arg;
-    if (plan == nullptr) {
+    if (made != nullptr) {
+      scalars_bytes = made->bytes;
+    } else if (plan == nullptr) {
       if (!arg.take(scalars)) scalars_bytes = upload({bytes_of(scalars)}, device);
     } else {
       const at::Tensor hypers = upload_table({bytes_of(plan->hypers)}, device, for_graph);

@@ -8,6 +8,7 @@
 
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
+#include "bind/device_step.h"
 #include "core/cast.h"
 #include "core/grad_scale.h"
 #include "core/overlap.h"
@@ -54,20 +55,31 @@ at::Tensor sq_norm(const py::handle& tensors) {
   return to_tensor(sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor()));
 }
 
-// A float64 CPU tensor whose last dimension is (high, low).
-const double* checked_sums(const char* op, const char* name, const at::Tensor& tensor, int64_t dims) {
+// A float64 tensor whose last dimension is (high, low).
+const double* checked_sums(const char* op, const char* name, const at::Tensor& tensor, int64_t dims,
+                           at::Device device = at::Device(at::kCPU)) {
   const Where where{op, name};
   if (tensor.scalar_type() != at::kDouble) type_error(where, "dtype ", tensor.scalar_type(), "; expected Double");
   if (tensor.dim() != dims || tensor.size(dims - 1) != 2) {
     value_error(where, "shape ", tensor.sizes(), "; expected ", dims == 1 ? "[2]" : "[n, 2]", " (high, low)");
   }
-  check_layout(where, tensor, at::Device(at::kCPU));
+  check_layout(where, tensor, device);
   return static_cast<const double*>(tensor.const_data_ptr());
 }
 
 at::Tensor sq_norm_add(const py::handle& parts_object) {
   const at::Tensor parts = tensor_of("sq_norm_add", "parts", parts_object);
-  const double* const data = checked_sums("sq_norm_add", "parts", parts, 2);
+  check_device_supported({"sq_norm_add", "parts"}, parts.device());
+  const double* const data = checked_sums("sq_norm_add", "parts", parts, 2, parts.device());
+#ifdef SHARDCORE_WITH_CUDA
+  if (parts.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(parts.device());
+    const at::Tensor out = at::empty({2}, parts.options());
+    add_partials_cuda(reinterpret_cast<const DoubleDouble*>(data), parts.size(0), static_cast<DoubleDouble*>(out.data_ptr()),
+                      current_stream(parts.device()));
+    return out;
+  }
+#endif
   DoubleDouble total{};
   for (int64_t i = 0; i < parts.size(0); ++i) total = dd_add(total, DoubleDouble{data[2 * i], data[2 * i + 1]});
   return to_tensor(total);
@@ -133,7 +145,11 @@ at::Tensor ordered_sum(const py::handle& pieces_object, const py::handle& world_
   }
   op.pieces = pieces.const_data_ptr();
   op.world_size = world_size;
-  op.scale = number_of({name, "scale"}, scale);
+  const NumberArg factor = number_arg({name, "scale"}, scale);
+  const DeviceNumber number = device_number({name, "scale"}, factor, device);
+  if (number.data != nullptr && !number.f64) type_error({name, "scale"}, "dtype Float; expected Double");
+  op.scale = device.is_cpu() ? read_number(number) : number.data != nullptr ? 1.0 : number.value;
+  op.scale_at = device.is_cpu() ? nullptr : static_cast<const double*>(number.data);
   op.out = out.data_ptr();
   op.accumulate = bool_of({name, "accumulate"}, accumulate);
   mark_written(out);

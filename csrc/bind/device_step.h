@@ -20,6 +20,14 @@ NumberArg number_arg(const Where& where, const py::handle& object);
 // Refuses a tensor that is not on `device`.
 DeviceNumber device_number(const Where& where, const NumberArg& number, at::Device device);
 
+struct __attribute__((visibility("hidden"))) PyAdamHyper {
+  AdamHyper hyper;
+  NumberArg lr;  // hyper.lr, or a tensor for a device step to read
+};
+
+// The items of a list of AdamHyper, of the call `op`.
+std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence);
+
 struct __attribute__((visibility("hidden"))) PyDeviceStep {
   TensorList counts;
   at::Tensor skipped;

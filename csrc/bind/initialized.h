@@ -11,6 +11,8 @@ namespace shardcore::bind {
 struct __attribute__((visibility("hidden"))) PyAdamHyper;
 struct __attribute__((visibility("hidden"))) PyAdamLists;
 struct __attribute__((visibility("hidden"))) PyDeviceStep;
+struct __attribute__((visibility("hidden"))) PyDeviceScalars;
+struct __attribute__((visibility("hidden"))) PyLossScaleRule;
 class __attribute__((visibility("hidden"))) AdamStepper;
 class __attribute__((visibility("hidden"))) PyHostTier;
 class __attribute__((visibility("hidden"))) PyCopyEvent;
@@ -42,6 +44,12 @@ template <>
 class type_caster<shardcore::bind::PyAdamLists> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamLists> {};
 template <>
 class type_caster<shardcore::bind::PyDeviceStep> : public shardcore::bind::InitializedCaster<shardcore::bind::PyDeviceStep> {};
+template <>
+class type_caster<shardcore::bind::PyDeviceScalars>
+    : public shardcore::bind::InitializedCaster<shardcore::bind::PyDeviceScalars> {};
+template <>
+class type_caster<shardcore::bind::PyLossScaleRule>
+    : public shardcore::bind::InitializedCaster<shardcore::bind::PyLossScaleRule> {};
 template <>
 class type_caster<shardcore::bind::AdamStepper> : public shardcore::bind::InitializedCaster<shardcore::bind::AdamStepper> {};
 template <>

@@ -22,6 +22,7 @@ struct OrderedSum {
   bool accumulate;
   const void* own;  // (numel,): the piece of own_rank, where it is already (out itself is allowed); or nullptr
   int64_t own_rank;
+  const double* scale_at = nullptr;  // CUDA: device memory with what multiplies scale when the sum runs; or nullptr
 };
 
 SHARDCORE_HD const void* piece_of(const OrderedSum& op, int64_t rank) {

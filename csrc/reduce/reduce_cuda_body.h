@@ -52,7 +52,8 @@ SHARDCORE_HD void store_sums(const OrderedSum& op, int64_t first, int numel, int
 }
 
 template <bool kVector, typename L>
-SHARDCORE_HD void ordered_sum_lane(const OrderedSum& op, int64_t first, int numel, int lane, float (&sums)[L::kNumel]) {
+SHARDCORE_HD void ordered_sum_lane(const OrderedSum& op, double scale, int64_t first, int numel, int lane,
+                                   float (&sums)[L::kNumel]) {
   load_piece<kVector, L>(op, 0, first, numel, lane, sums);  // not added to 0, which would lose the sign of -0
   SHARDCORE_NO_UNROLL
   for (int64_t rank = 1; rank < op.world_size; ++rank) {
@@ -61,7 +62,7 @@ SHARDCORE_HD void ordered_sum_lane(const OrderedSum& op, int64_t first, int nume
     SHARDCORE_UNROLL
     for (int k = 0; k < L::kNumel; ++k) sums[k] += x[k];
   }
-  scale_sums(sums, L::kNumel, op.scale);
+  scale_sums(sums, L::kNumel, scale);
   if (std::is_same_v<L, LanesF32> || op.out_dtype == DType::f32) {
     store_sums<kVector, L, DType::f32>(op, first, numel, lane, sums);
   } else {
@@ -80,12 +81,13 @@ template <typename L, typename Block>
 SHARDCORE_HD DoubleDouble ordered_sum_chunk(const OrderedSum& op, int64_t begin, int numel, int thread, const Block& block) {
   const int lane = thread % 32, warp = thread / 32;
   const int whole = is_aligned16(op) ? numel / kBlockSize : 0;
+  const double scale = op.scale_at == nullptr ? op.scale : op.scale * *op.scale_at;
   DoubleDouble total{0.0, 0.0};
   SHARDCORE_NO_UNROLL
   for (int first = warp * L::kBlocks; first < whole; first += L::kStride) {
     const int own = first + lane / L::kLanes;
     float stored[L::kNumel]{};
-    if (own < whole) ordered_sum_lane<true, L>(op, begin + own * kBlockSize, kBlockSize, lane, stored);
+    if (own < whole) ordered_sum_lane<true, L>(op, scale, begin + own * kBlockSize, kBlockSize, lane, stored);
     total = dd_add(total, sq_norm_lanes<L>(stored, lane, block));
   }
   total = add_lanes(total, L::kLanes, 32, block);
@@ -93,7 +95,7 @@ SHARDCORE_HD DoubleDouble ordered_sum_chunk(const OrderedSum& op, int64_t begin,
   for (int at = whole + warp; at * kBlockSize < numel; at += kNormWarps) {
     float stored[LanesUnaligned::kNumel];
     const int first = at * kBlockSize;
-    ordered_sum_lane<false, LanesUnaligned>(op, begin + first, numel - first, lane, stored);
+    ordered_sum_lane<false, LanesUnaligned>(op, scale, begin + first, numel - first, lane, stored);
     total = dd_add(total, sq_norm_lanes<LanesUnaligned>(stored, lane, block));
   }
   return total;

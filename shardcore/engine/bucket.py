@@ -12,6 +12,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import as_bytes
+from shardcore.engine.digest import digest_of
 from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
 
@@ -70,7 +71,8 @@ class Managed:
     """One parameter of the model under the engine, with what must be remembered about it between backward and step.
 
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
-    step: how many updates it has had. grad_view: what stage 0 handed out as `param.grad`.
+    step: how many updates it has had; skips: steps that were skipped; pending: bits of those steps of which the host does not
+    know yet (engine/verdicts.py, Note [Counts]). grad_view: what stage 0 handed out as `param.grad`.
     place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
     edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
     (`digest_of`), which all ranks have to do alike; a load makes up for what was before it. part: the digest of this rank's
@@ -85,6 +87,8 @@ class Managed:
     used: bool = False
     has_grad: bool = False
     step: int = 0
+    skips: int = 0
+    pending: int = 0
     grad_view: torch.Tensor | None = None
     place: tuple[int, int] = (0, 0)
     version: int = 0
@@ -94,6 +98,11 @@ class Managed:
     def place_now(self) -> tuple[int, int]:
         """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
         return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
+
+    @property
+    def tried(self) -> int:
+        """How many steps had its gradient, skipped ones included: known by every rank at the same time."""
+        return self.step + self.skips + self.pending.bit_count()
 
     @property
     def edited(self) -> bool:
@@ -113,19 +122,6 @@ class Managed:
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this parameter's slot of a whole-bucket buffer in the parameter's shape."""
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
-
-
-def digest_of(values: torch.Tensor) -> str:
-    """Return a digest that tells values of one rank from those of another: the sum of their bits, 8 bytes at a time.
-
-    One pass where they lie. The order of these words does not count; a checksum in which it does would cost a copy to the host.
-    """
-    data = as_bytes(values.detach().contiguous())
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = data.numel() - data.numel() % 8
-    total = int(data[:whole].view(torch.int64).sum()) + int(data[whole:].sum(dtype=torch.int64))
-    return f"{total & 0xFFFFFFFFFFFFFFFF:x}"
 
 
 def closed_message(name: str, unit: str) -> str:

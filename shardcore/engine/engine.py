@@ -4,7 +4,6 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +27,9 @@ from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
+from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
-from shardcore.optim import MASTERED_DTYPES, check_max_norm, step_tensor
-
-logger = logging.getLogger("shardcore")
+from shardcore.optim import check_max_norm, step_tensor
 
 # What users call on every rank to read whole values.
 _READS = (
@@ -85,7 +83,10 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, [*self.constant.values()])
+        self.outcomes = Outcomes(optimizer, scaler)
+        verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
+        constant = [*self.constant.values()]
+        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, verdicts)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
         self._membership = Membership(model)
@@ -104,6 +105,10 @@ class Engine:
         if self.lazy is not None:
             self.lazy.finish()
         self.updater.raise_failure()
+
+    def settle(self) -> None:
+        """Learn what became of the steps so far: norms, counts, loss scale. Waits for the device if that decides on them."""
+        self.outcomes.settle()
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -143,7 +148,9 @@ class Engine:
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
-        for get_ready in (self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
+        self.outcomes.poll()
+        late = () if problem is not None else (self.outcomes.raise_late,)
+        for get_ready in (*late, self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
             try:
                 get_ready()
             except (ValueError, TypeError, RuntimeError) as error:
@@ -151,13 +158,15 @@ class Engine:
         if self.pace is not None:
             self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
-        order = self.lazy.order if self.lazy is not None else ()
-        ways = self.meetings.untold()
+        order, ways = self.lazy.order if self.lazy is not None else (), self.meetings.untold()
         try:
-            norm, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.scale, order, ways)
-        except Exception:  # on every rank
+            outcome, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.host_scale, order, ways)
+        except Exception as error:  # on every rank
             if ways:  # which may differ, and so what was learned of them
                 self.meetings.part()
+            if isinstance(error, ValueError) and error is not problem:  # perhaps another rank knew before of what comes late
+                self.settle()
+                self.outcomes.raise_late()
             raise
         if plan is not None:
             if self.lazy is None:
@@ -167,40 +176,28 @@ class Engine:
                 self.pace.updated = True
             if self.lazy is not None:
                 self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
-            self.scaler.after_update()
         self.reducer.end_step()
+        if outcome is not None:
+            self.outcomes.add(outcome, () if plan is None else plan.updated)
         if plan is not None and self.weights is not None:
             self.weights.renew()
-        elif plan is None and norm is not None:
-            self.optimizer.skipped_steps += 1
-            logger.warning(
-                "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)%s",
-                norm,
-                self.optimizer.skipped_steps,
-                self.scaler.after_overflow(),
-            )
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by, and the reduction divides by."""
+        """What losses are multiplied by, and the reduction divides by. Waits for the last step's norm."""
+        self.settle()
         return self.scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on. See ScalesLoss.scale_loss."""
-        if not self.scaler.active:
-            return loss
-        see_loss, scale = self.scaler.see_loss, self.scaler.scale
-        scaled = (loss.float() if loss.dtype in MASTERED_DTYPES else loss) * scale
-        if scaled.requires_grad:
-            scaled.register_hook(lambda grad: see_loss(scale))  # type: ignore[no-untyped-call]
-        return scaled
+        return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
         if self.reducer.dropped:
             raise ValueError("step: the last backward ended in an error; expected one that succeeds, or zero_grad()")
         if self.scaler.unscaled:
             raise ValueError(
-                f"step: a backward ran on a loss that was not scaled by {self.scaler.scale:g}; expected "
+                f"step: a backward ran on a loss that was not scaled by {self.loss_scale:g}; expected "
                 'optimizer.scale_loss(loss).backward() with precision="fp16" (zero_grad() forgets these gradients; '
                 "shard(loss_scale=1.0) leaves scaling to you)"
             )
@@ -225,8 +222,9 @@ class Engine:
 
     @property
     def last_grad_norm(self) -> float | None:
-        """Global norm of the averaged gradients at the last step, before clipping; None before the first."""
-        return self.updater.last_norm
+        """Global norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
+        self.settle()
+        return self.outcomes.last_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
@@ -248,9 +246,11 @@ class Engine:
         """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
         scale = state_dict.get("loss_scale")
         self.synchronize()
+        self.settle()
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
+        self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -299,6 +299,7 @@ class Engine:
         calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
         """
         self.reducer.settle()
+        self.settle()
         problem: Exception | None = None
         what = None
         try:

@@ -34,9 +34,10 @@ class Parts:
     number: int
     divided: int = 1
 
-    def add_up(self, scale: float, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+    def add_up(self, scale: float | torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
         """out = [out +] scale * the undivided sum of the rows, in rank order; returns the squared norm of out (high, low)."""
-        return _C.ordered_sum(self.received, self.count, scale * self.divided, out, accumulate, self.own, self.number)
+        scale = scale if self.divided == 1 else scale * self.divided
+        return _C.ordered_sum(self.received, self.count, scale, out, accumulate, self.own, self.number)
 
 
 @dataclass

@@ -195,7 +195,7 @@ class HostGrads:
         bucket: Bucket,
         whole: torch.Tensor,
         last: Parts,
-        factor: float,
+        factor: float | torch.Tensor,
         as_it_is: bool,
         release: Callable[[torch.Tensor], None],
         number: int,

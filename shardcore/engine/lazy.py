@@ -34,12 +34,11 @@ from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward
-from shardcore.engine.store import Span, StateStore, StepError
+from shardcore.engine.store import Scalars, Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
 from shardcore.engine.waiting import Waiting, WaitingGroup
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
-
 
 _BEGIN_S = 0.1  # at most, that a step waits for its worker to begin
 
@@ -133,7 +132,7 @@ class LazyStep:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    def hand_over(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Sequence[_C.AdamHyper], same_order: bool) -> None:
+    def hand_over(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool) -> None:
         """Let the worker update what `spans` says; nothing may be pending. same_order: `order` is the same on every rank."""
         assert not self._pending
         units = dict.fromkeys([*(self._order if same_order else []), *self.units])
@@ -260,7 +259,7 @@ def _update_all(
     threads: WorkerThreads | None,
     store: StateStore,
     updates: Sequence[_Update],
-    hypers: Sequence[_C.AdamHyper],
+    hypers: Scalars,
     all_gather: Callable[..., list[dist.Work]] | None,
     sharers: Sequence[int],
     stream: torch.cuda.Stream | None,
@@ -269,7 +268,8 @@ def _update_all(
 ) -> None:
     """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
 
-    began: what the step comes after. begun: is set when the worker is about to compute. Gathers go on: other ranks wait for them, and learn at the next step that this one refuses.
+    began: what the step comes after. begun: is set when the worker is about to compute. Gathers go on: other ranks wait for them,
+    and learn at the next step that this one refuses.
     """
     error: BaseException | None = None
     steps: Iterator[_C.CopyEvent | None] = iter(())

@@ -1,19 +1,23 @@
 """Loss scaling for float16: how large the scale is, and when it moves.
 
 float16 has nothing between 0 and 6e-8, where many gradients lie, and nothing above 65504. So the loss is multiplied by a
-scale before backward, and the reduction, which works in float32, divides by it. Pure: no torch, no communication. Ranks agree
-on the scale because they decide from the same norm.
+scale before backward, and the reduction, which works in float32, divides by it. How it moves is one function for the host and
+the device (csrc/core/loss_scale.h). No communication: ranks agree on the scale because they decide from the same norm.
 Source: Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740). Options and their meaning are those that DeepSpeed documents
 (https://www.deepspeed.ai/docs/config-json/#fp16-training-options).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from shardcore._native import _C
+from shardcore.optim import MASTERED_DTYPES
+
 _LARGEST = 2.0**127  # of the powers of two in float32
-_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,25 +60,67 @@ class LossScaler:
     """The loss scale of one sharded model.
 
     scale: what the loss of the next backward is multiplied by. active: whether losses are scaled at all. unscaled: a backward
-    since the gradients were last forgotten ran on a loss that was not scaled by `scale`.
+    since the gradients were last forgotten ran on a loss that was not scaled by `scale`. rule: how it moves; None: it does not.
+    live, live_unscale: where the device moves it (engine/verdicts.py), the scale and 1 / (ranks * scale) there, float64 of
+    shape (), ahead of `scale`; `loaded` lets them follow a state that was loaded.
     """
 
     def __init__(self, options: LossScale | float | None) -> None:
         """Scale dynamically, by a fixed number, or (None, or 1.0: the user does it) not at all."""
         self.options = options if isinstance(options, LossScale) else None
         fixed = 1.0 if options is None or isinstance(options, LossScale) else float(options)
-        self.scale = fixed if self.options is None else _FACTOR**self.options.initial_power
+        self.scale = fixed if self.options is None else 2.0**self.options.initial_power
         self.active = self.options is not None or fixed != 1.0
         self.unscaled = False
         self._scaled = False
-        self._stable_steps = 0  # since the last overflow
-        self._hysteresis_left = 1 if self.options is None else self.options.hysteresis
+        self.stable_steps = 0  # since the last overflow
+        self.hysteresis_left = 1 if self.options is None else self.options.hysteresis
+        self.rule: _C.LossScaleRule | None = None
+        if (o := self.options) is not None:
+            self.rule = _C.LossScaleRule(
+                window=o.window,
+                hysteresis=o.hysteresis,
+                minimum=o.minimum,
+                consecutive_hysteresis=o.consecutive_hysteresis,
+            )
+        self.live: torch.Tensor | None = None
+        self.live_unscale: torch.Tensor | None = None
+        self.loaded: Callable[[], None] = lambda: None
+        self._steps = 0  # at which the scale may have moved
+
+    @property
+    def host_scale(self) -> float | None:
+        """The scale, or None where only the device knows it."""
+        return self.scale if self.live is None else None
+
+    @property
+    def told(self) -> str:
+        """What ranks compare of a scale that was loaded and that only the device will know."""
+        return "" if self.live is None else f", loss scale {self.state()}"
 
     # --- whether backwards are scaled ---------------------------------------------------------------------------------
 
-    def see_loss(self, scale: float) -> None:
-        """Learn that the backward under way began at a loss multiplied by `scale`."""
-        self._scaled = scale == self.scale
+    def unscale(self, ranks: int) -> float | torch.Tensor:
+        """Return what the reduction multiplies sums over `ranks` with: float64 of shape () where the device moves the scale."""
+        return 1.0 / (ranks * self.scale) if self.live_unscale is None else self.live_unscale
+
+    def multiply(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on, float32 at least; its backward tells whether the scale is still this one."""
+        if not self.active:
+            return loss
+        loss = loss.float() if loss.dtype in MASTERED_DTYPES else loss
+        scale = self.scale if self.live is None else self.live.to(loss.device, loss.dtype, copy=True)
+        steps, scaled = self._steps, loss * scale
+        if scaled.requires_grad:
+            scaled.register_hook(lambda grad: self.see_loss(scale, steps))  # type: ignore[no-untyped-call]
+        return scaled
+
+    def see_loss(self, scale: float | torch.Tensor, steps: int) -> None:
+        """Learn that the backward under way began at a loss multiplied by `scale`, as it was after so many steps."""
+        if self.live is None or not isinstance(scale, torch.Tensor):
+            self._scaled = bool(scale == self.scale)
+        else:  # a loss of before a step is seldom used after it: that waits for the device
+            self._scaled = steps == self._steps or torch.equal(scale, self.live.to(scale))
 
     def end_backward(self, any_grad: bool) -> None:
         """Learn that a backward ended, and whether it gave any gradient."""
@@ -83,33 +129,34 @@ class LossScaler:
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
+    def end_step(self) -> None:
+        """Learn that a step was made or skipped, perhaps long before what became of it is known here."""
+        self._steps += 1
+
+    def _move(self, overflow: bool) -> None:
+        if self.rule is not None:
+            state = self.scale, self.stable_steps, self.hysteresis_left
+            self.scale, self.stable_steps, self.hysteresis_left = self.rule.after(*state, overflow)
+
     def after_update(self) -> None:
         """Learn that a step updated the weights."""
-        if self.options is None:
-            return
-        grows = self._stable_steps > 0 and self._stable_steps % self.options.window == 0
-        self._stable_steps += 1
-        if grows:
-            self.scale = min(self.scale * _FACTOR, _LARGEST)
-        if grows or self.options.consecutive_hysteresis:
-            self._hysteresis_left = self.options.hysteresis
+        self._move(overflow=False)
 
     def after_overflow(self) -> str:
         """Learn that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low."""
         if self.options is None:
             return f"; the loss scale stays {self.scale:g}" if self.active else ""
-        self._stable_steps = 0
-        if self._hysteresis_left > 1:
-            self._hysteresis_left -= 1
-            return f"; the loss scale stays {self.scale:g} (overflows until it halves: {self._hysteresis_left})"
-        if self.scale <= self.options.minimum:
+        old, waits = self.scale, self.hysteresis_left > 1
+        self._move(overflow=True)
+        if waits:
+            return f"; the loss scale stays {self.scale:g} (overflows until it halves: {self.hysteresis_left})"
+        if old <= self.options.minimum:
             raise RuntimeError(
                 f"step: gradients are not finite though the loss scale is at its minimum, {self.scale:g}; nothing was updated "
                 "on any rank; expected finite gradients there: look for infinity or NaN in the data, the loss and the "
                 "activations (float16 ends at 65504), lower the learning rate or LossScale(minimum=...), or train with "
                 'precision="bf16"'
             )
-        old, self.scale = self.scale, max(self.scale / _FACTOR, self.options.minimum)
         return f"; the loss scale goes from {old:g} to {self.scale:g}"
 
     # --- state --------------------------------------------------------------------------------------------------------
@@ -118,7 +165,7 @@ class LossScaler:
         """Return what a state dict keeps: plain numbers, or None if the scale never moves."""
         if self.options is None:
             return None
-        return {"scale": self.scale, "stable_steps": self._stable_steps, "hysteresis_left": self._hysteresis_left}
+        return {"scale": self.scale, "stable_steps": self.stable_steps, "hysteresis_left": self.hysteresis_left}
 
     def check_state(self, op: str, state: object) -> None:
         """Raise TypeError or ValueError unless `load_state` can follow `state`."""
@@ -137,5 +184,6 @@ class LossScaler:
         if state is None or self.options is None:
             return
         self.scale = max(float(state["scale"]), self.options.minimum)
-        self._stable_steps = int(state["stable_steps"])
-        self._hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)
+        self.stable_steps = int(state["stable_steps"])
+        self.hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)
+        self.loaded()

@@ -120,7 +120,8 @@ class Reducer:
                 self.weights.begin_backward()
 
     def end_step(self) -> None:
-        """Learn that a step used the gradients."""
+        """Learn that a step used the gradients, or was skipped."""
+        self.scaler.end_step()
         self.backwards, self._stepped = 0, any(bucket.reduced for bucket in self.buckets)
 
     def settle(self) -> None:
@@ -234,7 +235,7 @@ class Reducer:
     def _reduce_rest(self) -> None:
         self._launch_rest()
         self._exchange.drain()
-        late, failed = agree_on_use(self.comm, self.device, self.params, self._late_params, self._failed)
+        late, failed = agree_on_use(self.comm, self.params, self._late_params, self._failed)
         self._told_use = True
         if len(set(failed)) > 1:  # else all dropped the same
             self._drop_for(failed.index(max(failed)))
@@ -320,7 +321,7 @@ class Reducer:
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
         world = self.comm.world_size
-        factor = 1.0 / (world * self.scaler.scale)
+        factor = self.scaler.unscale(world)
         alone = world == 1 and not self.scaler.active
         as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
         late = whole is self._late.get(bucket)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.engine.bucket import Bucket, Managed, digest_of
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.digest import digest_of
 from shardcore.engine.updater import Updater
 from shardcore.optim import export_groups, export_state, import_groups, import_state, step_tensor
 
@@ -18,11 +19,13 @@ _OP = "load_state_dict"
 class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
     """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts. Read only."""
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """Show the parameters that `buckets`, those with an optimizer group, update."""
+    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[], None]) -> None:
+        """Show the parameters that `buckets`, those with an optimizer group, update, once `settle` has made counts known."""
+        self._settle = settle
         self._managed = {managed.param: managed for bucket in buckets for managed in bucket.params}
 
     def __getitem__(self, param: nn.Parameter) -> Mapping[str, Any]:
+        self._settle()
         return _ParamStates({"step": step_tensor(self._managed[param].step)})
 
     def __iter__(self) -> Iterator[nn.Parameter]:

@@ -18,6 +18,9 @@ from shardcore.engine.kinds import Kept, kept_values, range_of, values_of
 from shardcore.engine.trace import scope
 from shardcore.optim import PARAM_DTYPES, SCALES
 
+# The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
+Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
+
 
 class StepError(RuntimeError):
     """A step failed on its way: some weights are of the step before, some are not."""
@@ -56,7 +59,7 @@ class StateStore(Protocol):
     def weight_scratch_bytes(self) -> int:
         """Bytes on the device that weights of another tier are updated in."""
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
         """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
 
         Each part is updated when its turn in the iteration comes; what is yielded tells when its weights have arrived, None:
@@ -79,7 +82,7 @@ class StateStore(Protocol):
 
 def step_spans(
     stepper: _C.AdamStepper,
-    hypers: Sequence[_C.AdamHyper],
+    hypers: Scalars,
     spans: Sequence[Span],
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -157,13 +160,13 @@ class DeviceStore:
         """See StateStore."""
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
-    def steps(self, parts: Sequence[Sequence[Span]], hypers: Sequence[_C.AdamHyper]) -> Iterator[_C.CopyEvent | None]:
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
         """See StateStore."""
         for spans in parts:
             self.step(spans, hypers)
             yield None
 
-    def step(self, spans: Sequence[Span], hypers: Sequence[_C.AdamHyper]) -> None:
+    def step(self, spans: Sequence[Span], hypers: Scalars) -> None:
         """Update one part. Queued on the current stream on CUDA."""
         if not spans:
             return

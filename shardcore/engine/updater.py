@@ -13,9 +13,11 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, digest_of
-from shardcore.engine.store import Span, StateStore, StepError, arrivals, part_of, set_weights
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.digest import digest_of
+from shardcore.engine.store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
+from shardcore.engine.verdicts import DeviceVerdicts, Outcome
 from shardcore.optim import check_options, hyper_of
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms, of its order, and
@@ -31,11 +33,12 @@ _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable
 class Plan:
     """A step that all ranks take: which ranges of each bucket get which scalars, as the groups' options were.
 
-    same_order: the order of units that was passed to `decide` is the same on every rank.
+    updated: the parameters. same_order: the order of units that was passed to `decide` is the same on every rank.
     """
 
     spans: Mapping[Bucket, Sequence[Span]]
-    hypers: Sequence[_C.AdamHyper]
+    hypers: Scalars
+    updated: Sequence[Managed]
     same_order: bool
 
 
@@ -50,17 +53,19 @@ class Updater:
         lifetimes: Lifetimes,
         groups: Sequence[Mapping[str, Any]],
         constant: Sequence[Managed] = (),
+        verdicts: DeviceVerdicts | None = None,
     ) -> None:
         """Serve the buckets that the optimizer's `groups` (live param_groups) update.
 
-        constant: the weights that no step updates; ranks compare how these were loaded and edited, too.
+        constant: the weights that no step updates; ranks compare how these were loaded and edited, too. verdicts: what decides
+        in place of the host, which then waits for nothing (engine/verdicts.py).
         """
+        self._verdicts = verdicts
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self._replicates = comm.topology.replicate and not lifetimes.full_weight_resident
         self._frozen = [bucket for bucket in buckets if bucket.group is None] if self._replicates else []
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
-        self.last_norm: float | None = None
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
@@ -76,30 +81,36 @@ class Updater:
         grad_scale: float,
         max_norm: float | None,
         problem: Exception | None = None,
-        loss_scale: float = 1.0,
+        loss_scale: float | None = 1.0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
-    ) -> tuple[float | None, Plan | None]:
+    ) -> tuple[float | Outcome | None, Plan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
-        Where the norm is not finite there is no plan. The gradients are multiplied by `grad_scale` and, if `max_norm` is
-        given, by the clip coefficient of their global norm; `loss_scale` is what they were divided by. Collective. `problem`
+        Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
+        multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
+        what they were divided by, None if only the device knows. Collective. `problem`
         is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers, the options
         of a group, the parameters that have gradients, or `ways` (where each rank was since the last step) differ between
         ranks. `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
-        norm, same_order = self._agreed_norm(active, problem, terms, zlib.crc32("\n".join(order).encode()), ways)
-        norm *= abs(grad_scale)
+        squares, same_order = self._agreed(active, problem, terms, zlib.crc32("\n".join(order).encode()), ways)
         if not active:
             return None, None
-        self.last_norm = norm
+        if self._verdicts is not None:
+            spans, hypers, since = self._plan(active, grad_scale)
+            if self.comm.world_size > 1:
+                squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP)
+            scalars, outcome = self._verdicts.decide(squares, hypers, since, grad_scale, max_norm)
+            return outcome, Plan(spans, scalars, list(self._with_grad(spans)), same_order)
+        norm = _C.norm_from_sq(_C.sq_norm_add(squares)) * abs(grad_scale)
         if not math.isfinite(norm):
             return norm, None
         scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
-        spans, hypers = self._plan(active, scale)
-        return norm, Plan(spans, hypers, same_order)
+        spans, hypers, _ = self._plan(active, scale)
+        return norm, Plan(spans, hypers, list(self._with_grad(spans)), same_order)
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
@@ -134,12 +145,10 @@ class Updater:
             ) from self._failure
 
     def count(self, plan: Plan) -> None:
-        """Learn that the plan's parameters are updated once more, here or on the lazy step's worker."""
-        updated = list(self._with_grad(plan.spans))
+        """Learn that the plan's parameters are written, here or on the lazy step's worker."""
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
-        torch.autograd.graph.increment_version([managed.param for managed in updated])
-        for managed in updated:
-            managed.step += 1
+        torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
+        for managed in plan.updated:
             managed.version = managed.param._version
 
     def check(self) -> None:
@@ -159,39 +168,42 @@ class Updater:
                         "(states are laid out once: set it before shard)"
                     )
 
-    def _agreed_norm(
+    def _agreed(
         self,
         active: Sequence[Bucket],
         problem: Exception | None,
         terms: Mapping[str, float | None],
         order: int,
         ways: Sequence[str],
-    ) -> tuple[float, bool]:
-        """Return the float32 norm of the averaged gradients over all ranks, and whether all passed the same `order`.
+    ) -> tuple[torch.Tensor, bool]:
+        """Return squared norms of the averaged gradients (n, 2), and whether all ranks passed the same `order`.
 
+        The squares are those of each rank; where the device decides those of this rank's buckets, and nothing waits for them.
         Raises on all ranks if one refuses or differs in its terms.
         """
         told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
         parts = zlib.crc32(" ".join(managed.part for managed in self._every()).encode()) if self._replicates else 0
         said = torch.tensor([problem is not None, digest, order, parts], dtype=torch.float64, device="cpu")
-        row = torch.cat([_C.sq_norm_add(_squares_of(active)), said])
-        if self.comm.world_size > 1:
-            rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
+        squares = _squares_of(active)
+        if self._verdicts is not None:
+            rows = self.comm.gather_rows(said, Traffic.STEP)
         else:
-            rows = row[None]
+            row = torch.cat([said, _C.sq_norm_add(squares.cpu())])
+            rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
+            squares = rows[:, 4:].contiguous()
         if problem is not None:
             raise problem
-        if rows[:, 2].any():
-            refusing = rows[:, 2].nonzero().flatten().tolist()
+        if rows[:, 0].any():
+            refusing = rows[:, 0].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
-        if (rows[:, 3] != digest).any():
+        if (rows[:, 1] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-        self._check_replicas(rows[:, 5].contiguous())
+        self._check_replicas(rows[:, 3].contiguous())
         self.loaded = None
         self.forget_changes()
-        return _C.norm_from_sq(_C.sq_norm_add(rows[:, :2].contiguous())), bool((rows[:, 4] == order).all())
+        return squares, bool((rows[:, 2] == order).all())
 
     def _check_replicas(self, parts: torch.Tensor) -> None:
         """Raise ValueError on all ranks if two that own the same part of the weights have edited it differently."""
@@ -214,8 +226,8 @@ class Updater:
             f"param_groups[{index}].{key}={plain(group[key])}" for index, group in enumerate(self.groups) for key in _TERMS
         )
         params = (
-            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after {managed.step} steps"
-            + managed.changes
+            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after "
+            f"{managed.step if self._verdicts is None else managed.tried} steps" + managed.changes
             for bucket in self.buckets
             for managed in bucket.params
         )
@@ -236,29 +248,31 @@ class Updater:
         changes = "\n".join(managed.name + managed.changes for managed in self._every() if managed.changes)
         return f" after weights were loaded or edited (digest {zlib.crc32(changes.encode()):x})" if changes else ""
 
-    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper]]:
+    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper], list[int]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
 
-        Where random bits are drawn each parameter has spans of its own: they are keyed by it.
+        Where random bits are drawn each parameter has spans of its own: they are keyed by it. Returns the spans, what their
+        scalars are made from, and for each of these the steps that may have counted (verdicts.py, Note [Counts]).
         """
         hypers: list[_C.AdamHyper] = []
-        index_of: dict[tuple[int, int], int] = {}
+        index_of: dict[tuple[int, int, int], int] = {}
 
-        def index(group: int, step: int) -> int:
-            if (group, step) not in index_of:
-                index_of[group, step] = len(hypers)
-                hypers.append(hyper_of(self.groups[group], step, scale))
-            return index_of[group, step]
+        def index(group: int, managed: Managed) -> int:
+            key = group, managed.step, managed.pending
+            if key not in index_of:
+                index_of[key] = len(hypers)
+                hypers.append(hyper_of(self.groups[group], managed.step + 1, scale))
+            return index_of[key]
 
         plan: dict[Bucket, list[Span]] = {}
         for bucket in active:
             assert bucket.group is not None
             group = bucket.group
-            indices = tuple(index(group, m.step + 1) if m.has_grad else None for m in bucket.params)
+            indices = tuple(index(group, m) if m.has_grad else None for m in bucket.params)
             if bucket not in self._spans or self._spans[bucket][0] != indices:
                 self._spans[bucket] = indices, self._cut(bucket, indices)
             plan[bucket] = self._spans[bucket][1]
-        return plan, hypers
+        return plan, hypers, [pending for _, _, pending in index_of]
 
     def _cut(self, bucket: Bucket, indices: Sequence[int | None]) -> list[Span]:
         """Cut a bucket's owned range; `indices` says which scalars update each of its parameters, None: it stays."""
@@ -328,7 +342,7 @@ class Updater:
 
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
-    """Return the squared norms of the buckets' gradients (n, 2), on the CPU; those not taken yet in one call."""
+    """Return the squared norms of the buckets' gradients (n, 2), where they lie; those not taken yet in one call."""
     squares, grads = [], []
     for bucket in buckets:
         if bucket.sq_norm is not None:
@@ -338,4 +352,4 @@ def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
             grads.append(bucket.grad)
     if grads:
         squares.append(_C.sq_norm(grads))
-    return torch.stack(squares).cpu() if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+    return torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")

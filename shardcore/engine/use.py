@@ -16,7 +16,7 @@ def use_row_bytes(params: int) -> int:
 
 
 def agree_on_use(
-    comm: Comm, device: torch.device, params: Sequence[Managed], late: Collection[Managed], failed: int
+    comm: Comm, params: Sequence[Managed], late: Collection[Managed], failed: int
 ) -> tuple[set[Managed], list[int]]:
     """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
 
@@ -29,7 +29,7 @@ def agree_on_use(
             managed.used = False
         return set(late), [failed]
     flags = [_USED * m.used + _LATE * (m in late) for m in params] + [min(failed, 255)]
-    row = torch.tensor(flags, dtype=torch.uint8, device="cpu").to(device, non_blocking=True)
+    row = torch.tensor(flags, dtype=torch.uint8, device="cpu").to(comm.told_on, non_blocking=True)
     rows = comm.gather_rows(row, Traffic.BACKWARD).cpu()
     is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):

@@ -115,12 +115,22 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start. With capturable reading it waits for the device."""
-        return self._skipped + (0 if self._device_skipped is None else int(self._device_skipped.item()))
+        """How many steps were skipped since the start. Where the device decides (capturable; after shard) this waits for it."""
+        if self._engine is not None:
+            self._engine.settle()
+        return self._skipped_so_far()
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
         self._skipped += count - self.skipped_steps
+
+    def _count_skip(self) -> int:
+        """Count a skipped step, and return how many there were until it."""
+        self._skipped += 1
+        return self._skipped_so_far()
+
+    def _skipped_so_far(self) -> int:
+        return self._skipped + (0 if self._device_skipped is None else int(self._device_skipped.item()))
 
     @overload
     def step(
@@ -261,8 +271,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         return clipped
 
     def _skip(self, why: str) -> None:
-        self.skipped_steps += 1
-        logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self.skipped_steps)
+        logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self._count_skip())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero, as torch.optim does."""

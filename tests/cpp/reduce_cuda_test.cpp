@@ -51,6 +51,19 @@ TEST(reduce_cuda, the_result_may_take_the_place_of_the_own_piece) {
   }
 }
 
+TEST(reduce_cuda, what_multiplies_the_scale_is_read_where_it_lies) {
+  for (const double there : {0.25, 1.0 / 3.0}) {
+    ReduceProblem problem({kNormChunk + 259, 3, DType::f16, DType::f32, true, 1, false, 1.0});
+    problem.op.scale = 2.0 * there;
+    const auto want = definition(problem);
+    problem.out.set_bytes(problem.initial);
+    problem.op.scale = 2.0;
+    problem.op.scale_at = &there;
+    ordered_sum_cuda_body(problem.op);
+    ASSERT_EQ(problem.out.bytes(), want);
+  }
+}
+
 TEST(reduce_cuda, elements_past_the_end_do_not_count_even_with_an_infinite_scale) {
   ReduceProblem problem({259, 1, DType::f32, DType::f32, false, 0, false, 1.0});
   problem.op.scale = static_cast<double>(kInf);

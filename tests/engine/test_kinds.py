@@ -162,8 +162,8 @@ def _replan(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None
         plan = Updater._plan
 
         def changed(*arguments: Any) -> Any:
-            spans, hypers = plan(*arguments)
-            return {bucket: [change(span) for span in of_bucket] for bucket, of_bucket in spans.items()}, hypers
+            spans, *rest = plan(*arguments)
+            return {bucket: [change(span) for span in of_bucket] for bucket, of_bucket in spans.items()}, *rest
 
         patch.setattr(Updater, "_plan", changed)
 

@@ -44,24 +44,24 @@ def test_every_step_of_the_rule(options: LossScale, steps: str, expected: list[f
 
 class _GrowsTooEarly(LossScaler):
     def after_update(self) -> None:
-        self._stable_steps += self._stable_steps == 0
+        self.stable_steps += self.stable_steps == 0
         super().after_update()
 
 
 class _ForgetsToCountAnew(LossScaler):
     def after_overflow(self) -> str:
-        stable = self._stable_steps
+        stable = self.stable_steps
         try:
             return super().after_overflow()
         finally:
-            self._stable_steps = stable
+            self.stable_steps = stable
 
 
 class _NeverRefills(LossScaler):
     def after_update(self) -> None:
-        left = self._hysteresis_left
+        left = self.hysteresis_left
         super().after_update()
-        self._hysteresis_left = left
+        self.hysteresis_left = left
 
 
 class _RefillsAfterHalving(LossScaler):
@@ -69,7 +69,7 @@ class _RefillsAfterHalving(LossScaler):
         before = self.scale
         text = super().after_overflow()
         if self.scale < before and self.options is not None:
-            self._hysteresis_left = self.options.hysteresis
+            self.hysteresis_left = self.options.hysteresis
         return text
 
 

@@ -181,7 +181,7 @@ def _poisoned(rank: int, world_size: int, stage: int) -> tuple[bool, int, float,
     loss_of(model, batch_of(8, 0, rank)).backward()
     optimizer.step()
     step = shardcore.full_state(next(model.parameters()), "step").item()
-    return same, optimizer.skipped_steps, step, optimizer._engine.updater.last_norm
+    return same, optimizer.skipped_steps, step, optimizer._engine.last_grad_norm
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,0 +1,38 @@
+"""Ranks of the CPU whose steps are decided on as on a GPU, and whose norms come to the host as late as they may."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from shardcore.engine import verdicts
+from shardcore.engine.verdicts import Arrival
+
+
+@dataclass
+class Waits:
+    """How often the host waited for a norm."""
+
+    count: int = 0
+
+
+@contextmanager
+def device_decides(late: bool | None = True, forced: bool = True) -> Iterator[Waits]:
+    """Let models that are sharded inside decide on the device; forced=False: as they would.
+
+    late: no norm is here before someone waits for it; False: each is at once; None: as it comes.
+    """
+    waits, wait = Waits(), Arrival.wait
+
+    def counted(arrival: Arrival) -> float:
+        waits.count += 1
+        return wait(arrival)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if forced:
+            patch.setattr(verdicts, "decides_on_device", lambda device, tier, comm, lazy: tier == "device" and not lazy)
+        patch.setattr(Arrival, "wait", counted)
+        if late is not None:
+            patch.setattr(Arrival, "here", property(lambda arrival: not late))
+        yield waits

@@ -1,0 +1,230 @@
+"""Steps that the device decides on: the bits, counts, scale and errors of those on which the host does, without a wait for it.
+
+CPU tensors stand in for a GPU's (tests/engine/forced.py); what is marked gpu runs the same on one.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardcore
+from shardcore._native import _C
+from shardcore.engine import verdicts
+from shardcore.engine.bucket import Managed
+from shardcore.engine.loss_scale import LossScaler
+from tests.choice import combinations
+from tests.engine.forced import device_decides
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+# Overflows at the start, then halves, trains, doubles, overflows and trains again within a few steps.
+LIVELY = shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
+PATIENT = shardcore.LossScale(initial_power=18, window=2, hysteresis=2)
+RUNS = {
+    "fp16": Run(precision="fp16", steps=7, shard={"loss_scale": LIVELY, "keep_fp32": [nn.LayerNorm], "clip_grad_norm": 0.5}),
+    "hysteresis": Run(precision="fp16", steps=9, shard={"loss_scale": PATIENT}),
+    "fixed": Run(precision="fp16", steps=3, shard={"loss_scale": 1000.0, "clip_grad_norm": 0.5}),
+    "fp32": Run(steps=3, shard={"clip_grad_norm": 0.3}),
+    # The step's number keys random bits.
+    "8bit": Run(precision="bf16", steps=3, adam={"lr": 1e-2, "state_dtype": "8bit", "stochastic_rounding": True}),
+}
+
+
+def said_of(model: Any, optimizer: Any, whole: bool = True) -> tuple[Any, ...]:
+    """All that a run leaves; whole: and on the way, that the device's loss scale is the one that the host tells of."""
+    state = optimizer.state_dict()  # first: it has to ask what became of the steps
+    steps = [entry["step"].item() for entry in state["state"].values()]
+    scaler, decided = optimizer._engine.scaler, optimizer._engine.updater._verdicts
+    if whole and scaler.live is not None:
+        assert decided._words[1:3].tolist() == [scaler.stable_steps, scaler.hysteresis_left]
+        assert scaler.live.item() == scaler.scale
+        assert scaler.live_unscale.item() == 1.0 / (optimizer._engine.comm.world_size * scaler.scale)
+    said = optimizer._engine.last_grad_norm, optimizer.skipped_steps, optimizer.loss_scale, str(state.get("loss_scale"))
+    return hash_of_training(model, optimizer), *said, str(steps)
+
+
+def _both(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
+    found = []
+    for run in runs:
+        one = said_of(*train(rank, run)[:2])
+        with device_decides() as waits:
+            model, optimizer, _ = train(rank, run)
+            assert optimizer._engine.updater._verdicts is not None
+            waited = waits.count
+            found.append((one, said_of(model, optimizer), waited, waits.count))
+    return found
+
+
+ORDERS = [(1, None), (2, True), (2, False)]
+
+
+@pytest.mark.parametrize(("world_size", "name", "order"), combinations([1, 2, 3], list(RUNS), ORDERS))
+def test_the_bits_of_the_hosts_decision(world_size: int, name: str, order: tuple[int, Any]) -> None:
+    accumulate, sync_each = order
+    runs = [
+        Run(
+            **{
+                **vars(RUNS[name]),
+                "stage": stage,
+                "accumulate": accumulate,
+                "shard": {**RUNS[name].shard, "sync_each": sync_each},
+            }
+        )
+        for stage in range(4)
+    ]
+    found = run_ranks(world_size, _both, runs)
+    assert len({said for of_rank in found for one, other, *_ in of_rank for said in (one, other)}) == 1
+    assert all(waited == 0 and later == runs[0].steps for of_rank in found for *_, waited, later in of_rank)
+    skipped = found[0][0][0][2]
+    assert (skipped > 0) == (name in ("fp16", "hysteresis"))
+
+
+def _over_nodes(rank: int, world_size: int, stage: int) -> list[tuple[Any, ...]]:
+    said = []
+    for forced in (False, True):
+        mesh = init_device_mesh("cpu", (2, 2))
+        run = Run(**{**vars(RUNS["fp16"]), "stage": stage, "steps": 5})
+        with device_decides(forced=forced):
+            said.append(said_of(*train(rank, Run(**{**vars(run), "shard": {**run.shard, "process_group": mesh}}))[:2]))
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_bits_of_the_hosts_decision_with_hybrid_sharding(stage: int) -> None:
+    found = run_ranks(4, _over_nodes, stage)
+    assert len({said for of_rank in found for said in of_rank}) == 1
+
+
+def _forgets_what_came_since(patch: pytest.MonkeyPatch) -> None:
+    verdict = _C.step_verdict
+    patch.setattr(_C, "step_verdict", lambda s, h, since, *more, **terms: verdict(s, h, [0] * len(since), *more, **terms))
+
+
+def _never_skips(patch: pytest.MonkeyPatch) -> None:
+    verdict = _C.step_verdict
+    patch.setattr(_C, "step_verdict", lambda s, *more, **terms: verdict(s.nan_to_num(1.0, 1.0), *more, **terms))
+
+
+def _leaves_the_scale(patch: pytest.MonkeyPatch) -> None:
+    verdict = _C.step_verdict
+    patch.setattr(_C, "step_verdict", lambda *more, **terms: verdict(*more, **{**terms, "rule": None}))
+
+
+def _scales_as_the_host_knows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LossScaler, "unscale", lambda scaler, ranks: 1.0 / (ranks * scaler.scale))
+
+
+def _counts_skipped_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(verdicts.math, "isfinite", lambda x: True)
+
+
+@pytest.mark.parametrize(
+    "twin", [_forgets_what_came_since, _never_skips, _leaves_the_scale, _scales_as_the_host_knows, _counts_skipped_steps]
+)
+def test_twins_have_other_bits(twin: Any) -> None:
+    run = RUNS["fp16"]
+    expected = said_of(*train(0, run)[:2])
+    with device_decides(), pytest.MonkeyPatch.context() as patch:
+        twin(patch)
+        model, optimizer, _ = train(0, run)
+        assert said_of(model, optimizer, whole=False) != expected
+    with device_decides():
+        assert said_of(*train(0, run)[:2]) == expected
+
+
+# --- parameters that have a gradient in some steps only ---------------------------------------------------------------
+
+
+class Sometimes(nn.Module):
+    """A layer for each expert, of which a step uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.experts = nn.ModuleList(nn.Linear(10, 5) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        return sum((self.experts[i](x) for i in used), torch.zeros(len(x), 5))
+
+
+USES = [(0, 1, 2, 3), (0,), (1, 2), (0, 1), (0, 1, 2, 3), (3,), (2, 3)]
+
+
+def _experts(rank: int, world_size: int, stage: int, forced: bool, steps: int) -> tuple[Any, ...]:
+    with device_decides(forced=forced) as waits:
+        model: Any = Sometimes()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, stage, precision="fp32", units=60)
+        for step in range(steps):
+            x, y = batch_of(step, 0, rank)
+            x = x * float("inf") if step % 5 == 3 and rank == 0 else x
+            ((model(x, USES[step % len(USES)]) - y) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        waited = waits.count
+        counts = [int(optimizer.state[param]["step"]) for param in model.parameters()]
+        return hash_of_training(model, optimizer), counts, optimizer.skipped_steps, waited
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
+    for one, other in zip(*(run_ranks(world_size, _experts, stage, forced, 12) for forced in (False, True)), strict=True):
+        assert one == other
+        assert other[2:] == (2, 0)
+
+
+def test_the_host_is_at_most_a_words_bits_behind() -> None:
+    host, device = (_experts(0, 1, 1, forced, 150) for forced in (False, True))
+    assert host[:3] == device[:3]
+    assert device[3] == 150 - 63
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _on(device: torch.device, run: Run, watched: bool) -> tuple[Any, ...]:
+    """Train; watched: torch raises at what waits for the GPU, and a step returns while that is busy with what came before."""
+    model: Any = make_net().to(device)
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
+    model, optimizer = shardcore.shard(model, optimizer, run.stage, precision=run.precision, **run.shard)
+    batches = [tuple(t.to(device) for t in batch_of(step, 0, 0)) for step in range(8)]
+    watched &= device.type == "cuda"
+    for step, batch in enumerate(batches):
+        if watched and step == 3:  # the first steps take memory
+            torch.cuda.synchronize()
+            torch.cuda._sleep(3_000_000_000)  # cycles
+            awake = torch.cuda.Event()
+            awake.record()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.scale_loss(loss_of(model, batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if watched and step == 3:
+                assert not awake.query()
+        finally:
+            if watched:
+                torch.cuda.set_sync_debug_mode("default")
+    return said_of(model, optimizer)
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(device: torch.device, stage: int, name: str) -> None:
+    """On the CPU the same bits, without a GPU to wait for."""
+    run = Run(**{**vars(RUNS[name]), "stage": stage})
+    with device_decides(late=None, forced=device.type == "cpu") as waits:
+        got = _on(device, run, True)
+        assert waits.count == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdicts, "decides_on_device", lambda *_: False)
+        assert _on(device, run, False) == got
+
+
+def test_a_managed_parameter_knows_how_many_steps_were_tried() -> None:
+    managed = Managed("weight", nn.Parameter(torch.zeros(1)), 0, 0, step=5, skips=2, pending=0b1010)
+    assert managed.tried == 9

@@ -1,0 +1,245 @@
+"""Steps that the device decides on (tests/engine/forced.py): overflows, what ranks refuse, states, initialize's scheduler."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.engine.forced import device_decides
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.engine.test_verdicts import LIVELY, PATIENT, RUNS, said_of
+from tests.ranks import run_ranks
+
+# --- overflows --------------------------------------------------------------------------------------------------------
+
+
+def _lines() -> tuple[list[str], logging.Handler]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardcore").addHandler(handler)
+    return messages, handler
+
+
+def _one_overflows(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    with device_decides() as waits:
+        options = shardcore.LossScale(initial_power=8, window=2, hysteresis=1)
+        model, optimizer, _ = train(rank, Run(stage=stage, precision="fp16", steps=2, shard={"loss_scale": options}))
+        before = hash_of_training(model, optimizer)
+        messages, handler = _lines()
+        waited = waits.count
+        x, y = batch_of(2, 0, rank)
+        optimizer.scale_loss(loss_of(model, (x * float("inf") if rank == 1 else x, y))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        silent = not messages and waits.count == waited
+        skipped = optimizer.skipped_steps
+        logging.getLogger("shardcore").removeHandler(handler)
+        same, scale = hash_of_training(model, optimizer) == before, optimizer.loss_scale
+        for step in range(3):
+            optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = hash_of_training(model, optimizer) != before, optimizer.loss_scale
+        return {"silent": silent, "skipped": skipped, "log": messages, "same": same, "scale": scale, "after": after}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_and_halves_on_all(stage: int) -> None:
+    first, second = run_ranks(2, _one_overflows, stage)
+    assert first == second
+    (line,) = first.pop("log")
+    assert "nothing was updated on any rank (skipped steps so far: 1); the loss scale goes from 256 to 128" in line
+    assert first == {"silent": True, "skipped": 1, "same": True, "scale": 128.0, "after": (True, 256.0)}
+
+
+def _at_the_minimum(rank: int, world_size: int, late: list[bool]) -> tuple[list[str], bool, int, str]:
+    options = shardcore.LossScale(initial_power=1, hysteresis=1)
+    with device_decides(late[rank]):
+        model, optimizer, _ = train(rank, Run(precision="fp16", steps=0, shard={"loss_scale": options}))
+        before, found = hash_of_training(model, optimizer), []
+        for step in range(5):
+            x, y = batch_of(step, 0, rank)
+            optimizer.scale_loss(loss_of(model, (x / 0 if rank == 1 and step < 2 else x, y))).backward()
+            try:
+                optimizer.step()
+                found.append("stepped")
+            except RuntimeError as error:
+                found.append(str(error))
+            optimizer.zero_grad()
+            if step == 2:
+                same = hash_of_training(model, optimizer) == before
+        return found, same, optimizer.skipped_steps, optimizer.state_dict()["loss_scale"]
+
+
+@pytest.mark.parametrize("late", [[False, False], [False, True], [True, False]])
+def test_at_the_minimum_the_next_step_is_refused_on_every_rank(late: list[bool]) -> None:
+    """Even if only one rank has the norm by then."""
+    first, second = run_ranks(2, _at_the_minimum, late)
+    assert first == second
+    found, same, skipped, _ = first
+    assert [text == "stepped" for text in found] == [True, True, False, True, True]
+    assert "gradients are not finite though the loss scale is at its minimum, 1; nothing was updated" in found[2]
+    assert (same, skipped) == (True, 2)
+
+
+def _refuses(rank: int, world_size: int, stage: int) -> tuple[list[str], bool, bool]:
+    with device_decides():
+        run = Run(stage=stage, precision="fp16", steps=3, shard={"loss_scale": LIVELY})
+        model, optimizer, _ = train(rank, run)
+        before, found = hash_of_training(model, optimizer), []
+        for attempt in range(3):
+            optimizer.scale_loss(loss_of(model, batch_of(attempt, 0, rank))).backward()
+            try:
+                optimizer.step(max_norm=-1.0 if attempt == 0 and rank == 1 else (None, 1.0 + rank, 1.0)[attempt])
+                found.append("stepped")
+            except ValueError as error:
+                found.append(str(error))
+            optimizer.zero_grad()
+            if attempt == 1:
+                same = hash_of_training(model, optimizer) == before
+        return found, same, hash_of_training(model, optimizer) != before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_a_rank_refuses_is_told_at_once(stage: int) -> None:
+    first, second = run_ranks(2, _refuses, stage)
+    assert "rank 1 refused the step, so no rank was updated" in first[0][0]
+    assert "max_norm has -1.0" in second[0][0]
+    for found, same, changed in (first, second):
+        assert "max_norm=2.0 on rank 1 but max_norm=1.0 on rank 0; expected the same step" in found[1]
+        assert (found[2], same, changed) == ("stepped", True, True)
+
+
+def _one_learns_later(rank: int, world_size: int) -> tuple[Any, ...]:
+    with device_decides(late=rank == 0):
+        return said_of(*train(rank, RUNS["fp16"])[:2])
+
+
+def test_ranks_may_learn_at_different_times() -> None:
+    expected = run_ranks(2, _one_learns_later)
+    assert expected[0] == expected[1]
+
+
+def _counts_differ(rank: int, world_size: int) -> str:
+    with device_decides():
+        model, optimizer, _ = train(rank, Run(steps=2))
+        if rank == 1:
+            next(iter(optimizer._engine.managed.values())).step += 1
+        loss_of(model, batch_of(2, 0, rank)).backward()
+        with pytest.raises(ValueError) as error:
+            optimizer.step()
+        return str(error.value)
+
+
+def test_ranks_that_count_differently_are_refused() -> None:
+    for text in run_ranks(2, _counts_differ):
+        assert "gradient after 3 steps on rank 1" in text
+
+
+def _loads_another_scale(rank: int, world_size: int) -> str:
+    with device_decides():
+        model, optimizer, _ = train(rank, Run(precision="fp16", steps=2, shard={"loss_scale": LIVELY}))
+        state = optimizer.state_dict()
+        state["loss_scale"] = state["loss_scale"] | {"scale": 4.0 + rank}
+        optimizer.load_state_dict(state)
+        optimizer.scale_loss(loss_of(model, batch_of(2, 0, rank))).backward()
+        with pytest.raises(ValueError) as error:
+            optimizer.step()
+        return str(error.value)
+
+
+def test_ranks_that_load_other_scales_are_refused() -> None:
+    for text in run_ranks(2, _loads_another_scale):
+        assert "an optimizer state was loaded" in text
+        assert "'scale': 5.0" in text
+
+
+# --- state, losses, initialize ----------------------------------------------------------------------------------------
+
+
+def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -> bool:
+    """Whether going on from a state dict is the same as not to have stopped; saved and loaded by either kind of steps."""
+    run = Run(stage=stage, precision="fp16", steps=5, shard={"loss_scale": PATIENT})
+    found = []
+    for first, second in ((forced[0], None), forced):
+        with device_decides(forced=first):
+            model, optimizer, _ = train(rank, run)
+        if second is not None:
+            weights, saved = model.state_dict(), optimizer.state_dict()
+            with device_decides(forced=second):
+                model, optimizer, _ = train(rank, Run(**{**vars(run), "steps": 2}), make_net(7))  # of which nobody asked
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+        for step in range(5, 9):
+            optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said = said_of(model, optimizer)
+        found.append((said[0], said[1], *said[3:]))  # skipped_steps are no part of the state
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize("forced", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_state_dicts_go_both_ways(stage: int, forced: tuple[bool, bool]) -> None:
+    assert run_ranks(2, _resume, stage, forced) == [True, True]
+
+
+def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
+    for options, error in ((shardcore.LossScale(initial_power=4, window=100), ""), (LIVELY, "not scaled by")):
+        with device_decides():
+            model, optimizer, _ = train(0, Run(stage=1, precision="fp16", steps=0, shard={"loss_scale": options}))
+            x = torch.ones(4, 10, requires_grad=True)
+            early = optimizer.scale_loss(loss_of(nn.Linear(10, 5), (x, torch.ones(4, 5))))
+            optimizer.scale_loss(loss_of(model, batch_of(0, 0, 0))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            late = loss_of(model, batch_of(1, 0, 0)) + 0.0 * early
+            late.backward()
+            if error:
+                with pytest.raises(ValueError, match=error):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
+FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
+
+
+def _initialize(rank: int, world_size: int, forced: bool, scheduler: bool) -> tuple[Any, ...]:
+    with device_decides(forced=forced) as waits:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "fp16": FP16,
+        }
+        engine, optimizer, _, _ = shardcore.initialize(
+            model=make_net(),
+            config=config,
+            lr_scheduler=(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)) if scheduler else None,
+        )
+        rates = []
+        for micro_step in range(12):
+            x, y = batch_of(micro_step // 2, micro_step % 2, rank)
+            engine.backward(((engine(x).float() - y) ** 2).mean())
+            engine.step()
+            rates.append(engine.get_lr()[0])
+        waited = waits.count
+        said = engine.skipped_steps, engine.get_global_grad_norm(), engine.global_steps, rates
+        return hash_of_training(engine.module, optimizer), *said, waited
+
+
+@pytest.mark.parametrize("scheduler", [True, False])
+def test_a_scheduler_of_initialize_stays_behind_at_an_overflow(scheduler: bool) -> None:
+    host, device = (run_ranks(2, _initialize, forced, scheduler)[0] for forced in (False, True))
+    assert host[:-1] == device[:-1]
+    skipped, rates = device[1], device[4]
+    assert 0 < skipped < 6
+    assert rates[-1] == 1e-2 * 0.5 ** (6 - skipped if scheduler else 0)
+    assert device[-1] == (6 if scheduler else 0), "only a scheduler asks"
