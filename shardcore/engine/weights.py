@@ -62,7 +62,7 @@ class Weights(WholeUnits):
     def _use(self, unit: Unit) -> None:
         if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
+                f"forward: the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         self._start_anew()
