@@ -11,7 +11,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
 from operator import methodcaller
 from typing import Any
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads
-from shardcore.places import Place, backends_of, places_of, taken_places
+from shardcore.places import NotAMemberError, Place, backends_of, group_beside, group_of, places_of, taken_places, timeout_of
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -49,10 +48,6 @@ _TAGS_UNTIL_PARTING = 1 << 20
 _TAGS_A_KIND = 1 << 28
 
 
-class NotAMemberError(ValueError):
-    """A rank was given a group of others."""
-
-
 class Comm:
     """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
@@ -66,7 +61,7 @@ class Comm:
         """
         sharded = None
         if isinstance(group, DeviceMesh):
-            group, sharded = _group_of(group)
+            group, sharded = group_of(group)
         elif not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or None for all ranks")
         self.group: dist.ProcessGroup | None = None
@@ -110,7 +105,7 @@ class Comm:
         if not common:
             common.add(len(places))
             with _explained():
-                places.append(Place(self._new_group(self.group)))
+                places.append(Place(group_beside(self.group, dist.get_process_group_ranks(self.group), self.device)))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
@@ -118,22 +113,8 @@ class Comm:
         if not place.met and not self.uses_nccl and self._backends.get("cpu") == "gloo":
             place.met = True
             place.neighbours = neighbour_reads.meet(
-                self.rank, self.world_size, self._timeout(self.group).total_seconds(), self.gather_json
+                self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
             )
-
-    def _timeout(self, group: dist.ProcessGroup) -> timedelta:
-        timeout: timedelta = group._get_backend(self.device).options._timeout
-        return timeout
-
-    def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
-        group: dist.ProcessGroup | None = dist.new_group(
-            dist.get_process_group_ranks(like),
-            timeout=self._timeout(like),
-            backend=dist.get_backend(like),
-            use_local_synchronization=True,
-        )
-        assert group is not None
-        return group
 
     @property
     def sharers(self) -> Sequence[int]:
@@ -323,22 +304,6 @@ def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | Non
         except Exception as error:  # of any kind: torch's, where `group` is none
             problem = problem or error
     return Comm(), problem
-
-
-def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
-    """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates."""
-    if mesh.get_coordinate() is None:
-        raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")
-    if mesh.ndim == 1:
-        return mesh.get_group(), None
-    if mesh.ndim != 2:
-        raise ValueError(f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 (replicate, shard)")
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, row by row")
-    everyone = len(ranks) == dist.get_world_size()
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -230,20 +230,23 @@ def test_refusals(what: str, message: str) -> None:
         assert message in error
 
 
-def _outside(rank: int, world_size: int) -> str:
+def _outside(rank: int, world_size: int, names: tuple[str, str] | None) -> str:
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("node", "rank"))
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=names)
     try:
         said = hash_of_training(*train(rank, Run(stage=3, steps=1, shard={"process_group": mesh}))[:2])
+        assert Comm(mesh).group is Comm(mesh).group, "a model more would take a group more"
     except ValueError as error:
         said = str(error)
     return said
 
 
-def test_a_rank_outside_the_mesh_raises_and_the_others_train() -> None:
-    first, second, outside = run_ranks(3, _outside)
+@pytest.mark.parametrize("names", [("node", "rank"), None])
+def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, str] | None) -> None:
+    first, second, outside = run_ranks(3, _outside, names)
     assert first == second
+    assert len(first) == 64
     assert outside == "shard: process_group is a mesh without this rank; expected one that it belongs to"
 
 
