@@ -9,7 +9,7 @@ import json
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from operator import methodcaller
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads
+from shardcore.overdue import Overdue
 from shardcore.places import NotAMemberError, Place, backends_of, group_beside, group_of, places_of, taken_places, timeout_of
 from shardcore.topology import topology_of
 
@@ -90,6 +91,7 @@ class Comm:
         self.partings = 0  # how often ranks went different ways, and all learned of it
         self._count: Counter[tuple[Traffic, int | None]] = Counter()
         self._place = Place(None)
+        self._overdue: Overdue | None = None
 
     def separate(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
@@ -115,6 +117,20 @@ class Comm:
             place.neighbours = neighbour_reads.meet(
                 self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
             )
+
+    def watch(self, where: Callable[[], str]) -> None:
+        """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
+        if self.uses_nccl and self.group is not None and self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            timeout = timeout_of(self.group, self.device)
+            self._overdue = Overdue(store, self.group.group_name, self.rank, self.world_size, timeout, where)
+
+    def _started(self, work: dist.Work | None) -> list[dist.Work]:
+        if work is None:
+            return []
+        if self._overdue is not None:
+            self._overdue.started(work)
+        return [work]
 
     @property
     def sharers(self) -> Sequence[int]:
@@ -170,7 +186,7 @@ class Comm:
         """
         if self.uses_nccl and ranks is None:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
-            return [work] if work is not None else []
+            return self._started(work)
         ranks = range(self.world_size) if ranks is None else ranks
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks, of)
 
@@ -188,7 +204,7 @@ class Comm:
             pieces = sent.chunk(self.world_size)
             of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
-        return [work] if work is not None else []
+        return self._started(work)
 
     def all_gather(
         self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None, of: int | None = None
@@ -204,8 +220,7 @@ class Comm:
         if self.uses_nccl and in_order:
             flat = as_bytes(whole)
             size = flat.numel() // self.world_size
-            work = _all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True)
-            return [work] if work is not None else []
+            return self._started(_all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True))
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
 
@@ -243,7 +258,8 @@ class Comm:
                 else:
                     operations.append((call, data, peer))
         if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
-            return dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
+            works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
+            return [*works[:-1], *self._started(works[-1] if works else None)]
         with _explained():
             works += [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
