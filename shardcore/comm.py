@@ -9,9 +9,8 @@ import json
 import os
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from enum import IntEnum
 from operator import methodcaller
 from typing import Any
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads
-from shardcore.places import Place, backends_of, places_of, taken_places
+from shardcore.overdue import Overdue
+from shardcore.places import NotAMemberError, Place, backends_of, group_beside, group_of, places_of, taken_places, timeout_of
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -49,10 +49,6 @@ _TAGS_UNTIL_PARTING = 1 << 20
 _TAGS_A_KIND = 1 << 28
 
 
-class NotAMemberError(ValueError):
-    """A rank was given a group of others."""
-
-
 class Comm:
     """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
@@ -66,7 +62,7 @@ class Comm:
         """
         sharded = None
         if isinstance(group, DeviceMesh):
-            group, sharded = _group_of(group)
+            group, sharded = group_of(group)
         elif not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or None for all ranks")
         self.group: dist.ProcessGroup | None = None
@@ -96,6 +92,7 @@ class Comm:
         self.partings = 0  # how often ranks went different ways, and all learned of it
         self._count: Counter[tuple[Traffic, int | None]] = Counter()
         self._place = Place(None)
+        self._overdue: Overdue | None = None
 
     def separate(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
@@ -111,7 +108,7 @@ class Comm:
         if not common:
             common.add(len(places))
             with _explained():
-                places.append(Place(self._new_group(self.group)))
+                places.append(Place(group_beside(self.group, dist.get_process_group_ranks(self.group), self.device)))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
@@ -119,22 +116,22 @@ class Comm:
         if not place.met and not self.uses_nccl and self._backends.get("cpu") == "gloo":
             place.met = True
             place.neighbours = neighbour_reads.meet(
-                self.rank, self.world_size, self._timeout(self.group).total_seconds(), self.gather_json
+                self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
             )
 
-    def _timeout(self, group: dist.ProcessGroup) -> timedelta:
-        timeout: timedelta = group._get_backend(self.device).options._timeout
-        return timeout
+    def watch(self, where: Callable[[], str]) -> None:
+        """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
+        if self.uses_nccl and self.group is not None and self.world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            timeout = timeout_of(self.group, self.device)
+            self._overdue = Overdue(store, self.group.group_name, self.rank, self.world_size, timeout, where)
 
-    def _new_group(self, like: dist.ProcessGroup) -> dist.ProcessGroup:
-        group: dist.ProcessGroup | None = dist.new_group(
-            dist.get_process_group_ranks(like),
-            timeout=self._timeout(like),
-            backend=dist.get_backend(like),
-            use_local_synchronization=True,
-        )
-        assert group is not None
-        return group
+    def _started(self, work: dist.Work | None) -> list[dist.Work]:
+        if work is None:
+            return []
+        if self._overdue is not None:
+            self._overdue.started(work)
+        return [work]
 
     @property
     def sharers(self) -> Sequence[int]:
@@ -190,7 +187,7 @@ class Comm:
         """
         if self.uses_nccl and ranks is None:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
-            return [work] if work is not None else []
+            return self._started(work)
         ranks = range(self.world_size) if ranks is None else ranks
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks, of)
 
@@ -208,7 +205,7 @@ class Comm:
             pieces = sent.chunk(self.world_size)
             of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
-        return [work] if work is not None else []
+        return self._started(work)
 
     def all_gather(
         self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None, of: int | None = None
@@ -224,8 +221,7 @@ class Comm:
         if self.uses_nccl and in_order:
             flat = as_bytes(whole)
             size = flat.numel() // self.world_size
-            work = _all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True)
-            return [work] if work is not None else []
+            return self._started(_all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True))
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
 
@@ -263,7 +259,8 @@ class Comm:
                 else:
                     operations.append((call, data, peer))
         if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
-            return dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
+            works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
+            return [*works[:-1], *self._started(works[-1] if works else None)]
         with _explained():
             works += [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
@@ -324,22 +321,6 @@ def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | Non
         except Exception as error:  # of any kind: torch's, where `group` is none
             problem = problem or error
     return Comm(), problem
-
-
-def _group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
-    """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates."""
-    if mesh.get_coordinate() is None:
-        raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")
-    if mesh.ndim == 1:
-        return mesh.get_group(), None
-    if mesh.ndim != 2:
-        raise ValueError(f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 (replicate, shard)")
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):
-        raise ValueError(f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, row by row")
-    everyone = len(ranks) == dist.get_world_size()
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD if everyone else mesh._flatten().get_group(), mesh.size(1)
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -1,12 +1,19 @@
-"""Process groups that engines take one after the other, beside the one that the user gave, and what they run on."""
+"""Process groups: those of meshes, and those that engines take one after the other, beside the one that the user gave."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.neighbour_reads import Neighbours
+
+
+class NotAMemberError(ValueError):
+    """A rank was given a group of others."""
 
 
 @dataclass
@@ -48,3 +55,48 @@ def places_of(group: dist.ProcessGroup) -> list[Place]:
 def taken_places() -> Iterator[Place]:
     """Iterate over all that engines have taken."""
     return (place for places in _places.values() for place in places if place.taken)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return how long collectives of `group` on `device` wait."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def group_beside(like: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """Make a group of `ranks`, with the backend and the timeout of `like`. Collective over these ranks alone."""
+    group: dist.ProcessGroup | None = dist.new_group(
+        ranks, timeout=timeout_of(like, device), backend=dist.get_backend(like), use_local_synchronization=True
+    )
+    assert group is not None
+    return group
+
+
+# The groups made of meshes of two dimensions over part of a world.
+_of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
+_of_meshes = weakref.WeakKeyDictionary()
+
+
+def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
+    """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates.
+
+    Collective over the mesh, whose ranks need not be the whole world. (torch's own way to make one group of two dimensions
+    asks for names of them.)
+    """
+    if mesh.get_coordinate() is None:
+        raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")
+    if mesh.ndim == 1:
+        return mesh.get_group(), None
+    if mesh.ndim != 2:
+        raise ValueError(f"shard: process_group is a mesh of {mesh.ndim} dimensions; expected 1, or 2 (replicate, shard)")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(f"shard: process_group is a mesh of the ranks {ranks}; expected them in rising order, row by row")
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks) == dist.get_world_size():
+        return world, mesh.size(1)
+    groups = _of_meshes.setdefault(world, {})
+    if tuple(ranks) not in groups:
+        groups[tuple(ranks)] = group_beside(world, ranks, torch.device(mesh.device_type))
+    return groups[tuple(ranks)], mesh.size(1)

@@ -34,11 +34,14 @@ def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
 def full_params(model: nn.Module) -> Iterator[None]:
     """Make a sharded model's weights whole and readable inside the context. Collective.
 
-    model: what shard returned, or a module of it. At stages 0 to 2 weights always are whole. Edits in place reach the masters
-    at the next step, and at stage 3 the shards at the end of the context; every rank makes the same ones.
+    model: what shard returned, or a module of it, or the engine that initialize returned. At stages 0 to 2 weights always are
+    whole. Edits in place reach the masters at the next step, and at stage 3 the shards at the end of the context; every rank
+    makes the same ones.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"full_params: got a {type(model).__name__}; expected a module that shardcore.shard returned")
+        given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
     engine = _engine_of("full_params", next((p for p in params if hasattr(p, "_shardcore_engine")), model))
     with engine.weights.whole(params) if engine.weights is not None else nullcontext():

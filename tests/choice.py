@@ -15,6 +15,15 @@ def some(rows: Iterable[Sequence[Any]], chosen: Iterable[Sequence[Any]]) -> list
     return [row if row in chosen else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
+# For parametrize: of a list of runs, a case of several ranks makes every second one, and all as a slow test.
+EVERY = [2, pytest.param(1, marks=pytest.mark.slow)]
+
+
+def part(runs: Sequence[Any], every: int, number: int) -> list[Any]:
+    """Return every `every`-th of `runs`, from another one on for cases of another `number`, so that together they make all."""
+    return list(runs[number % every :: every])
+
+
 def combinations(*tables: Iterable[Any], meet: int = 2) -> list[Any]:
     """Return every combination of one value of each table, for parametrize; those that are not in `few` are marked slow."""
     rows = list(itertools.product(*tables))

@@ -3,21 +3,24 @@
 import atexit
 import gc
 import multiprocessing
-import os
 import socket
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import torch.distributed as dist
 
 _TIMEOUT_S = 120
 # Processes are forked from one that has imported torch and the collected test modules and done nothing else, so no thread is
 # lost in the fork.
 context = multiprocessing.get_context("forkserver")
 _workers: list[tuple[Any, Connection]] = []
+_calls = count()
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -28,29 +31,28 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     """
     while len(_workers) < world_size:
         _workers.append(_start())
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        pending = {}
-        for rank, (_, pipe) in enumerate(_workers[:world_size]):
-            pipe.send((function, rank, world_size, store, args))
-            pending[pipe] = rank
-        results: list[Any] = [None] * world_size
-        errors: dict[int, str] = {}
-        while pending:
-            ready = wait(list(pending), timeout=10 if errors else _TIMEOUT_S)
-            if not ready:
-                errors.update({rank: "no answer in time" for rank in pending.values()})
-                break
-            for pipe in ready:
-                rank = pending.pop(pipe)
-                try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    ok, value = False, "the process died"
-                if ok:
-                    results[rank] = value
-                else:
-                    errors[rank] = value
+    call, port = next(_calls), _store().port
+    pending = {}
+    for rank, (_, pipe) in enumerate(_workers[:world_size]):
+        pipe.send((function, rank, world_size, port, call, args))
+        pending[pipe] = rank
+    results: list[Any] = [None] * world_size
+    errors: dict[int, str] = {}
+    while pending:
+        ready = wait(list(pending), timeout=10 if errors else _TIMEOUT_S)
+        if not ready:
+            errors.update({rank: "no answer in time" for rank in pending.values()})
+            break
+        for pipe in ready:
+            rank = pending.pop(pipe)
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "the process died"
+            if ok:
+                results[rank] = value
+            else:
+                errors[rank] = value
     if errors:
         stop_ranks()
         raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
@@ -67,6 +69,12 @@ def stop_ranks() -> None:
 
 
 atexit.register(stop_ranks)
+
+
+@cache
+def _store() -> dist.TCPStore:
+    """Where all ranks meet, served by this process on a port of the system's choice (a file would be polled)."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _start() -> tuple[Any, Connection]:
@@ -116,22 +124,23 @@ def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any
 
 def _serve(pipe: Connection) -> None:
     import torch
-    import torch.distributed as dist
 
     from shardcore import neighbour_reads
 
     torch.set_num_threads(1)
     smallest = neighbour_reads.MIN_BYTES
+    store: dist.TCPStore | None = None
     gc.freeze()  # what was imported is no garbage; a collection need not look at it again
     while True:
         try:
-            function, rank, world_size, store, args = pipe.recv()
+            function, rank, world_size, port, call, args = pipe.recv()
         except EOFError:
             return
         try:
+            store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{store}",
+                store=dist.PrefixStore(str(call), store),
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=60),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.choice import combinations, some
+from tests.choice import combinations, part, some
 
 TABLES = ([1, 2, 3, 4], ["fp32", "bf16"], [(1, None), (3, True), (3, False)])
 
@@ -31,3 +31,9 @@ def test_what_is_not_chosen_is_slow() -> None:
     assert quick(rows) == [(2, "b")]
     with pytest.raises(AssertionError, match="a combination is chosen that is none"):
         some([(1, "a")], [(2, "b")])
+
+
+def test_parts_of_neighbouring_numbers_are_all_of_it() -> None:
+    runs = list("abcde")
+    assert (part(runs, 2, 2), part(runs, 2, 3)) == (["a", "c", "e"], ["b", "d"])
+    assert part(runs, 1, 3) == runs

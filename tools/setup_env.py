@@ -94,10 +94,18 @@ def use_venv(torch_requirement: str) -> str:
     say(f"making .venv{again} with {torch_requirement} (a download of some hundred MB, more where torch brings CUDA)")
     stamp.unlink(missing_ok=True)  # first: what is interrupted from here on must not pass for complete
     run([sys.executable, "-m", "venv", "--clear", str(VENV)], "python3 -m venv failed")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-user"]  # PIP_USER=1 is common on clusters
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
+    pip.append("--no-user")  # PIP_USER=1 is common on clusters
     run([*pip, *requirements], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
+    compile_packages(python)
     stamp.write_text(json.dumps(wanted))
     return str(python)
+
+
+def compile_packages(python: Path) -> None:
+    """Write the bytecode of what .venv has, on all cores: pip would on one. Where that fails (templates) there is none."""
+    command = [str(python), "-m", "compileall", "-q", "-j", "0", str(VENV / "lib")]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
 def probe(python: str) -> bytes | None:

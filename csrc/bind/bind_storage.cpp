@@ -34,17 +34,20 @@ void release(void* held) { delete static_cast<at::Tensor*>(held); }
 // Someone else's memory (the user re-assigned .data) must be neither hidden nor given up.
 void check_closed(const Where& where, const at::Tensor& tensor) {
   if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr)
-    value_error(where, "memory already; expected a tensor that closed() made, between uses");
+    value_error(
+        where,
+        "memory of someone else; expected a sharded parameter as shard() left it, between uses (do not re-assign .data)");
 }
 
 void check_lent(const Where& where, const at::Tensor& tensor) {
   if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get_deleter() != &release)
-    value_error(where, "memory that lend() did not give; expected a tensor that closed() made, in use");
+    value_error(where,
+                "memory of someone else; expected a sharded parameter as shard() left it, in use (do not re-assign .data)");
 }
 
 void check_own_storage(const Where& where, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || !is_plain(tensor) || tensor.storage_offset() != 0)
-    value_error(where, "no storage of its own; expected a dense tensor, no view, as closed() makes them");
+    value_error(where, "no storage of its own; expected a sharded parameter as shard() left it (dense, no view)");
 }
 
 std::vector<std::string> texts_of(const char* op, const char* name, const py::handle& sequence, size_t expected) {

@@ -133,12 +133,12 @@ def closed_message(name: str, unit: str) -> str:
     )
 
 
-def refuse_grads(params: Iterable[Managed]) -> None:
+def refuse_grads(op: str, params: Iterable[Managed]) -> None:
     """Raise ValueError for a `param.grad` that a user assigned where gradients live in shards."""
     for managed in params:
         if managed.param.grad is not None:
             raise ValueError(
-                f"{managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
+                f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
                 "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
             )
 

@@ -217,7 +217,7 @@ class Engine:
         for bucket in self.buckets:
             if bucket.group is None:  # the updater checks the others
                 bucket.check_in_place("step")
-        self.reducer.accept_user_grads()
+        self.reducer.accept_user_grads("step")
         self.updater.check()
 
     @property
@@ -279,7 +279,7 @@ class Engine:
             if problem is not None:
                 raise problem
             limit = check_max_norm("clip_grad_norm_", max_norm)
-            self.reducer.accept_user_grads()
+            self.reducer.accept_user_grads("clip_grad_norm_")
             self.reducer.host.arrive()
             names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
             return f"max_norm={limit} over {', '.join(names)}"
@@ -343,7 +343,7 @@ class Engine:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
 
         def check() -> str:
-            self.reducer.accept_user_grads()
+            self.reducer.accept_user_grads("full_grad")
             self.reducer.host.arrive()
             return self._of("full_grad", param)[1].name
 

@@ -129,8 +129,8 @@ def _sum(part: torch.Tensor, total: torch.Tensor, as_it_is: bool) -> torch.Tenso
 
 def _failed(doing: str, error: BaseException) -> RuntimeError:
     return RuntimeError(
-        f"{doing} gradients in host memory failed ({type(error).__name__}: {error}); expected it to succeed (zero_grad() "
-        "forgets them; where copies go on failing, make the model anew and load its last saved state)"
+        f"backward: {doing} gradients in host memory failed ({type(error).__name__}: {error}); expected it to succeed "
+        "(zero_grad() forgets them; where copies go on failing, make the model anew and load its last saved state)"
     )
 
 

@@ -5,8 +5,9 @@ Note [Parting]: announcements are checked in the order in which they were made, 
 ranks differ. From there all start anew: with tags of their own, and with nothing learned. What was announced before it was sent
 by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
 
-Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the wait.
-Where nobody waits, since as many collectives of the same sizes ran in another order, a step finds that (`untold`).
+Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the
+wait, after Comm.watch has said where. Where nobody waits, since as many collectives of the same sizes ran in another order, a
+step finds that (`untold`).
 """
 
 import zlib
@@ -53,6 +54,8 @@ class Meetings:
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
         self._unchecked: deque[Notice] = deque()
         self._lost: list[Notice] = []
+        self._at: int | None = None  # on NCCL: the last point
+        comm.watch(self.where)
         self._untold, self._digest = deque[int](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
         self._refusing = _Refusing(self)
         self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
@@ -70,6 +73,7 @@ class Meetings:
         if self._comm.world_size == 1:
             return None
         if self._comm.uses_nccl:
+            self._at = what
             self._untold.append(what)
             self._digest = zlib.crc32(b"%d " % what, self._digest)
             return None
@@ -116,6 +120,10 @@ class Meetings:
             difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
             self.part()
             raise different_ways(str(difference))
+
+    def where(self) -> str:
+        """Return the point that this rank has come to, where nothing is told of it."""
+        return "its start" if self._at is None else self._names[self._at]
 
     def untold(self) -> list[str]:
         """Return where this rank was since the last call, if the others were not told: for a step to compare."""

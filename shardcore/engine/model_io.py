@@ -91,6 +91,8 @@ class _BeforeForward(_EngineHook):
             _refuse_wrappers(module, self.engine)
             self.engine.reducer.settle()
         if self.engine is not None and self.engine.weights is not None:
+            if torch.compiler.is_compiling():
+                self.engine.weights.warn_of_compiling()
             if self.engine.reducer.boundary.under_way and not in_backward():
                 raise RuntimeError(
                     "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"

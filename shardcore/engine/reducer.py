@@ -101,7 +101,7 @@ class Reducer:
         self.settle()
         if self.lazy is not None:
             self.lazy.finish()
-        self.accept_user_grads()
+        self.accept_user_grads("backward")
         if self.handout is not None:
             self.handout.drop()
         elif self._stepped and not self._told:
@@ -357,12 +357,12 @@ class Reducer:
 
     # --- between backwards --------------------------------------------------------------------------------------------
 
-    def accept_user_grads(self) -> None:
+    def accept_user_grads(self, op: str) -> None:
         """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients live in shards)."""
         if self.handout is not None:
             self.handout.absorb()
             return
-        refuse_grads(self.params)
+        refuse_grads(op, self.params)
 
     def zero(self, set_to_none: bool = True) -> None:
         """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""

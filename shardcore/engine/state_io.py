@@ -38,7 +38,8 @@ class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
 class _ParamStates(dict[str, Any]):
     def __missing__(self, key: str) -> None:
         raise KeyError(
-            f"{key!r}: states lie in shards; expected shardcore.full_state(param, {key!r}), or optimizer.state_dict()"
+            f"optimizer.state: {key!r} was read, but states lie in shards; expected shardcore.full_state(param, {key!r}), or "
+            "optimizer.state_dict()"
         )
 
 

@@ -15,6 +15,7 @@ Note [Recomputation]: with activation checkpointing forward hooks run inside bac
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,13 @@ from shardcore.engine.one_thread import ForwardThread
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.unit import Unit
 from shardcore.engine.whole_units import WholeUnits
+
+logger = logging.getLogger("shardcore")
+# Shown by torch.compile, too, where it is told to take everything (fullgraph=True).
+_COMPILE_BLOCKS = (
+    "at stage 3 weights come and go with each unit, which a graph cannot hold, so it is cut there; compile the blocks "
+    "(for block in model.blocks: block.compile()), without fullgraph=True"
+)
 
 
 class Weights(WholeUnits):
@@ -51,9 +59,14 @@ class Weights(WholeUnits):
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order[Unit](), Order[Unit]()
         self._thread = ForwardThread()
+        self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
-        for method in ("before_forward", "after_forward", "before_part", "after_part", "begin_forward", "end_forward"):
-            setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
+        for method in (
+            *("before_forward", "after_forward", "before_part", "after_part"),
+            *("begin_forward", "end_forward", "warn_of_compiling"),
+        ):
+            call = torch.compiler.disable(getattr(self, method), reason=_COMPILE_BLOCKS)  # type: ignore[no-untyped-call]
+            setattr(self, method, call)
 
     def _forget(self) -> None:
         super()._forget()
@@ -62,7 +75,7 @@ class Weights(WholeUnits):
     def _use(self, unit: Unit) -> None:
         if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                f"the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
+                f"forward: the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         self._start_anew()
@@ -71,6 +84,14 @@ class Weights(WholeUnits):
         order.use(unit)
         if order.next is not None:
             self._start_ahead(order.next)
+
+    def warn_of_compiling(self) -> None:
+        """Say once that the forward of the whole model is being compiled, and what to compile instead."""
+        if not self._warned and self.comm.rank == 0:
+            logger.warning(
+                "forward: torch.compile is around the whole model; expected it around its blocks: %s", _COMPILE_BLOCKS
+            )
+        self._warned = True
 
     def begin_forward(self, model: nn.Module) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""

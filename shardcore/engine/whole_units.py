@@ -161,7 +161,7 @@ class WholeUnits:
         with held_back_interrupts():
             unit.gathers = None
             for bucket in unit.buckets:
-                self._exchange(bucket, "use", bucket.lend)
+                self._exchange(bucket, "making weights whole", bucket.lend)
             unit.open = True
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
@@ -193,7 +193,7 @@ class WholeUnits:
 
     def _withdraw(self, unit: Unit) -> None:
         for bucket in unit.buckets if unit.open else ():
-            self._exchange(bucket, "letting go", bucket.withdraw)
+            self._exchange(bucket, "letting go of whole weights", bucket.withdraw)
         unit.open = False
 
     def close_all(self) -> None:

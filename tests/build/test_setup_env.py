@@ -161,3 +161,12 @@ def test_runs_without_docstrings():
 
 def test_pip_installs_into_the_venv_though_users_are_told_to_install_elsewhere(made):
     assert "--no-user" in made()[1]  # under PIP_USER=1 pip refuses an install into a virtual environment
+
+
+def test_what_pip_installed_is_compiled(made):
+    library = made.venv / "lib/python3/site-packages"
+    library.mkdir(parents=True)
+    (library / "good.py").write_text("x = 1\n")
+    (library / "template.py").write_text("{{ no Python }}\n")
+    assert "--no-compile" in made()[1]
+    assert [file.name.split(".")[0] for file in library.glob("__pycache__/*.pyc")] == ["good"]

@@ -6,7 +6,7 @@
 namespace shardcore::testing {
 namespace {
 
-std::vector<TensorSpec> every_mix(int64_t numel, int64_t misalign) {
+std::vector<TensorSpec> every_dtype_mix(int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
   for (const DType param : kDTypes) {
     for (const DType grad : kDTypes) {
@@ -27,7 +27,7 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_every_mix) {
     for (const int64_t numel : {int64_t{0}, int64_t{1}, int64_t{7}, int64_t{129}, kRound - 1, kRound, kRound + 1,
                                 2 * kRound + 5, kAdamChunk - int64_t{1}, int64_t{kAdamChunk}, kAdamChunk + kRound + 3}) {
       if (kThreadSanitizer && (misalign > 1 || numel % 4 != 1)) continue;  // a thread for each thread takes its time
-      AdamProblem problem(every_mix(numel, misalign), static_cast<uint32_t>(numel + misalign));
+      AdamProblem problem(every_dtype_mix(numel, misalign), static_cast<uint32_t>(numel + misalign));
       problem.run_cpu(various_hypers());
       const auto want = problem.result();
       problem.reset();
@@ -38,7 +38,7 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_every_mix) {
 }
 
 TEST(adam_cuda_body, has_the_cpu_bits_for_special_values_and_empty_tensors) {
-  std::vector<TensorSpec> specs = every_mix(2 * 8 * kAdamThreads + 3, 0);
+  std::vector<TensorSpec> specs = every_dtype_mix(2 * 8 * kAdamThreads + 3, 0);
   specs.insert(specs.begin(), {0});
   specs.insert(specs.begin() + 5, {0});
   specs.push_back({0});

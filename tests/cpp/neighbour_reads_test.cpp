@@ -142,7 +142,9 @@ TEST_F(neighbour_reads, what_its_sender_gives_up_while_it_is_read_is_no_piece) {
     std::fill(source.rbegin(), source.rend(), 2);  // the memory is the sender's again
     error = error_of(*received);
     const auto* const got = static_cast<int32_t*>(memory);
-    if (error.empty()) EXPECT_EQ(std::count(got, got + source.size(), 1), static_cast<ptrdiff_t>(source.size()));
+    if (error.empty()) {
+      EXPECT_EQ(std::count(got, got + source.size(), 1), static_cast<ptrdiff_t>(source.size()));
+    }
     munmap(memory, size);
   }
 }

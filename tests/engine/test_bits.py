@@ -8,7 +8,7 @@ import torch
 
 from shardcore import _native
 from shardcore.offload import CpuStore
-from tests.choice import some
+from tests.choice import EVERY, part, some
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -44,9 +44,13 @@ CHOSEN = [
 @pytest.mark.parametrize(
     ("world_size", "precision", "order"), some(itertools.product([1, 2, 3, 4], ["fp32", "bf16"], ORDERS), CHOSEN)
 )
-def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, precision: str, order: tuple[int, Any]) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_one_hash_for_every_stage_tier_and_unit_size(
+    world_size: int, precision: str, order: tuple[int, Any], every: int
+) -> None:
     accumulate, sync_each = order
     runs = _variants(precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
+    runs = runs if world_size == 1 else part(runs, every, world_size + (precision == "bf16"))
     hashes = run_ranks(world_size, _hashes, runs)
     assert len({value for of_rank in hashes for value in of_rank}) == 1
 

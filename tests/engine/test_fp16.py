@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import shardcore
 from shardcore.engine.loss_scale import LossScaler
-from tests.choice import combinations
+from tests.choice import EVERY, combinations, part
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -33,14 +33,15 @@ def _train(rank: int, world_size: int, runs: list[Run]) -> list[tuple[str, float
 
 
 @pytest.mark.parametrize(("world_size", "order"), combinations([1, 2, 3], [(1, None), (2, True), (2, False)], meet=1))
-def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, order: tuple[int, Any]) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, order: tuple[int, Any], every: int) -> None:
     accumulate, sync_each = order
     runs = [
         fp16(stage=stage, accumulate=accumulate, shard={"offload": offload, "units": units, "sync_each": sync_each})
         for stage in (0, 1, 2, 3)
         for offload, units in ((None, "auto"), (None, 500), (OFFLOAD, 500 if stage == 3 else "auto"))
     ]
-    found = run_ranks(world_size, _train, runs)
+    found = run_ranks(world_size, _train, runs if world_size == 1 else part(runs, every, world_size))
     assert len({value for of_rank in found for value in of_rank}) == 1
     _, scale, skipped = found[0][0]
     assert 2 <= skipped <= 5, "both kinds of steps"

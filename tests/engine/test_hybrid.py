@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardcore
 from shardcore.comm import Comm, Traffic
 from shardcore.topology import Topology
-from tests.choice import some
+from tests.choice import EVERY, part, some
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -39,14 +39,18 @@ def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize(("accumulate", "sync_each"), some([(1, None), (3, True), (3, False)], [(1, None), (3, True)]))
-def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each: bool | None) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each: bool | None, every: int) -> None:
     """The way of adding is configuration, the sharding is not: hybrid or not, stage, tier, and what a few ranks keep."""
     common = {"accumulate": accumulate, "steps": 2, "shard": {"sync_each": sync_each}}
     runs = [{"stage": stage, **common} for stage in (0, 1, 2, 3)]
     runs.append({"stage": 2, **common, "shard": {**common["shard"], "offload": LEAVING}})
     runs.append({"stage": 3, **common, "shard": {**common["shard"], "reshard_after_forward": 2}})
     runs += [{"stage": stage, **common, "shard": {**common["shard"], "overlap_step": True}} for stage in (1, 3)]
-    hashes = {value for layout in (MESH, NODES) for of_rank in run_ranks(4, _hashes, layout, runs) for value in of_rank}
+    hashes = set()
+    for number, layout in enumerate((MESH, NODES)):
+        of_layout = runs if accumulate == 1 else part(runs, every, number)
+        hashes |= {value for of_rank in run_ranks(4, _hashes, layout, of_layout) for value in of_rank}
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}
     assert hashes != flat, "else the test could not tell that there were two levels"
@@ -226,20 +230,23 @@ def test_refusals(what: str, message: str) -> None:
         assert message in error
 
 
-def _outside(rank: int, world_size: int) -> str:
+def _outside(rank: int, world_size: int, names: tuple[str, str] | None) -> str:
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("node", "rank"))
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=names)
     try:
         said = hash_of_training(*train(rank, Run(stage=3, steps=1, shard={"process_group": mesh}))[:2])
+        assert Comm(mesh).group is Comm(mesh).group, "a model more would take a group more"
     except ValueError as error:
         said = str(error)
     return said
 
 
-def test_a_rank_outside_the_mesh_raises_and_the_others_train() -> None:
-    first, second, outside = run_ranks(3, _outside)
+@pytest.mark.parametrize("names", [("node", "rank"), None])
+def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, str] | None) -> None:
+    first, second, outside = run_ranks(3, _outside, names)
     assert first == second
+    assert len(first) == 64
     assert outside == "shard: process_group is a mesh without this rank; expected one that it belongs to"
 
 

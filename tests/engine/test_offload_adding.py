@@ -88,7 +88,7 @@ def test_an_error_of_the_thread_that_adds_is_the_step_s(monkeypatch: pytest.Monk
     monkeypatch.setattr(host_grads, "_add", fails)
     for micro in range(2):
         loss_of(model, batch_of(0, micro, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"adding gradients in host memory failed \(OSError: planted\)"):
+    with pytest.raises(RuntimeError, match=r"^backward: adding gradients in host memory failed \(OSError: planted\)"):
         optimizer.step()
     assert hash_of(model.parameters()) == before
 

@@ -248,7 +248,7 @@ def at_exit():
 
 
 atexit.register(at_exit)
-SlowStore(optimizer._engine.lazy, 0.1)
+SlowStore(optimizer._engine.lazy, 0.02)
 stepped(model, optimizer, 0, 0)
 child = os.fork()
 if child == 0:

@@ -1,5 +1,6 @@
 """Stage 3 beside stages 1 and 2: the same bits for tied, frozen, checkpointed, nested, branching, compiled and tiny models."""
 
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -230,3 +231,41 @@ def _generated(rank: int, world_size: int, stage: int) -> list[float]:
 
 def test_loops_without_gradients_between_steps() -> None:
     assert run_ranks(2, _generated, 1) == run_ranks(2, _generated, 3)
+
+
+@pytest.fixture
+def fresh_graphs() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_whole_model_that_is_compiled_trains_and_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, fresh_graphs: None
+) -> None:
+    hashes = []
+    for how in ("not", "whole"):
+        model, optimizer, _ = train(0, Run(stage=3, steps=0))
+        called = torch.compile(model, backend="aot_eager") if how == "whole" else model
+        for step in range(3):
+            loss_of(called, batch_of(step, 0, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.append(hash_of_training(model, optimizer))
+    assert hashes[0] == hashes[1]
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "shardcore"]
+    assert text.startswith(
+        "forward: torch.compile is around the whole model; expected it around its blocks: at stage 3 weights"
+    )
+    assert "for block in model.blocks: block.compile()" in text
+
+
+def test_one_graph_for_a_whole_model_is_refused_with_what_to_compile(fresh_graphs: None) -> None:
+    model, _, _ = train(0, Run(stage=3, steps=0))
+    with pytest.raises(Exception, match=r"compile the blocks \(for block in model\.blocks: block\.compile\(\)\)"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batch_of(0, 0, 0)[0])
+
+
+def test_blocks_that_are_compiled_are_not_warned_of(caplog: pytest.LogCaptureFixture, fresh_graphs: None) -> None:
+    _compiled(0, 1, "in place", 3, False)
+    assert not [record for record in caplog.records if record.name == "shardcore"]

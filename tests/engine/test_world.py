@@ -135,6 +135,7 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
         return count
 
     monkeypatch.setattr(Comm, "__init__", as_on_gpus)
+    monkeypatch.setattr(Comm, "watch", lambda *_: None)  # the fake backend has no timeout
     monkeypatch.setattr(comm_module, "_all_gather", counting(comm_module._all_gather))
     monkeypatch.setattr(dist, "all_to_all_single", counting(dist.all_to_all_single))
     monkeypatch.setattr(dist, "all_gather", None)  # of a list: a copy for each rank

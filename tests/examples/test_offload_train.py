@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import bench_copies, bench_offload_train, offload_trainers
+from benchmarks import bench_copies, bench_offload_train, offload_parts, offload_trainers
 from benchmarks.bench_offload_train import Clock, check, why_not
 from benchmarks.device import Device
 from benchmarks.offload_parts import Measured
@@ -84,6 +84,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return made
 
     monkeypatch.setattr(bench_offload_train, "Device", device)
+    for size in ("COPY_BYTES", "ADAM_NUMEL"):
+        monkeypatch.setattr(offload_parts, size, 2**16)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))

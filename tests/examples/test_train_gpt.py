@@ -46,8 +46,9 @@ def alone(monkeypatch):
 
 
 def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
-    arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "40", "--out", str(tmp_path)]
-    arguments += ["--batch", "4", "--accumulate", "2", "--precision", "fp16"]  # sums that are not exact show their order
+    arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "20", "--out", str(tmp_path)]
+    arguments += ["--lr", "6e-3", "--batch", "4"]
+    arguments += ["--accumulate", "2", "--precision", "fp16"]  # sums that are not exact show their order
     monkeypatch.setattr(sys, "argv", ["train_gpt", *arguments])
     code = train_gpt.main()
     printed = capfd.readouterr()

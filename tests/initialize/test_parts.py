@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shardcore
 from tests.engine.made import init, meta
-from tests.engine.models import hash_of_training, make_net
+from tests.engine.models import batch_of, hash_of, hash_of_training, make_net
 from tests.initialize.test_engine import ADAM, ds_config, start, train
 from tests.ranks import free_port, run_ranks
 
@@ -287,6 +287,28 @@ def main() -> None:
     value = _hash(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value}", flush=True)
     dist.destroy_process_group()
+
+
+def _asked_of_the_engine(rank: int, world_size: int) -> list[Any]:
+    engine = start(ds_config(stage=3))
+    train(engine, rank, 1)
+    answers: list[Any] = []
+    for of in (engine, engine.module):
+        with shardcore.full_params(of):
+            weights = hash_of(engine.module.parameters())
+        with shardcore.no_sync(of):
+            engine.backward(engine(batch_of(5, 0, rank)[0]).sum())
+        norm = shardcore.clip_grad_norm_(of, 1e-3).item()
+        engine.zero_grad()
+        state = shardcore.sharded_state_dict(of)
+        shardcore.load_sharded_state_dict(of, state)
+        answers.append((weights, norm, list(state), shardcore.memory_report(of).by_kind))
+    return answers
+
+
+def test_what_takes_a_model_takes_the_engine_too() -> None:
+    for of_engine, of_module in run_ranks(2, _asked_of_the_engine):
+        assert of_engine == of_module
 
 
 def test_torchrun(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import shardcore
 from shardcore.engine.weights import Weights
-from tests.choice import some
+from tests.choice import combinations, some
 from tests.engine.models import hash_of_training
 from tests.ranks import run_ranks
 
@@ -117,8 +117,10 @@ def _checkpoint(model: Any, reentrant: bool) -> None:
         model.enable_input_require_grads()  # where the embedding is frozen
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama_lora", "mixtral_modules"])
-@pytest.mark.parametrize("prepare", [_recompute, _recompute_reentrant])
+@pytest.mark.parametrize(
+    ("name", "prepare"),
+    combinations(["gpt2", "t5", "llama_lora", "mixtral_modules"], [_recompute, _recompute_reentrant], meet=1),
+)
 def test_gradient_checkpointing(name: str, prepare: Any) -> None:
     runs = [_training(name, stage=stage, steps=FEW, prepare=prepare) for stage in (1, 2, 3)]
     ranks = run_ranks(2, losses_and_hash, runs)

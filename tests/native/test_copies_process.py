@@ -50,6 +50,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_an_interpreter_ends_whatever_is_in_flight():
     """Each end in a child of one process: importing torch takes longer than ending."""
     script = "signal.alarm(0)  # each child has its own\n"
+    script += "gc.collect(); gc.freeze()  # or each child would copy what was imported, to look whether it is garbage\n"
     for end in ENDS:
         script += f"pid = os.fork()\nif pid == 0:\n    signal.alarm(120)\n    {ENDS[end]}\n"
         script += f"else:\n    assert os.waitpid(pid, 0)[1] == 0, {end!r}\n" + "if pid:\n    pass\nelse:\n    sys.exit(0)\n"

@@ -94,7 +94,7 @@ def test_lent_memory_lives_until_it_is_taken_back():
         (lambda p, m: _C.lend([p[1:]], m, [0]), ValueError, r"lend: tensors\[0\] has no storage of its own"),
         (lambda p, m: _C.withdraw([p], []), ValueError, r"withdraw: messages has 0 items; expected 1"),
         (lambda p, m: [_C.lend([p], m, [0]), _C.withdraw([p], "a")], None, ""),
-        (lambda p, m: _C.withdraw([p], "a"), ValueError, r"withdraw: tensors\[0\] has memory that lend\(\) did not give"),
+        (lambda p, m: _C.withdraw([p], "a"), ValueError, r"withdraw: tensors\[0\] has memory of someone else"),
     ],
 )
 def test_refusals(call, error, message):
@@ -111,9 +111,9 @@ def test_refusals(call, error, message):
 def test_memory_of_someone_else_is_neither_hidden_nor_given_up():
     param, memory, theirs = closed_param(4, 6), torch.zeros(24), torch.ones(4, 6)
     param.data = theirs
-    with pytest.raises(ValueError, match=r"lend: tensors\[0\] has memory already"):
+    with pytest.raises(ValueError, match=r"lend: tensors\[0\] has memory of someone else; expected a sharded param"):
         _C.lend([param], memory, [0])
-    with pytest.raises(ValueError, match=r"withdraw: tensors\[0\] has memory that lend\(\) did not give"):
+    with pytest.raises(ValueError, match=r"withdraw: tensors\[0\] has memory of someone else"):
         _C.withdraw([param], ["away"])
     assert torch.equal(theirs, torch.ones(4, 6))
     nothing = closed_param(0, 6)

@@ -1,0 +1,100 @@
+"""What a rank says before NCCL's watchdog ends it. Gloo stands in for NCCL; a small part of the timeout for most of it."""
+
+import contextlib
+import io
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardcore import overdue
+from shardcore.comm import Comm
+from shardcore.overdue import Overdue
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+from tests.ranks import run_ranks
+
+
+def _late(rank: int, world_size: int) -> tuple[str, str]:
+    """Rank 1 begins its step when the others have said that they wait for it."""
+    init, report = Comm.__init__, Overdue._report
+
+    def as_on_gpus(comm: Comm, *given: Any) -> None:
+        init(comm, *given)
+        comm.uses_nccl = True
+
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+
+    def reported(self: Overdue, waited_s: float) -> None:
+        report(self, waited_s)
+        store.set(str(rank), "reported")
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(Comm, "__init__", as_on_gpus)
+        patch.setattr(overdue, "PART", 0.02)  # of 60 s
+        patch.setattr(overdue, "ANSWERS_S", 1.0)
+        patch.setattr(Overdue, "_report", reported)
+        model, optimizer, _ = train(rank, Run(stage=3, steps=1))
+        if rank == 1:
+            store.wait(["0", "2"], timedelta(seconds=60))
+        loss_of(model, batch_of(1, 0, rank)).backward()
+        optimizer.step()
+        return said.getvalue(), hash_of_training(model, optimizer)
+
+
+def test_ranks_that_wait_for_another_say_where_before_they_are_ended() -> None:
+    (first, trained), (late, _), (third, _) = run_ranks(3, _late)
+    expected = run_ranks(3, _on_time)
+    assert trained == expected[0], "they went on when it came"
+    for rank, text in ((0, first), (2, third)):
+        assert text.startswith(f"shardcore: rank {rank} has waited ")
+        assert "s for the other ranks, and NCCL ends the process at 60 s: " in text
+        assert "ranks 0, 2 at the weights of" in text
+        assert "rank 1 not waiting (ended, failed, or busy elsewhere)" in text
+        assert text.count("\n") == 1, "once"
+    assert late == ""
+
+
+def _on_time(rank: int, world_size: int) -> str:
+    return hash_of_training(*train(rank, Run(stage=3, steps=2))[:2])
+
+
+class Work:
+    """Stands in for a collective."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+class Place:
+    def where(self) -> str:
+        return "a step"
+
+
+def test_what_was_started_after_a_look_is_seen_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many only one and the last are held; a report is made once for each wait, and taken back."""
+    monkeypatch.setattr(Overdue, "_pause_s", 1000.0)  # its thread never looks
+    place, store = Place(), dist.HashStore()
+    watched = Overdue(store, "g", 0, 1, timedelta(seconds=0.01), place.where)
+    works: list[Any] = [Work() for _ in range(5)]
+    for work in works:
+        watched.started(work)
+    for work in works[:4]:
+        work.done = True
+    watched.look()  # the first is done, the last is not
+    assert capsys.readouterr().err == ""
+    time.sleep(0.02)
+    for _ in range(2):
+        watched.look()
+    assert capsys.readouterr().err.count("rank 0 at a step") == 1
+    assert watched._store.check(["0"])
+    works[4].done = True
+    watched.look()
+    assert not watched._store.check(["0"])
+    watched.look()
+    assert capsys.readouterr().err == ""
