@@ -268,8 +268,8 @@ def _update_all(
 ) -> None:
     """Run one step on the worker. After an error nothing more is updated, and all that was not says why.
 
-    began: what the step comes after. begun: is set when the worker is about to compute. Gathers go on: other ranks wait for them,
-    and learn at the next step that this one refuses.
+    began: what the step comes after. begun: is set when the worker is about to compute. Gathers go on: other ranks wait for
+    them, and learn at the next step that this one refuses.
     """
     error: BaseException | None = None
     steps: Iterator[_C.CopyEvent | None] = iter(())
