@@ -155,7 +155,7 @@ class Bucket:
     weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: the end of it where gradients leave for host memory (engine/host_grads.py); `grad` is what comes before, if any.
-    sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
+    sq_norm: its squared norm (high, low) over this rank's shard; None: not taken yet, of what the step finds.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
     """

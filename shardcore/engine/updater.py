@@ -334,8 +334,7 @@ def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
         if bucket.sq_norm is not None:
             squares.append(bucket.sq_norm)
         else:
-            assert bucket.grad is not None
-            grads.append(bucket.grad)
+            grads += [grad for _, grad in bucket.grads()]
     if grads:
         squares.append(_C.sq_norm(grads))
     return torch.stack(squares).cpu() if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardcore
+from shardcore._native import _C
 from shardcore.engine.store import DeviceStore
 from shardcore.offload import CpuStore
 from shardcore.offload_split import SplitStore
@@ -300,6 +301,21 @@ def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatc
     loss_of(model, batch_of(0, 0, 0)).backward()
     waited = "to_tier.wait"
     assert log == ["block 2", "to_tier", "block 1", "to_tier", "block 0", waited, "to_tier", waited, "to_tier", waited, waited]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_lone_cpu_rank_takes_all_norms_in_one_call(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of sums come with the sums."""
+    model, optimizer, _ = train(0, Run(steps=0, accumulate=accumulate, shard={"offload": GRADS | {"ratio": 0.6}}))
+    lists: list[int] = []
+    sq_norm = _C.sq_norm
+    monkeypatch.setattr(_C, "sq_norm", lambda tensors: (lists.append(len(tensors)), sq_norm(tensors))[1])
+    for micro in range(accumulate):
+        loss_of(model, batch_of(0, micro, 0)).backward()
+    assert not lists
+    optimizer.step()
+    parts = sum(len(bucket.grads()) for bucket in optimizer._engine.buckets)
+    assert lists == ([parts] if accumulate == 1 else [])
 
 
 class _Rounding:
