@@ -132,6 +132,9 @@ class AdamStepper:
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
         device_step: DeviceStep | None = None,
+        tier: HostTier | None = None,
+        grad_homes: Sequence[torch.Tensor | None] | None = None,
+        param_homes: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
@@ -144,6 +147,11 @@ class AdamStepper:
         (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding. What is written
         shares no memory with another argument; only a float32 params[i] may be its own masters[i]. device_step: its numbers
         and counts take the place of the hypers' step and grad_scale.
+
+        tier (one whose `caller_copies`, so for the CPU): where grad_homes[i] or param_homes[i] is given, grads[i] or
+        params[i] is a place in the tier that its values only pass through, in counted copies a few thousand elements at a
+        time. Gradients come from grad_homes[i]; weights come from param_homes[i], unless masters[i] is float32, and the new
+        ones go there. What the places hold afterwards means nothing.
         """
     def repeat(
         self,
@@ -322,8 +330,11 @@ class HostTier:
     def drain(self) -> None:
         """Wait until no copy is in flight, whatever became of them."""
     @property
+    def caller_copies(self) -> bool:
+        """Whether a step may make the copies that it needs itself: both sides are host memory, and nothing is simulated."""
+    @property
     def bytes_to_tier(self) -> int:
-        """Bytes of all copies queued so far."""
+        """Bytes of all copies queued, or made by steps, so far."""
     @property
     def bytes_from_tier(self) -> int: ...
     @property

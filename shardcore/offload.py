@@ -9,6 +9,9 @@ gradients, and three for weights, which are used in turn. A place is taken again
 places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
 need none. Places are bytes, each element has those of a float32, so that gradients
 of any dtype fit and all memory is taken before the first step.
+Note [Passing]. On CPU ranks both sides of a copy are host memory, and a second thread that copies shares the core with Adam.
+So there Adam's own threads copy (`caller_copies`), through the tier and counted as ever: a few thousand elements come, are
+updated while they are in the caches, and go; each thread uses one small part of a place. A simulated tier keeps to its queues.
 """
 
 import logging
@@ -84,13 +87,14 @@ class _Weights:
 class _Chunk:
     """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come.
 
-    part: which of a step's parts it is of.
+    part: which of a step's parts it is of. homes: where gradients pass from (None: they are there) and weights belong.
     """
 
     part: int
     spans: Sequence[Span]
     grads: list[torch.Tensor]
     params: list[torch.Tensor]
+    grad_homes: list[torch.Tensor | None]
     weights: list[torch.Tensor]
     place: _Weights | None
     arrived: _C.CopyEvent | None
@@ -202,40 +206,51 @@ class CpuStore:
         if chunk.arrived is not None:
             chunk.arrived.synchronize()
         states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
-        step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
         left: _C.CopyEvent | None = None
+        if self.copies.caller_copies:
+            param_homes = chunk.weights if chunk.place is not None else [None] * len(chunk.spans)
+            homes = {"tier": self.copies, "grad_homes": chunk.grad_homes, "param_homes": param_homes}
+            step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states, **homes)
+            return None
+        step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
         if chunk.place is not None:
             for weight, param in zip(chunk.weights, chunk.params, strict=True):
                 left = chunk.place.left = self.copies.from_tier(weight, param)
         return left
 
     def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
-        """Let a chunk's gradients, and weights that are the master or half of it, come to staging."""
+        """Let a chunk's gradients, and weights that are the master or half of it, come to staging, unless they will pass."""
+        passes = self.copies.caller_copies
         turn, self._turn = self._turn, self._turn + 1
         place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
         if place is not None and place.left is not None:
             place.left.synchronize()
         chunk_grads, params, weights = [], [], []
+        grad_homes: list[torch.Tensor | None] = []
         cursor = 0
         arrived: _C.CopyEvent | None = None
         for span in spans:
             bucket, end = span.bucket, span.start + span.numel
             weight = bucket.owned_weight[span.start : end]
             param = weight if place is None else place.memory.part(bucket.dtype, cursor, span.numel)
+            grad_home = None
             if bucket.host_grad is not None:
                 grad = bucket.host_grad[span.start : end]
             else:
                 assert bucket.grad is not None
                 grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
                 grad = grad_place.part(bucket.grad.dtype, cursor, span.numel)
-                arrived = self.copies.to_tier(grad, bucket.grad[span.start : end])
-            if place is not None and bucket.kind.reads_weights:
+                grad_home = bucket.grad[span.start : end]
+                if not passes:
+                    arrived = self.copies.to_tier(grad, grad_home)
+            if place is not None and bucket.kind.reads_weights and not passes:
                 arrived = self.copies.to_tier(param, weight)
             chunk_grads.append(grad)
+            grad_homes.append(grad_home)
             params.append(param)
             weights.append(weight)
             cursor += _whole_blocks(span.numel)
-        return _Chunk(part, spans, chunk_grads, params, weights, place, arrived)
+        return _Chunk(part, spans, chunk_grads, params, grad_homes, weights, place, arrived)
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries into as few lists as can be, of about equal size; of none one empty list."""

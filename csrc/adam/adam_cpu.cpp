@@ -9,19 +9,77 @@
 
 namespace shardcore {
 namespace {
+
 constexpr int64_t kGrainBlocks =
     128;  // 32K elements, as torch has it: below that waking a second thread costs more than it brings
-}
+constexpr int64_t kPieceNumel = 64 * kBlock;  // with all its streams a third of a second-level cache of 1 MiB
 
-void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
-  const auto adam_span = SHARDCORE_PICK(adam_span);
+// span(i, first, last) over disjoint ranges of elements of the segments, on the executor's threads.
+template <typename Span>
+void for_each_span(const AdamSegment* segments, int64_t num_segments, Executor& executor, const Span& span) {
   const BlockWalk walk(num_segments, [&](int64_t i) { return segments[i].numel; });
   executor.parallel_for(0, walk.num_blocks(), kGrainBlocks, [&](int64_t begin, int64_t end) {
     const SubnormalGuard guard;
     walk.visit(begin, end, [&](int64_t i, int64_t first_block, int64_t last_block) {
-      const AdamSegment& segment = segments[i];
-      adam_span(segment, scalars[segment.hyper_index], first_block * kBlock, std::min(segment.numel, last_block * kBlock));
+      span(i, first_block * kBlock, std::min(segments[i].numel, last_block * kBlock));
     });
+  });
+}
+
+// Elements [first, first + numel) of a segment; first starts a block.
+AdamSegment part_of(const AdamSegment& segment, int64_t first, int64_t numel) {
+  AdamSegment part = segment;
+  const auto advance = [](void*& data, int64_t size_bytes) {
+    if (data != nullptr) data = static_cast<char*>(data) + size_bytes;
+  };
+  const auto advance_floats = [](float*& data, int64_t count) {
+    if (data != nullptr) data += count;
+  };
+  advance(part.param, first * itemsize(part.param_dtype));
+  part.grad = static_cast<const char*>(part.grad) + first * itemsize(part.grad_dtype);
+  advance(part.exp_avg, first * itemsize(part.state_dtype));
+  advance(part.exp_avg_sq, first * itemsize(part.state_dtype));
+  advance(part.master, first * (part.master_kind == Master::split ? 2 : 4));
+  advance_floats(part.max_exp_avg_sq, first);
+  advance_floats(part.exp_avg_scale, first / kBlock);
+  advance_floats(part.exp_avg_sq_scale, first / kBlock);
+  part.first_element += first;
+  part.numel = numel;
+  return part;
+}
+
+}  // namespace
+
+void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
+  const auto adam_span = SHARDCORE_PICK(adam_span);
+  for_each_span(segments, num_segments, executor, [&](int64_t i, int64_t first, int64_t last) {
+    adam_span(segments[i], scalars[segments[i].hyper_index], first, last);
+  });
+}
+
+void adam_cpu_passing(const AdamSegment* segments, const AdamHome* homes, int64_t num_segments, const AdamScalars* scalars,
+                      const AdamCopies& copies, Executor& executor) {
+  const auto adam_span = SHARDCORE_PICK(adam_span);
+  for_each_span(segments, num_segments, executor, [&](int64_t i, int64_t first, int64_t last) {
+    const AdamHome& home = homes[i];
+    const AdamSegment place = part_of(segments[i], first, 0);  // all pieces use that of the first one, so it stays in cache
+    for (int64_t at = first; at < last; at += kPieceNumel) {
+      AdamSegment piece = part_of(segments[i], at, std::min(kPieceNumel, last - at));
+      const int64_t grad_bytes = piece.numel * itemsize(piece.grad_dtype);
+      const int64_t param_item = itemsize(piece.param_dtype), param_bytes = piece.numel * param_item;
+      if (home.grad != nullptr) {
+        piece.grad = place.grad;
+        copies.to_place(const_cast<void*>(place.grad), static_cast<const char*>(home.grad) + at * itemsize(piece.grad_dtype),
+                        grad_bytes);
+      }
+      char* const param_home = home.param == nullptr ? nullptr : static_cast<char*>(home.param) + at * param_item;
+      if (param_home != nullptr) {
+        piece.param = place.param;
+        if (piece.master_kind != Master::f32) copies.to_place(piece.param, param_home, param_bytes);
+      }
+      adam_span(piece, scalars[piece.hyper_index], 0, piece.numel);
+      if (param_home != nullptr) copies.to_home(param_home, piece.param, param_bytes);
+    }
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "adam/adam_scalars.h"
 #include "adam/adam_segment.h"
@@ -13,6 +14,24 @@ class Executor;
 // Updates segments[0:num_segments] in place. scalars[segments[i].hyper_index] are the scalars of segment i.
 // Bits do not depend on the number of threads or on the instruction set.
 void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor);
+
+// Where the gradient and the weights of a segment live while its own pointers are places that they only pass through. Null:
+// where the segment says.
+struct AdamHome {
+  const void* grad;
+  void* param;
+};
+
+// How values get from their home to their place, and back; called from any threads.
+struct AdamCopies {
+  using Copy = std::function<void(void* dst, const void* src, int64_t size_bytes)>;
+  Copy to_place, to_home;
+};
+
+// The same, where homes[i] are those of segment i: piece by piece what it reads comes, is updated while it is in the caches,
+// and the new weights go. A piece may use the place of any other; what lies in the places afterwards means nothing.
+void adam_cpu_passing(const AdamSegment* segments, const AdamHome* homes, int64_t num_segments, const AdamScalars* scalars,
+                      const AdamCopies& copies, Executor& executor);
 
 // Elements [first, last) of one segment, per instruction set (adam_cpu_loop.h).
 namespace isa_avx512 {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <deque>
+#include <memory>
 #include <optional>
 
 #include "adam/adam_cpu.h"
@@ -10,6 +11,7 @@
 #include "bind/adam_tables.h"
 #include "bind/checks.h"
 #include "bind/device_step.h"
+#include "bind/host_copies.h"
 #include "bind/initialized.h"
 #include "bind/step_verdict.h"
 #include "core/tile.h"
@@ -106,6 +108,49 @@ std::vector<AdamScalars> scalars_of(const std::vector<PyAdamHyper>& hypers) {
   return scalars;
 }
 
+// Gradients and weights that only pass through params and grads of a step, places in a tier: adam_cpu_passing.
+class Passage {
+ public:
+  Passage(const py::object& tier, const py::object& grad_homes, const py::object& param_homes)
+      : tier_(callers_tier({kStepOp, "tier"}, tier)),
+        grads_(tensors_of(kStepOp, "grad_homes", grad_homes, true)),
+        params_(tensors_of(kStepOp, "param_homes", param_homes, true)) {}
+
+  void check(const AdamLists& lists, const TensorList& grads, const py::object& device_step) {
+    if (!device_step.is_none()) value_error({kStepOp, "device_step"}, "a DeviceStep; expected None (with tier)");
+    const size_t count = lists.params.size();
+    check_count(kStepOp, "grad_homes", grads_.size(), "params", count);
+    check_count(kStepOp, "param_homes", params_.size(), "params", count);
+    homes_.resize(count);
+    for (size_t i = 0; i < count; ++i) {
+      const auto at = [&](const char* name) { return Where{kStepOp, name, static_cast<int64_t>(i)}; };
+      const at::Tensor &grad = grads_[i], &param = params_[i];
+      if (grad.defined()) {
+        check_copy(*tier_, at::kCPU, Direction::to_tier, at("grads"), grads[i], at("grad_homes"), grad);
+        homes_[i].grad = grad.const_data_ptr();
+      }
+      if (param.defined()) {
+        check_copy(*tier_, at::kCPU, Direction::from_tier, at("param_homes"), param, at("params"), lists.params[i]);
+        mark_written(param);
+        homes_[i].param = param.data_ptr();
+      }
+    }
+  }
+
+  void step(const std::vector<AdamSegment>& segments, const std::vector<AdamScalars>& scalars) const {
+    const auto copy = [this](Direction direction) {
+      return [this, direction](void* dst, const void* src, int64_t size) { tier_->copy_now(direction, dst, src, size); };
+    };
+    adam_cpu_passing(segments.data(), homes_.data(), static_cast<int64_t>(segments.size()), scalars.data(),
+                     {copy(Direction::to_tier), copy(Direction::from_tier)}, torch_executor());
+  }
+
+ private:
+  const std::shared_ptr<HostTier> tier_;
+  const TensorList grads_, params_;
+  std::vector<AdamHome> homes_;
+};
+
 }  // namespace
 
 std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence) {
@@ -126,10 +171,11 @@ class __attribute__((visibility("hidden"))) AdamStepper {
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
             const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
-            const py::object& exp_avg_sq_scales, const py::object& device_step) {
+            const py::object& exp_avg_sq_scales, const py::object& device_step, const py::object& tier,
+            const py::object& grad_homes, const py::object& param_homes) {
     run(adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
                       exp_avg_sq_scales),
-        grads, hypers, device_step);
+        grads, hypers, device_step, tier.is_none() ? nullptr : std::make_unique<Passage>(tier, grad_homes, param_homes));
   }
 
   void repeat(const PyAdamLists& kept, const py::handle& grads, const py::handle& hypers, const py::object& device_step) {
@@ -139,7 +185,8 @@ class __attribute__((visibility("hidden"))) AdamStepper {
   int64_t table_builds() const { return table_builds_; }
 
  private:
-  void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers, const py::object& device_step) {
+  void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers, const py::object& device_step,
+           const std::unique_ptr<Passage>& passage = nullptr) {
     const size_t count = lists.params.size();
     const TensorList grads = tensors_of(kStepOp, "grads", grads_object);
     check_count(kStepOp, "grads", grads.size(), "params", count);
@@ -149,6 +196,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const PyDeviceStep* const on_device = device_step_of(device_step);
     if (made != nullptr && on_device != nullptr)
       value_error({kStepOp, "device_step"}, "a value; expected None with DeviceScalars");
+    if (made != nullptr && passage != nullptr) value_error({kStepOp, "tier"}, "a value; expected None with DeviceScalars");
     const bool on_host = made == nullptr && on_device == nullptr;
     const std::vector<AdamScalars> scalars = on_host ? scalars_of(hyper_list) : std::vector<AdamScalars>();
     if (count == 0) return;
@@ -191,9 +239,14 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       check_overlap(segments, counts, skipped, overlap_);
       apart_ = {segments, counts, skipped};
     }
+    if (passage != nullptr) passage->check(lists, grads, device_step);
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
-    if (device.is_cpu()) step_cpu(segments, made == nullptr ? scalars : scalars_in(*made), plan ? &*plan : nullptr);
+    if (passage != nullptr) {
+      passage->step(segments, scalars);
+    } else if (device.is_cpu()) {
+      step_cpu(segments, made == nullptr ? scalars : scalars_in(*made), plan ? &*plan : nullptr);
+    }
 #ifdef SHARDCORE_WITH_CUDA
     if (device.is_cuda()) step_cuda(std::move(segments), scalars, made, plan ? &*plan : nullptr, device);
 #endif
@@ -288,7 +341,8 @@ void bind_adam(py::module_& module) {
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
            py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none(),
-           py::arg("device_step") = py::none())
+           py::arg("device_step") = py::none(), py::arg("tier") = py::none(), py::arg("grad_homes") = py::none(),
+           py::arg("param_homes") = py::none())
       .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"),
            py::arg("device_step") = py::none())
       .def_property_readonly("table_builds", &AdamStepper::table_builds);

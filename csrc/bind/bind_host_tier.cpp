@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bind/checks.h"
+#include "bind/host_copies.h"
 #include "bind/initialized.h"
 #include "copy/copy_thread.h"
 #include "copy/host_memory.h"
@@ -211,32 +212,17 @@ class __attribute__((visibility("hidden"))) PyHostTier {
   }
 
   const HostTier& tier() const { return *copies_->tier; }
+  const std::shared_ptr<HostTier>& shared_tier() const { return copies_->tier; }
 
  private:
   PyCopyEvent copy(const char* op, const py::handle& dst_object, const py::handle& src_object, Direction direction) {
-    const bool to = direction == Direction::to_tier;
     const at::Device device = copies_->device;
     const at::Tensor dst = tensor_of(op, "dst", dst_object);
     const at::Tensor src = tensor_of(op, "src", src_object);
-    check_layout({op, "dst"}, dst, to ? at::Device(at::kCPU) : device);
-    check_layout({op, "src"}, src, to ? device : at::Device(at::kCPU));
-    if (src.scalar_type() != dst.scalar_type()) {
-      type_error({op, "src"}, "dtype ", src.scalar_type(), "; expected ", dst.scalar_type(), " (as dst: copies do not cast)");
-    }
-    check_numel({op, "src"}, src, dst.numel(), "dst");
-    const int64_t size_bytes = static_cast<int64_t>(dst.nbytes());
+    check_copy(*copies_->tier, device, direction, {op, "dst"}, dst, {op, "src"}, src);
+    const auto size_bytes = static_cast<int64_t>(dst.nbytes());
     if (size_bytes == 0) return {copies_, direction, 0};
-    const at::Tensor& ours = to ? dst : src;
-    if (!copies_->tier->owns(ours.const_data_ptr(), size_bytes)) {
-      value_error({op, to ? "dst" : "src"},
-                  "memory that this tier did not make; expected a buffer of this tier (from its empty(), or a view of one)");
-    }
-    if (device.is_cpu()) {
-      const auto* d = static_cast<const char*>(dst.const_data_ptr());
-      const auto* s = static_cast<const char*>(src.const_data_ptr());
-      if (d < s + size_bytes && s < d + size_bytes)
-        value_error({op, "src"}, "memory that dst has too; expected two distinct buffers");
-    }
+    const at::Tensor& ours = direction == Direction::to_tier ? dst : src;
     mark_written(dst);
     copies_->let_go();
     int64_t number = 0;
@@ -253,6 +239,40 @@ class __attribute__((visibility("hidden"))) PyHostTier {
 
   std::shared_ptr<Copies> copies_;
 };
+
+std::shared_ptr<HostTier> callers_tier(const Where& where, const py::handle& object) {
+  if (!py::isinstance<PyHostTier>(object)) {
+    type_error(where, "type ", Py_TYPE(object.ptr())->tp_name, "; expected HostTier or None");
+  }
+  const std::shared_ptr<HostTier>& tier = object.cast<const PyHostTier&>().shared_tier();
+  if (!tier->caller_copies()) value_error(where, "caller_copies False; expected a tier for the CPU that simulates nothing");
+  return tier;
+}
+
+void check_copy(const HostTier& tier, at::Device device, Direction direction, const Where& dst_where, const at::Tensor& dst,
+                const Where& src_where, const at::Tensor& src) {
+  const bool to = direction == Direction::to_tier;
+  check_layout(dst_where, dst, to ? at::Device(at::kCPU) : device);
+  check_layout(src_where, src, to ? device : at::Device(at::kCPU));
+  if (src.scalar_type() != dst.scalar_type()) {
+    type_error(src_where, "dtype ", src.scalar_type(), "; expected ", dst.scalar_type(), " (as ", dst_where.name,
+               ": copies do not cast)");
+  }
+  check_numel(src_where, src, dst.numel(), dst_where.name);
+  const auto size_bytes = static_cast<int64_t>(dst.nbytes());
+  if (size_bytes == 0) return;
+  if (!tier.owns((to ? dst : src).const_data_ptr(), size_bytes)) {
+    value_error(to ? dst_where : src_where,
+                "memory that this tier did not make; expected a buffer of this tier (from its empty(), or a view of one)");
+  }
+  if (device.is_cpu()) {
+    const auto* d = static_cast<const char*>(dst.const_data_ptr());
+    const auto* s = static_cast<const char*>(src.const_data_ptr());
+    if (d < s + size_bytes && s < d + size_bytes) {
+      value_error(src_where, "memory that ", dst_where.name, " has too; expected two distinct buffers");
+    }
+  }
+}
 
 void bind_host_tier(py::module_& module) {
   module.def("empty_huge", &empty_huge, py::arg("numel"), py::arg("dtype"));
@@ -271,6 +291,7 @@ void bind_host_tier(py::module_& module) {
       .def("from_tier", &PyHostTier::from_tier, py::arg("dst"), py::arg("src"))
       .def("synchronize", &PyHostTier::synchronize)
       .def("drain", &PyHostTier::drain)
+      .def_property_readonly("caller_copies", [](const PyHostTier& t) { return t.tier().caller_copies(); })
       .def_property_readonly("bytes_to_tier", [](const PyHostTier& t) { return t.tier().bytes_to_tier(); })
       .def_property_readonly("bytes_from_tier", [](const PyHostTier& t) { return t.tier().bytes_from_tier(); })
       .def_property_readonly("bytes_allocated", [](const PyHostTier& t) { return t.tier().bytes_allocated(); })

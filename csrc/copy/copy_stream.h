@@ -58,6 +58,8 @@ class CopyBackend {
   virtual CopyStream& stream(Direction direction) = 0;
   // Asks that untouched pages be taken near the device. An advice.
   virtual void place(void* /*data*/, int64_t /*size_bytes*/) noexcept {}
+  // Whether the other side is host memory, too, so that callers copy as well as a queue does.
+  virtual bool caller_copies() const noexcept { return false; }
   // Whether page-locked memory makes a difference here.
   virtual bool can_pin() const noexcept = 0;
   // Locks whole pages in memory for the device; returns why not, or an empty string.

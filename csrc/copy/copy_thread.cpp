@@ -195,6 +195,7 @@ class ThreadBackend final : public CopyBackend {
         pinnable_bytes_(simulation.pinnable_bytes) {}
 
   CopyStream& stream(Direction direction) override { return streams_[static_cast<int>(direction)]; }
+  bool caller_copies() const noexcept override { return simulation_.none(); }  // queues are what is simulated
   bool can_pin() const noexcept override { return simulation_.pinnable_bytes >= 0; }
 
   std::string pin(void* data, int64_t size_bytes) override {

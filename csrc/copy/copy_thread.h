@@ -32,6 +32,8 @@ struct Simulation {
   // A clock of one's own; sleep_until is called on the copying thread.
   std::function<int64_t()> now_ns;
   std::function<void(int64_t until_ns)> sleep_until_ns;
+
+  bool none() const { return bytes_per_second <= 0 && failing_copy == 0 && !late && pinnable_bytes < 0 && !now_ns; }
 };
 
 // Threads start with the first copy. In a child that was forked afterwards, where they do not exist, copies are made by the

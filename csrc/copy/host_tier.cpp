@@ -1,5 +1,6 @@
 #include "copy/host_tier.h"
 
+#include <cstring>
 #include <iterator>
 
 #include "copy/host_memory.h"
@@ -72,6 +73,11 @@ int64_t HostTier::copy(Direction direction, void* dst, const void* src, int64_t 
   const int64_t number = backend_->stream(direction).copy(dst, src, size_bytes, stream);
   bytes_copied_[static_cast<int>(direction)] += size_bytes;
   return number;
+}
+
+void HostTier::copy_now(Direction direction, void* dst, const void* src, int64_t size_bytes) {
+  std::memcpy(dst, src, static_cast<size_t>(size_bytes));
+  bytes_copied_[static_cast<int>(direction)] += size_bytes;
 }
 
 void HostTier::synchronize() {

@@ -36,6 +36,9 @@ class HostTier {
   // Queues a counted copy and returns its number in that direction's queue. dst (to_tier) or src (from_tier) must be owned;
   // the caller has checked. Both stay alive until the copy is done. stream: see CopyStream.
   int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes, void* stream);
+  // Whether a thread that needs a copy may make it, at once and counted, by copy_now, which waits for no queue.
+  bool caller_copies() const noexcept { return backend_->caller_copies(); }
+  void copy_now(Direction direction, void* dst, const void* src, int64_t size_bytes);
   CopyStream& stream(Direction direction) { return backend_->stream(direction); }
   // Waits on the host for all copies. Throws CopyError.
   void synchronize();

@@ -7,7 +7,7 @@
 namespace shardcore {
 namespace {
 constexpr int64_t kLine = 64;
-constexpr int64_t kGrainLines = 2048;
+constexpr int64_t kGrainLines = 32768;  // 2 MiB: to wake a second thread that rests takes longer than to copy that much
 }  // namespace
 
 void stream_copy(void* dst, const void* src, int64_t bytes, Executor& executor) {

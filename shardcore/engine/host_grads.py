@@ -209,7 +209,8 @@ class HostGrads:
         self._make_room()
         if as_it_is:
             source, give = whole, release
-            bucket.sq_norm = _C.sq_norm([whole])
+            if not adds:  # else that of the sum counts
+                bucket.sq_norm = _C.sq_norm([whole])
         else:
             source, give = (
                 self._pool.take(bucket.owned_numel, self._dtype_of(adds)),

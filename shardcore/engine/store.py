@@ -8,7 +8,7 @@ the cpu tier. Both feed the same kernel the same numbers, so the tier never show
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -87,8 +87,9 @@ def step_spans(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     states: Sequence[Kept],
+    **homes: Any,
 ) -> None:
-    """Run the Adam kernel once over parallel lists."""
+    """Run the Adam kernel once over parallel lists. homes: of AdamStepper.step, where values pass through params and grads."""
     stepper.step(
         params,
         grads,
@@ -101,6 +102,7 @@ def step_spans(
         keys=[span.key for span in spans],
         exp_avg_scales=[state.get(SCALES["exp_avg"]) for state in states],
         exp_avg_sq_scales=[state.get(SCALES["exp_avg_sq"]) for state in states],
+        **homes,
     )
 
 

@@ -88,7 +88,9 @@ def test_the_hash_sees_what_matters() -> None:
 
 
 class _Skipping:
-    """A cpu tier that drops one copy."""
+    """A cpu tier that drops one of the copies in its queues, which steps use then."""
+
+    caller_copies = False
 
     def __init__(self, tier: Any, which: str, nth: int) -> None:
         self._tier, self._which, self._left = tier, which, nth
@@ -104,13 +106,30 @@ class _Skipping:
         return copy
 
 
-@pytest.mark.parametrize("which", ["to_tier", "from_tier"])
+class _Losing:
+    """A stepper that once does not get the gradients from their home, or whose weights do not get there."""
+
+    def __init__(self, stepper: Any, which: str, nth: int) -> None:
+        self._stepper, self._which, self._left = stepper, which, nth
+
+    def step(self, *lists: Any, **options: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            options[self._which] = [torch.zeros_like(home) for home in options[self._which]]
+        self._stepper.step(*lists, **options)
+
+
+@pytest.mark.parametrize("which", ["to_tier", "from_tier", "grad_homes", "param_homes"])
 def test_a_tier_that_skips_one_copy_changes_the_hash(which: str) -> None:
     run = Run(steps=3, shard={"offload": OFFLOAD})
     good = hash_of_training(*train(0, run)[:2])
     model, optimizer, _ = train(0, Run(steps=0, shard={"offload": OFFLOAD}))
     store = optimizer._engine.store
-    store.copies = _Skipping(store.copies, which, 5)
+    assert store.copies.caller_copies, "on CPU ranks Adam's own threads copy"
+    if which.endswith("_homes"):
+        store._stepper = _Losing(store._stepper, which, 5)
+    else:
+        store.copies = _Skipping(store.copies, which, 5)
     for step in range(3):
         loss_of(model, batch_of(step, 0, 0)).backward()
         optimizer.step()

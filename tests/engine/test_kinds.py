@@ -22,6 +22,7 @@ from shardcore.engine.updater import Updater
 from shardcore.offload import CpuStore
 from tests.choice import EVERY, combinations, part, some
 from tests.engine.models import Net, batch_of, hash_of
+from tests.engine.test_offload import tier_with
 from tests.ranks import run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -188,13 +189,19 @@ def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store.Span, "part", lambda span, offset, numel: replace(part(span, offset, numel), key=span.key))
 
 
+def _leave_weights(patch: pytest.MonkeyPatch) -> None:
+    """In queues, which a late tier keeps to: where weights pass, the kernel itself knows whether it reads them."""
+    tier_with(patch, late=True)
+    patch.setattr(StateKind, "reads_weights", False)
+
+
 TWINS: dict[str, tuple[str, Any, Any]] = {
     "elements counted in the shard": ("8bit", None, _replan(lambda span: replace(span, key=(span.key[0], span.start)))),
     "parameters counted in the bucket": ("stochastic", None, _replan(lambda span: replace(span, key=(0, span.key[1])))),
     "spans over several parameters": ("8bit", None, lambda patch: patch.setattr(kinds, "draws_random_bits", lambda _: False)),
     "remainders dropped": ("split", None, _forget_remainders),
     "elements counted in the chunk": ("stochastic 8bit", CPU_TIER, _chunks_count_anew),
-    "weights left where they are": ("split", CPU_TIER, lambda patch: patch.setattr(StateKind, "reads_weights", False)),
+    "weights left where they are": ("split", CPU_TIER, _leave_weights),
 }
 
 

@@ -40,7 +40,9 @@ def hash_after(**shard: Any) -> str:
 
 
 class Watched:
-    """A tier whose copies and waits are written down; `unwaited` events wait for nothing."""
+    """A tier whose copies, all in queues, and waits are written down; `unwaited` events wait for nothing."""
+
+    caller_copies = False
 
     def __init__(self, tier: Any, log: list[str], leave_out: Callable[[str], bool] = lambda _: False) -> None:
         self._tier, self._log, self._leave_out, self._count = tier, log, leave_out, 0

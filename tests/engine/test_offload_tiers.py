@@ -336,6 +336,8 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
 
     def forgetful(tier: Any) -> Any:
         class Forgetful:
+            caller_copies = False
+
             def __getattr__(self, name: str) -> Any:
                 return getattr(tier, name)
 

@@ -180,6 +180,7 @@ def test_build_info():
 
 
 LARGE = 65_536 + 21  # float32: from 256 KiB on it is stored past the caches
+SEVERAL_THREADS = 6 * 2**20 + 72  # bytes; up to 2 MiB one thread copies
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
@@ -187,7 +188,7 @@ LARGE = 65_536 + 21  # float32: from 256 KiB on it is stored past the caches
 def test_stream_copy_copies_every_byte_and_no_more(dtype, misalign):
     threads = torch.get_num_threads()
     try:
-        for numel in (0, 1, 15, 17, 1000, LARGE * 4 // dtype.itemsize):
+        for numel in (0, 1, 15, 17, 1000, LARGE * 4 // dtype.itemsize, SEVERAL_THREADS // dtype.itemsize):
             src = torch.randint(0, 255, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
             for count in (1, 3):
                 torch.set_num_threads(count)
