@@ -5,8 +5,10 @@
 #include <torch/csrc/Dtype.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "core/cpu_isa.h"
 #include "core/thread_pool.h"
@@ -203,17 +205,44 @@ void mark_written(const at::Tensor& tensor) {
 
 namespace {
 
+// What one thread of a parallel loop has to do first, in parts of part_size; others take what it has not come to when they have
+// done their own, so that one whose core has other work holds up nobody, and otherwise each step finds its memory where it was.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+
+  void work(int64_t part_size, const Executor::RangeFn& fn) {
+    for (int64_t first; (first = next.fetch_add(part_size, std::memory_order_relaxed)) < end;) {
+      fn(first, std::min(end, first + part_size));
+    }
+  }
+};
+constexpr int64_t kPartsPerShare = 16;
+
 // The threads of at::parallel_for (libgomp's) do not exist in a forked child, which would wait for them for ever. So only the
 // process that started them uses them; a child of it works alone, to the same bits.
 class TorchExecutor final : public Executor {
  public:
   void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override {
     if (begin >= end) return;
-    if (end - begin <= grain || at::get_num_threads() == 1 || !owns_threads()) {
+    const int64_t count = end - begin,
+                  num = std::min<int64_t>(at::get_num_threads(), (count - 1) / std::max<int64_t>(1, grain) + 1);
+    if (num == 1 || !owns_threads()) {
       fn(begin, end);
-    } else {
-      at::parallel_for(begin, end, grain, fn);
+      return;
     }
+    std::vector<Share> shares(static_cast<size_t>(num));
+    for (int64_t i = 0; i < num; ++i) {
+      Share& share = shares[static_cast<size_t>(i)];
+      share.next = begin + count / num * i + std::min(i, count % num);
+      share.end = begin + count / num * (i + 1) + std::min(i + 1, count % num);
+    }
+    const int64_t part_size = std::max(grain, count / (num * kPartsPerShare));
+    at::parallel_for(0, num, 1, [&](int64_t first, int64_t last) {
+      for (int64_t own = first; own < last; ++own) {
+        for (int64_t i = 0; i < num; ++i) shares[static_cast<size_t>((own + i) % num)].work(part_size, fn);
+      }
+    });
   }
 
  private:
