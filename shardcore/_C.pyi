@@ -151,7 +151,8 @@ class AdamStepper:
         tier (one whose `caller_copies`, so for the CPU): where grad_homes[i] or param_homes[i] is given, grads[i] or
         params[i] is a place in the tier that its values only pass through, in counted copies a few thousand elements at a
         time. Gradients come from grad_homes[i]; weights come from param_homes[i], unless masters[i] is float32, and the new
-        ones go there. What the places hold afterwards means nothing.
+        ones go there. What the places hold afterwards means nothing. Places and homes share no memory with each other, nor
+        with a state (grad_homes may share theirs).
         """
     def repeat(
         self,

@@ -75,6 +75,8 @@ def shard(
         number of parameters of a unit. What lies inside torch's MultiheadAttention or TransformerEncoderLayer, which read the
         weights of their parts without calling them, belongs to these.
     offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
+        Beside them each rank takes up to 360 MiB there for what is on its way in a step (20 bytes an element of the largest
+        unit's shard; `memory_report`).
         "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
         later ones to it there.
         "params": "cpu" (at stage 3) keeps the shards of weights there, frozen ones too: each comes ahead of its unit's use, so

@@ -11,7 +11,8 @@ need none. Places are bytes, each element has those of a float32, so that gradie
 of any dtype fit and all memory is taken before the first step.
 Note [Passing]. On CPU ranks both sides of a copy are host memory, and a second thread that copies shares the core with Adam.
 So there Adam's own threads copy (`caller_copies`), through the tier and counted as ever: a few thousand elements come, are
-updated while they are in the caches, and go; each thread uses one small part of a place. A simulated tier keeps to its queues.
+updated while they are in the caches, and go; each thread uses small parts of one place for gradients and one for weights, so
+most pages of staging are never touched there. A simulated tier keeps to its queues.
 """
 
 import logging
@@ -129,7 +130,7 @@ class CpuStore:
         place_bytes = self._chunk_numel * _ITEM_BYTES
         self._grads = [self._place(place_bytes) for _ in range(0 if grads_leave else GRAD_PLACES)]
         self._weights = [_Weights(self._place(place_bytes)) for _ in range(0 if weights_here else WEIGHT_PLACES)]
-        self._turn = 0  # chunks so far: says whose turn it is
+        self._turn = 0  # chunks so far that did not pass: says whose turn it is
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
 
@@ -221,7 +222,9 @@ class CpuStore:
     def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
         """Let a chunk's gradients, and weights that are the master or half of it, come to staging, unless they will pass."""
         passes = self.copies.caller_copies
-        turn, self._turn = self._turn, self._turn + 1
+        turn = self._turn
+        if not passes:  # else nothing lies in a place from one chunk to the next
+            self._turn += 1
         place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
         if place is not None and place.left is not None:
             place.left.synchronize()

@@ -18,8 +18,10 @@ void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScala
 // Where the gradient and the weights of a segment live while its own pointers are places that they only pass through. Null:
 // where the segment says.
 struct AdamHome {
-  const void* grad;
-  void* param;
+  const void* grad = nullptr;
+  void* param = nullptr;
+
+  bool operator==(const AdamHome& o) const { return grad == o.grad && param == o.param; }
 };
 
 // How values get from their home to their place, and back; called from any threads.

@@ -259,26 +259,46 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 }
 
 void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
-                   OverlapCheck& overlap) {
-  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, step, skip };
+                   const std::vector<AdamHome>& homes, OverlapCheck& overlap) {
+  enum Name {
+    params,
+    grads,
+    exp_avgs,
+    exp_avg_sqs,
+    masters,
+    max_exp_avg_sqs,
+    exp_avg_scales,
+    exp_avg_sq_scales,
+    step,
+    skip,
+    grad_homes,
+    param_homes
+  };
   constexpr const char* kNames[] = {
       "params",          "grads",          "exp_avgs",          "exp_avg_sqs",        "masters",
-      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped"};
+      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped",
+      "grad_homes",      "param_homes"};
   constexpr int kIndexBits = 40;  // of a tag; above them the name
   const auto count = static_cast<int64_t>(segments.size());
   std::vector<MemoryRange> written, read;
   written.reserve(3 * segments.size());
   read.reserve(segments.size());
+  const auto add_to = [&](std::vector<MemoryRange>& ranges, Name name, int64_t i, const void* data, int64_t size_bytes) {
+    if (data != nullptr) ranges.push_back(memory_range(data, size_bytes, (int64_t{name} << kIndexBits) | i));
+  };
   const auto add = [&](Name name, int64_t i, const void* data, int64_t size_bytes) {
-    const int64_t tag = (int64_t{name} << kIndexBits) | i;
-    if (data != nullptr) (name == grads ? read : written).push_back(memory_range(data, size_bytes, tag));
+    add_to(written, name, i, data, size_bytes);
   };
   for (int64_t i = 0; i < count; ++i) {
     const AdamSegment& t = segments[static_cast<size_t>(i)];
     if (!counts.empty()) add(step, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
     if (t.numel == 0) continue;
-    add(params, i, t.param, t.numel * itemsize(t.param_dtype));
-    add(grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
+    const AdamHome home = homes.empty() ? AdamHome{} : homes[static_cast<size_t>(i)];
+    const int64_t param_bytes = t.numel * itemsize(t.param_dtype), grad_bytes = t.numel * itemsize(t.grad_dtype);
+    add(params, i, t.param, param_bytes);
+    add_to(home.grad == nullptr ? read : written, grads, i, t.grad, grad_bytes);
+    add_to(read, grad_homes, i, home.grad, grad_bytes);
+    add(param_homes, i, home.param, param_bytes);
     add(exp_avgs, i, t.exp_avg, t.numel * itemsize(t.state_dtype));
     add(exp_avg_sqs, i, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
     add(masters, i, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));

@@ -4,6 +4,7 @@
 #include <array>
 #include <vector>
 
+#include "adam/adam_cpu.h"
 #include "adam/adam_segment.h"
 #include "bind/checks.h"
 #include "core/overlap.h"
@@ -41,9 +42,10 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
-// Refuses tensors that share memory which the step writes. counts (empty, or one a segment) and skipped (or null) are int64.
+// Refuses tensors that share memory which the step writes. counts and homes (empty, or one a segment) and skipped (or null):
+// counts and skipped are int64; where a gradient has a home, the place that it passes through is written, too.
 void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
-                   OverlapCheck& overlap);
+                   const std::vector<AdamHome>& homes, OverlapCheck& overlap);
 
 // Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
 const char* why_random(const AdamSegment& t, bool stochastic_rounding);

@@ -4,6 +4,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "adam/adam_cpu.h"
 #include "adam/make_scalars.h"
@@ -116,6 +117,7 @@ class Passage {
         grads_(tensors_of(kStepOp, "grad_homes", grad_homes, true)),
         params_(tensors_of(kStepOp, "param_homes", param_homes, true)) {}
 
+  // Fills in the homes. Changes nothing else: what is checked later may be refused.
   void check(const AdamLists& lists, const TensorList& grads, const py::object& device_step) {
     if (!device_step.is_none()) value_error({kStepOp, "device_step"}, "a DeviceStep; expected None (with tier)");
     const size_t count = lists.params.size();
@@ -125,16 +127,22 @@ class Passage {
     for (size_t i = 0; i < count; ++i) {
       const auto at = [&](const char* name) { return Where{kStepOp, name, static_cast<int64_t>(i)}; };
       const at::Tensor &grad = grads_[i], &param = params_[i];
+      check_layout(at("params"), lists.params[i], at::kCPU);
       if (grad.defined()) {
         check_copy(*tier_, at::kCPU, Direction::to_tier, at("grads"), grads[i], at("grad_homes"), grad);
         homes_[i].grad = grad.const_data_ptr();
       }
       if (param.defined()) {
         check_copy(*tier_, at::kCPU, Direction::from_tier, at("param_homes"), param, at("params"), lists.params[i]);
-        mark_written(param);
         homes_[i].param = param.data_ptr();
       }
     }
+  }
+
+  const std::vector<AdamHome>& homes() const { return homes_; }
+
+  void mark() const {
+    for (size_t i = 0; i < params_.size(); ++i) mark_written(params_[i]);
   }
 
   void step(const std::vector<AdamSegment>& segments, const std::vector<AdamScalars>& scalars) const {
@@ -173,6 +181,9 @@ class __attribute__((visibility("hidden"))) AdamStepper {
             const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
             const py::object& exp_avg_sq_scales, const py::object& device_step, const py::object& tier,
             const py::object& grad_homes, const py::object& param_homes) {
+    for (const auto& [name, homes] : {std::pair{"grad_homes", &grad_homes}, std::pair{"param_homes", &param_homes}}) {
+      if (tier.is_none() && !homes->is_none()) value_error({kStepOp, name}, "a value; expected None without tier");
+    }
     run(adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
                       exp_avg_sq_scales),
         grads, hypers, device_step, tier.is_none() ? nullptr : std::make_unique<Passage>(tier, grad_homes, param_homes));
@@ -199,6 +210,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     if (made != nullptr && passage != nullptr) value_error({kStepOp, "tier"}, "a value; expected None with DeviceScalars");
     const bool on_host = made == nullptr && on_device == nullptr;
     const std::vector<AdamScalars> scalars = on_host ? scalars_of(hyper_list) : std::vector<AdamScalars>();
+    if (passage != nullptr) passage->check(lists, grads, device_step);
     if (count == 0) return;
 
     const at::Device device = lists.params[0].device();
@@ -234,12 +246,13 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       for (const DeviceCount& c : plan->counts) counts.push_back(c.count);
     }
     const int64_t* const skipped = plan ? plan->decision.skipped : nullptr;
-    if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped)) {
+    const std::vector<AdamHome> homes = passage == nullptr ? std::vector<AdamHome>() : passage->homes();
+    if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped && homes == apart_.homes)) {
       apart_ = {};
-      check_overlap(segments, counts, skipped, overlap_);
-      apart_ = {segments, counts, skipped};
+      check_overlap(segments, counts, skipped, homes, overlap_);
+      apart_ = {segments, counts, skipped, homes};
     }
-    if (passage != nullptr) passage->check(lists, grads, device_step);
+    if (passage != nullptr) passage->mark();
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
     if (passage != nullptr) {
@@ -321,6 +334,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     std::vector<AdamSegment> segments;
     std::vector<int64_t*> counts;
     const int64_t* skipped = nullptr;
+    std::vector<AdamHome> homes;
   };
   Checked apart_;  // what check_overlap found good last
   OverlapCheck overlap_;

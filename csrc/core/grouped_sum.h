@@ -14,13 +14,15 @@
 namespace shardcore {
 
 constexpr int64_t kGroupBlocks = 256;  // 64K elements
+// Of float32 2 MiB: to wake a second thread that rests takes longer than to read that much.
+constexpr int64_t kGrainGroups = 8;
 
-// span(first_block, last_block, total): do the blocks and add their sum to total.
+// span(first_block, last_block, total): do the blocks and add their sum to total. reads: how many values for each element.
 template <typename Span>
-DoubleDouble grouped_sum(int64_t num_blocks, Executor& executor, const Span& span) {
+DoubleDouble grouped_sum(int64_t num_blocks, int64_t reads, Executor& executor, const Span& span) {
   const int64_t num_groups = (num_blocks + kGroupBlocks - 1) / kGroupBlocks;
   std::vector<DoubleDouble> partial(static_cast<size_t>(num_groups));
-  executor.parallel_for(0, num_groups, 1, [&](int64_t begin, int64_t end) {
+  executor.parallel_for(0, num_groups, std::max<int64_t>(1, kGrainGroups / reads), [&](int64_t begin, int64_t end) {
     const SubnormalGuard guard;
     for (int64_t group = begin; group < end; ++group) {
       DoubleDouble total{};

@@ -8,7 +8,7 @@ namespace shardcore {
 
 DoubleDouble ordered_sum_cpu(const OrderedSum& op, Executor& executor) {
   const auto ordered_sum_span = SHARDCORE_PICK(ordered_sum_span);
-  return grouped_sum(blocks_of(op.numel), executor,
+  return grouped_sum(blocks_of(op.numel), op.world_size, executor,
                      [&](int64_t first, int64_t last, DoubleDouble& total) { ordered_sum_span(op, first, last, total); });
 }
 

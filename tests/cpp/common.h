@@ -18,6 +18,7 @@
 #include "core/convert.h"
 #include "core/cpu_isa.h"
 #include "core/dtype.h"
+#include "core/thread_pool.h"
 
 namespace shardcore::testing {
 
@@ -86,6 +87,28 @@ inline void canonicalize_nans(void* data, DType dtype, int64_t n) {
     if (std::isnan(load_as_f32(data, dtype, i))) store_from_f32(data, dtype, i, kNan);
   }
 }
+
+// Threads that divide even what one of them would do sooner alone.
+class EagerPool final : public Executor {
+ public:
+  explicit EagerPool(int num_threads) : pool_(num_threads) {}
+  void parallel_for(int64_t begin, int64_t end, int64_t /*grain*/, const RangeFn& fn) override {
+    pool_.parallel_for(begin, end, 1, fn);
+  }
+
+ private:
+  ThreadPool pool_;
+};
+
+// Notes how many threads a job is worth.
+class ThreadCount final : public Executor {
+ public:
+  int64_t last = 0;
+  void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override {
+    last = (end - begin) / grain;
+    fn(begin, end);
+  }
+};
 
 class Random {
  public:

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kWrap = int64_t{1} << 32;  // what an element index loses when it is cut to 32 bits
 // The first element with data: past 2^31, a multiple of all chunk sizes and of the norm's groups of blocks.
 constexpr int64_t kFirst = (int64_t{1} << 31) + (int64_t{1} << 20);
-static_assert(kFirst % kAdamChunk == 0 && kFirst % (kBlock * 256) == 0 && kFirst % kNormChunk == 0 &&
+static_assert(kFirst % kAdamChunk == 0 && kFirst % (kBlock * 256) == 0 && kFirst % (2 * kNormChunk) == 0 &&
               kFirst % kCastChunk == 0 && static_cast<int32_t>(kFirst) < 0);
 
 // A huge array of zeros, of which the elements from kFirst / group on have the values of `data`.
@@ -155,18 +155,22 @@ std::vector<float> tail_values() {
 }
 
 TEST(large_index, the_norm_beyond_2_to_the_31) {
-  const std::vector<float> values = tail_values();
+  const std::vector<float> source = tail_values();
   SerialExecutor serial;
-  const NormSegment small{values.data(), kTail, DType::f32};
-  const DoubleDouble want = sq_norm_cpu(&small, 1, serial);
-  Huge huge(values.data(), kTail, 4);
-  for (const bool wrapped : {false, true}) {
-    const NormSegment t{huge.element0(wrapped), kFirst + kTail, DType::f32};
-    TailExecutor executor(kFirst / (256 * kBlock));  // the norm's work items are groups of blocks
-    const DoubleDouble got = sq_norm_cpu(&t, 1, executor);
-    EXPECT_EQ(got.high == want.high && got.low == want.low, !wrapped);
-    const DoubleDouble cuda = sq_norm_cuda_body({t}, kFirst / kNormChunk);
-    EXPECT_EQ(relative_difference(want, cuda) <= kGrouping, !wrapped);
+  for (const DType dtype : kDTypes) {  // each has a chunk size of its own on CUDA
+    Buffer values(kTail * itemsize(dtype), 0);
+    for (int64_t i = 0; i < kTail; ++i) store_from_f32(values.data(), dtype, i, source[static_cast<size_t>(i)]);
+    const NormSegment small{values.data(), kTail, dtype};
+    const DoubleDouble want = sq_norm_cpu(&small, 1, serial);
+    Huge huge(values.data(), kTail, itemsize(dtype));
+    for (const bool wrapped : {false, true}) {
+      const NormSegment t{huge.element0(wrapped), kFirst + kTail, dtype};
+      TailExecutor executor(kFirst / (256 * kBlock));  // the norm's work items are groups of blocks
+      const DoubleDouble got = sq_norm_cpu(&t, 1, executor);
+      EXPECT_EQ(got.high == want.high && got.low == want.low, !wrapped);
+      const DoubleDouble cuda = sq_norm_cuda_body({t}, kFirst / norm_chunk(dtype));
+      EXPECT_EQ(relative_difference(want, cuda) <= kGrouping, !wrapped);
+    }
   }
 }
 

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/executor.h"
-#include "core/thread_pool.h"
 #include "cpp/common.h"
 #include "norm/norm_cpu.h"
 
@@ -71,6 +70,15 @@ TEST(norm, another_order_is_rejected) {
   EXPECT_GT(differences, 5);
 }
 
+TEST(norm, wakes_no_second_thread_for_2_MiB) {
+  ThreadCount threads;
+  for (const auto& [numel, want] : {std::pair<int64_t, int64_t>{1 << 19, 1}, {1 << 20, 2}, {1 << 22, 8}}) {
+    Buffer data(numel * 4, 0);
+    norm_of({{data.data(), numel, DType::f32}}, threads);
+    EXPECT_EQ(threads.last, want) << numel;
+  }
+}
+
 TEST(norm, list_does_not_depend_on_threads_or_isa) {
   Random random(12);
   std::vector<Buffer> buffers;
@@ -90,7 +98,7 @@ TEST(norm, list_does_not_depend_on_threads_or_isa) {
   EXPECT_NEAR(first.high, static_cast<double>(want), 1e-13 * first.high);
   for_each_isa([&](const std::string&) {
     for (const int threads : {1, 2, 3, 7}) {
-      ThreadPool pool(threads);
+      EagerPool pool(threads);
       const DoubleDouble got = norm_of(segments, pool);
       EXPECT_EQ(bits_of(got.high), bits_of(first.high));
       EXPECT_EQ(bits_of(got.low), bits_of(first.low));

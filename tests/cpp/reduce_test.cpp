@@ -1,15 +1,25 @@
 // Ordered sum: the bits of the definition on every instruction set and thread count; the norm of its result.
 #include <algorithm>
+#include <array>
 #include <functional>
 
 #include "core/executor.h"
-#include "core/thread_pool.h"
 #include "cpp/reduce_problem.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_math.h"
 
 namespace shardcore::testing {
 namespace {
+
+TEST(reduce, wakes_no_second_thread_for_2_MiB_of_all_ranks) {
+  ThreadCount threads;
+  for (const auto& [numel, world_size, want] :
+       {std::array<int64_t, 3>{1 << 19, 1, 1}, {1 << 20, 1, 2}, {1 << 18, 2, 1}, {1 << 18, 4, 2}, {1 << 17, 16, 2}}) {
+    ReduceProblem problem({numel, world_size, DType::f32, DType::f32, false, 0, false, 1.0});
+    ordered_sum_cpu(problem.op, threads);
+    EXPECT_EQ(threads.last, want) << numel << " elements of " << world_size << " ranks";
+  }
+}
 
 TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
   std::vector<SumCase> cases = sum_cases({0, 1, 15, 16, 17, 35, 255, 256, 257, 1000});
@@ -27,7 +37,7 @@ TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
     const DoubleDouble norm = sq_norm_cpu(&stored, 1, serial);
     for_each_isa([&](const std::string&) {
       for (const int threads : {1, 3}) {
-        ThreadPool pool(threads);
+        EagerPool pool(threads);
         problem.out.set_bytes(problem.initial);
         const DoubleDouble got = ordered_sum_cpu(problem.op, pool);
         ASSERT_EQ(problem.out.bytes(), want) << c.numel << " elements, " << c.world_size << " ranks";

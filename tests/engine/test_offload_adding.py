@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardcore
+from shardcore._native import _C
 from shardcore.engine import host_grads
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_offload import Watched, tier_with
@@ -132,3 +133,17 @@ def test_a_gradient_that_cannot_leave_is_refused_by_what_needs_it(accumulate: in
         assert text.endswith("from RuntimeError")
     assert [text.split(":")[0] for text in others] == ["clip_grad_norm_", "full_grad", "step"] * 2
     assert all("rank 0 refused" in text for text in others)
+
+
+def test_the_norm_is_taken_before_a_gradient_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So clipping reads no gradient a second time."""
+    log: list[str] = []
+    tier_with(monkeypatch, lambda tier: Watched(tier, log))
+    model, optimizer, _ = train(0, Run(steps=0, shard={"offload": GRADS}))
+    sq_norm = _C.sq_norm
+    monkeypatch.setattr(_C, "sq_norm", lambda tensors: (log.append("norm"), sq_norm(tensors))[1])
+    log.clear()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    assert [call for call in log if "." not in call] == ["norm", "to_tier"] * len(optimizer._engine.buckets)
+    optimizer.step()
+    assert log.count("norm") == len(optimizer._engine.buckets)

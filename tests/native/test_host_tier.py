@@ -157,6 +157,13 @@ def test_a_step_through_places_has_the_same_bits_and_counts_its_copies(kind: str
         r"params\[0\] has dtype Float; expected Half \(as param_homes: copies do not cast\)",
     ),
     (lambda s: {"param_homes": [torch.zeros(999)]}, ValueError, r"params\[0\] has 1000 elements; expected 999 "),
+    (lambda s: {"tier": None}, ValueError, "grad_homes has a value; expected None without tier"),
+    (lambda s: {"tier": None, "grad_homes": None}, ValueError, "param_homes has a value; expected None without tier"),
+    (
+        lambda s: {name: [] for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "hyper_index")},
+        ValueError,
+        r"grad_homes has 1 items; expected 0 \(one for each of params\)",
+    ),
 ])  # fmt: skip
 def test_bad_places_and_homes_are_refused(change: Any, error: type[Exception], message: str) -> None:
     tier, step = passing(numel=1000)
@@ -165,3 +172,44 @@ def test_bad_places_and_homes_are_refused(change: Any, error: type[Exception], m
         _C.AdamStepper().step(**step | change(step))
     assert all(map(torch.equal, before, [step[name][0] for name in ("exp_avgs", "param_homes")]))
     assert tier.bytes_to_tier == tier.bytes_from_tier == 0
+
+
+# Two segments a step: whose memory another argument has.
+SHARED = {
+    "one home for two": ("param_homes", 1, "param_homes", 0),
+    "a state is a home": ("param_homes", 0, "exp_avgs", 1),
+    "a home is another's place": ("param_homes", 0, "params", 1),
+    "weights and gradients have one home": ("param_homes", 1, "grad_homes", 0),
+    "a gradient's home is a state": ("grad_homes", 1, "exp_avg_sqs", 0),
+    "one place for two gradients": ("grads", 1, "grads", 0),
+}
+
+
+def passing_two() -> tuple[Any, dict[str, Any]]:
+    """The same with two parameters."""
+    tier, step = passing(numel=1024)
+    halves = {name: [step[name][0][:512], step[name][0][512:]] for name in step.keys() - {"tier", "hypers", "hyper_index"}}
+    return tier, step | halves | {"hyper_index": [0, 0]}
+
+
+@pytest.mark.parametrize("which", SHARED)
+def test_memory_that_a_step_through_places_writes_is_nobody_else_s(which: str) -> None:
+    name, index, other, its_index = SHARED[which]
+    tier, step = passing_two()
+    stepper = _C.AdamStepper()
+    stepper.step(**step)  # what was found good then does not stand for other homes
+    moved = tier.bytes_to_tier, tier.bytes_from_tier
+    written = [*step["param_homes"], *step["exp_avgs"], *step["exp_avg_sqs"]]
+    step[name] = [step[other][its_index] if i == index else home for i, home in enumerate(step[name])]
+    with nothing_written(*written), pytest.raises(ValueError) as raised:
+        stepper.step(**step)
+    pair = f"{name}[{index}]", f"{other}[{its_index}]"
+    assert any(f"{a} has memory that {b} has too; expected" in str(raised.value) for a, b in (pair, pair[::-1]))
+    assert (tier.bytes_to_tier, tier.bytes_from_tier) == moved
+
+
+def test_a_refused_step_counts_no_write_of_the_homes_before_the_bad_one() -> None:
+    _, step = passing_two()
+    first, second = step["param_homes"]
+    with nothing_written(first), pytest.raises(TypeError, match=r"params\[1\] has dtype Float; expected Half"):
+        _C.AdamStepper().step(**step | {"param_homes": [first, second.half()]})

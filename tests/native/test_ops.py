@@ -29,7 +29,8 @@ def random_list(seed):
 
 
 def test_norm_is_exact_to_double_double_on_every_isa_and_thread_count():
-    tensors = random_list(1)
+    large = tensor((1 << 20) + 5, torch.float32, torch.Generator().manual_seed(2))  # up to 512 Ki elements one thread reads
+    tensors = [*random_list(1), large]
     exact = sum((Fraction(float(s)) for t in tensors for s in block_sums(t)), Fraction(0))
     results = []
     threads = torch.get_num_threads()
