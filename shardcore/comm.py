@@ -108,7 +108,8 @@ class Comm:
         if not common:
             common.add(len(places))
             with _explained():
-                places.append(Place(group_beside(self.group, dist.get_process_group_ranks(self.group), self.device)))
+                ranks = dist.get_process_group_ranks(self.group)
+                places.append(Place(group_beside(self.group, ranks, self.device, [self.group])))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
