@@ -123,8 +123,7 @@ class Comm:
     def watch(self, where: Callable[[], str]) -> None:
         """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
         if self.uses_nccl and self.group is not None and self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            timeout = timeout_of(self.group, self.device)
+            store, timeout = dist.distributed_c10d._get_default_store, timeout_of(self.group, self.device)
             self._overdue = Overdue(store, self.group.group_name, self.rank, self.world_size, timeout, where)
 
     def _started(self, work: dist.Work | None) -> list[dist.Work]:
