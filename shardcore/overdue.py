@@ -2,8 +2,8 @@
 
 A thread looks now and then whether what was started is done. Where it is not, PART of the process group's timeout after it
 was started, this rank tells the others where it is and writes to stderr what they tell. They tell it in the store that the
-group was made with: one text, to which all append, so that many ranks ask little of who serves it. Collectives of one group end
-in the order in which they were started, so of all that is on its way two are remembered: one, and the last.
+group was made with: one text, to which all append, so that many ranks ask little of who serves it. Collectives of one backend
+end in the order in which they were started, so of all that is on its way there two are remembered: one, and the last.
 """
 
 import sys
@@ -20,6 +20,7 @@ PART = 0.75
 ANSWERS_S = 30.0  # how long the others may take to tell, at most: each does PART of its own wait after it began
 _LOOKS = 100  # in a timeout
 _AT_MOST_S = 1.0  # between two looks
+_Began = tuple[dist.Work, float]  # what was started, and when
 _SAID, _WAITING = "said", "waiting"  # in the store: what ranks said, a line each time, and how many wait
 
 
@@ -43,22 +44,21 @@ class Overdue:
         self._clone: PrefixStore | None = None
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout.total_seconds()
         self._where = weakref.WeakMethod(where)
-        self._first: tuple[dist.Work, float] | None = None
-        self._last: tuple[dist.Work, float] | None = None
-        self._lock = threading.Lock()  # of the two
-        self._told = False
+        self._on_way: dict[str, tuple[_Began, _Began]] = {}  # by the kind of device, as each has its backend: one, and the last
+        self._lock = threading.Lock()  # of these
+        self._told: _Began | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def started(self, work: dist.Work) -> None:
-        """Remember a collective that was started just now."""
+    def started(self, work: dist.Work, device: str) -> None:
+        """Remember a collective that was started just now on data of a kind of device."""
         if self._thread is None:
             self._thread = threading.Thread(target=_watch, args=(weakref.ref(self), self._stop, self._pause_s), daemon=True)
             self._thread.start()
             weakref.finalize(self, self._stop.set)
         with self._lock:
-            self._last = work, time.monotonic()
-            self._first = self._first or self._last
+            began = work, time.monotonic()
+            self._on_way[device] = self._on_way[device][0] if device in self._on_way else began, began
 
     @property
     def _pause_s(self) -> float:
@@ -67,16 +67,19 @@ class Overdue:
     def look(self) -> None:
         """Forget what is done; report what is overdue, once."""
         with self._lock:
-            done = self._first is not None and self._first[0].is_completed()
-            if done:
-                self._first = self._last = None if self._last is None or self._last[0].is_completed() else self._last
-            waited_s = 0.0 if self._first is None else time.monotonic() - self._first[1]
-        if self._told and done:
-            self._told = False
+            for device, (first, last) in list(self._on_way.items()):
+                if first[0].is_completed():
+                    del self._on_way[device]
+                    if not last[0].is_completed():
+                        self._on_way[device] = last, last
+            waits = [first for first, _ in self._on_way.values()]
+        if self._told is not None and self._told not in waits:
+            self._told = None
             self._say("")
-        if not self._told and waited_s > PART * self._timeout_s:
-            self._told = True
-            self._report()
+        longest = min(waits, key=lambda began: began[1], default=None)
+        if self._told is None and longest is not None and time.monotonic() - longest[1] > PART * self._timeout_s:
+            self._told = longest
+            self._report(longest)
 
     @property
     def _store(self) -> PrefixStore:
@@ -96,7 +99,7 @@ class Overdue:
         last = dict(line.split(" ", 1) for line in lines)
         return {int(rank): point for rank, point in last.items() if point}
 
-    def _report(self) -> None:
+    def _report(self, wait: _Began) -> None:
         here = self._where()
         self._say("nowhere" if here is None else here())
         until = time.monotonic() + min(ANSWERS_S, (1 - PART) * self._timeout_s / 2)
@@ -107,10 +110,9 @@ class Overdue:
             point = f"at {said[rank]}" if rank in said else "not waiting (ended, failed, or busy elsewhere)"
             points.setdefault(point, []).append(rank)
         lines = [f"rank{'s' * (len(of) > 1)} {_ranges(of)} {point}" for point, of in points.items()]
-        with self._lock:
-            if self._first is None or self._first[0].is_completed():
-                return
-            waited_s = time.monotonic() - self._first[1]
+        if wait[0].is_completed():
+            return
+        waited_s = time.monotonic() - wait[1]
         sys.stderr.write(
             f"shardcore: rank {self._rank} has waited {waited_s:.0f} s for the other ranks, and NCCL ends the process at "
             f"{self._timeout_s:.0f} s: {'; '.join(lines)}; expected every rank to run the same units in the same order (look "

@@ -26,8 +26,8 @@ def _late(rank: int, world_size: int) -> tuple[str, str]:
 
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
-    def reported(self: Overdue) -> None:
-        report(self)
+    def reported(self: Overdue, *wait: Any) -> None:
+        report(self, *wait)
         store.set(str(rank), "reported")
 
     said = io.StringIO()
@@ -83,7 +83,7 @@ def test_what_was_started_after_a_look_is_seen_too(capsys: pytest.CaptureFixture
     watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
     works: list[Any] = [Work() for _ in range(5)]
     for work in works:
-        watched.started(work)
+        watched.started(work, "cuda")
     for work in works[:4]:
         work.done = True
     watched.look()  # the first is done, the last is not
@@ -100,6 +100,26 @@ def test_what_was_started_after_a_look_is_seen_too(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
+def test_what_another_backend_has_done_since_hides_no_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks tell each other on the CPU ends while NCCL still waits."""
+    monkeypatch.setattr(Overdue, "_pause_s", 1000.0)
+    place, store = Place(), dist.HashStore()
+    watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
+    done, stuck, told = works = [Work() for _ in range(3)]
+    for work, device in zip(works, ("cuda", "cuda", "cpu"), strict=True):
+        watched.started(work, device)  # type: ignore[arg-type]
+    done.done = told.done = True
+    watched.look()
+    time.sleep(0.02)
+    watched.look()
+    assert "rank 0 at a step" in capsys.readouterr().err
+    stuck.done = True
+    watched.look()
+    assert watched.said() == {}
+
+
 def test_a_wait_that_ends_while_others_are_asked_is_not_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +131,7 @@ def test_a_wait_that_ends_while_others_are_asked_is_not_reported(
         work.done = True
 
     monkeypatch.setattr(watched._stop, "wait", ends)
-    watched.started(work)  # type: ignore[arg-type]
+    watched.started(work, "cuda")  # type: ignore[arg-type]
     time.sleep(0.02)
     watched.look()
     assert work.done
@@ -134,7 +154,7 @@ def test_many_ranks_are_named_in_short(capsys: pytest.CaptureFixture[str], monke
         counted = lambda store, *given, call=call, plain=plain: (calls.append(call), plain(store, *given))[1]  # noqa: E731
         monkeypatch.setattr(dist.PrefixStore, call, counted)
     watched = Overdue(lambda: store, "g", 0, 10000, timedelta(seconds=0.01), place.where)
-    watched.started(Work())  # type: ignore[arg-type]
+    watched.started(Work(), "cuda")  # type: ignore[arg-type]
     monkeypatch.setattr(watched._stop, "wait", time.sleep)
     monkeypatch.setattr(Overdue, "_pause_s", 0.0005)
     time.sleep(0.02)
