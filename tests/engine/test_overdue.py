@@ -124,17 +124,20 @@ def test_a_wait_that_ends_while_others_are_asked_is_not_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Overdue, "_pause_s", 1000.0)
-    place, store, work = Place(), dist.HashStore(), Work()
-    watched = Overdue(lambda: store, "g", 0, 2, timedelta(seconds=0.01), place.where)
+    store, work = dist.HashStore(), Work()
 
-    def ends(pause_s: float) -> None:
-        work.done = True
+    class Ends(Place):
+        def where(self) -> str:
+            work.done = True
+            return "a step"
 
-    monkeypatch.setattr(watched._stop, "wait", ends)
+    place = Ends()
+    watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
     watched.started(work, "cuda")  # type: ignore[arg-type]
     time.sleep(0.02)
     watched.look()
     assert work.done
+    assert watched.said() == {0: "a step"}
     watched.look()
     assert capsys.readouterr().err == ""
     assert watched.said() == {}
