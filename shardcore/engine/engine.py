@@ -250,6 +250,7 @@ class Engine:
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
+        self.outcomes.forget_late()
         self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 
     # --- gradients ----------------------------------------------------------------------------------------------------

@@ -165,6 +165,12 @@ class Outcomes:
         if late is not None:
             raise late
 
+    def forget_late(self) -> None:
+        """Log what `raise_late` would raise: it is of a state in whose place another was loaded."""
+        if self._late is not None:
+            logger.warning("%s (before load_state_dict)", self._late)
+        self._late = None
+
     def _learn_next(self) -> None:
         outcome, updated = self._coming[0]
         norm = outcome.norm.wait()  # may be interrupted, also by a signal handler that asks itself, and has learned this then

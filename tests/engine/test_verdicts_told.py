@@ -225,6 +225,32 @@ def test_a_loss_scaled_before_another_scale_was_loaded_is_refused() -> None:
             optimizer.step()
 
 
+def _loads_after_the_minimum(rank: int, world_size: int) -> tuple[Any, ...]:
+    with device_decides():
+        options = shardcore.LossScale(initial_power=0, hysteresis=1)
+        model, optimizer, _ = train(rank, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": options}))
+        weights, state = model.state_dict(), optimizer.state_dict()
+        messages, handler = _lines()
+        for step, factor in enumerate((float("inf"), 1.0)):
+            x, y = batch_of(step, 0, rank)
+            optimizer.scale_loss(loss_of(model, (x * factor, y))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+        logging.getLogger("shardcore").removeHandler(handler)
+        return messages, optimizer.state_dict()["state"][0]["step"].item()
+
+
+def test_an_error_of_before_a_load_is_logged_and_refuses_no_step() -> None:
+    for messages, steps in run_ranks(2, _loads_after_the_minimum):
+        assert steps == 2
+        assert len(messages) == 1
+        assert "though the loss scale is at its minimum, 1; nothing was updated" in messages[0]
+        assert messages[0].endswith("(before load_state_dict)")
+
+
 def _asks_again(optimizer: Any) -> None:
     """Read a count while a norm is waited for, as the handler of a signal may."""
     wait, nested = Arrival.wait, [True]
