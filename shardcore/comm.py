@@ -108,7 +108,8 @@ class Comm:
         if not common:
             common.add(len(places))
             with _explained():
-                places.append(Place(group_beside(self.group, dist.get_process_group_ranks(self.group), self.device)))
+                ranks = dist.get_process_group_ranks(self.group)
+                places.append(Place(group_beside(self.group, ranks, self.device, [self.group])))
         self._place = place = places[min(common)]
         self.group = place.group or self.group
         place.taken = True
@@ -122,15 +123,14 @@ class Comm:
     def watch(self, where: Callable[[], str]) -> None:
         """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
         if self.uses_nccl and self.group is not None and self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
-            timeout = timeout_of(self.group, self.device)
+            store, timeout = dist.distributed_c10d._get_default_store, timeout_of(self.group, self.device)
             self._overdue = Overdue(store, self.group.group_name, self.rank, self.world_size, timeout, where)
 
-    def _started(self, work: dist.Work | None) -> list[dist.Work]:
+    def _started(self, work: dist.Work | None, sent: torch.Tensor) -> list[dist.Work]:
         if work is None:
             return []
         if self._overdue is not None:
-            self._overdue.started(work)
+            self._overdue.started(work, sent.device.type)
         return [work]
 
     @property
@@ -187,7 +187,7 @@ class Comm:
         """
         if self.uses_nccl and ranks is None:
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
-            return self._started(work)
+            return self._started(work, sent)
         ranks = range(self.world_size) if ranks is None else ranks
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks, of)
 
@@ -205,7 +205,7 @@ class Comm:
             pieces = sent.chunk(self.world_size)
             of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
-        return self._started(work)
+        return self._started(work, sent)
 
     def all_gather(
         self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None, of: int | None = None
@@ -221,7 +221,8 @@ class Comm:
         if self.uses_nccl and in_order:
             flat = as_bytes(whole)
             size = flat.numel() // self.world_size
-            return self._started(_all_gather(flat, flat.narrow(0, self.rank * size, size), group=self.group, async_op=True))
+            own = flat.narrow(0, self.rank * size, size)
+            return self._started(_all_gather(flat, own, group=self.group, async_op=True), own)
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
 
@@ -260,7 +261,7 @@ class Comm:
                     operations.append((call, data, peer))
         if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
             works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
-            return [*works[:-1], *self._started(works[-1] if works else None)]
+            return [*works[:-1], *self._started(works[-1] if works else None, sent[0])]
         with _explained():
             works += [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,13 +64,39 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def group_beside(like: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
-    """Make a group of `ranks`, with the backend and the timeout of `like`. Collective over these ranks alone."""
-    group: dist.ProcessGroup | None = dist.new_group(
-        ranks, timeout=timeout_of(like, device), backend=dist.get_backend(like), use_local_synchronization=True
-    )
+def group_beside(
+    like: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, through: Sequence[dist.ProcessGroup]
+) -> dist.ProcessGroup:
+    """Make a group of `ranks`, with the backend and the timeout of `like`. Collective over these ranks alone.
+
+    through: groups one after the other by which every one of `ranks` reaches all others.
+    """
+    with _equally_many_groups(device, through):
+        group: dist.ProcessGroup | None = dist.new_group(
+            ranks, timeout=timeout_of(like, device), backend=dist.get_backend(like), use_local_synchronization=True
+        )
     assert group is not None
     return group
+
+
+@contextmanager
+def _equally_many_groups(device: torch.device, through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Let every rank be in as many groups as the others, a few of its own among them.
+
+    torch takes a group's name from its ranks and from how many groups this process is in, and ranks that name it differently
+    wait for each other until the timeout.
+    """
+    here = len(dist.distributed_c10d._world.pg_names)
+    most = torch.tensor([here], device=device)
+    for group in through:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    alone = [dist.get_rank()]
+    own = [dist.new_group(alone, backend="gloo", use_local_synchronization=True) for _ in range(int(most) - here)]
+    try:
+        yield
+    finally:
+        for group in own:
+            dist.destroy_process_group(group)
 
 
 # The groups made of meshes of two dimensions over part of a world.
@@ -98,5 +125,5 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
         return world, mesh.size(1)
     groups = _of_meshes.setdefault(world, {})
     if tuple(ranks) not in groups:
-        groups[tuple(ranks)] = group_beside(world, ranks, torch.device(mesh.device_type))
+        groups[tuple(ranks)] = group_beside(world, ranks, torch.device(mesh.device_type), mesh.get_all_groups())
     return groups[tuple(ranks)], mesh.size(1)

@@ -83,8 +83,8 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        self.outcomes = Outcomes(optimizer, scaler)
         verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
+        self.outcomes = Outcomes(optimizer, scaler, late=verdicts is not None)
         constant = [*self.constant.values()]
         self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, verdicts)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
@@ -140,7 +140,7 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problem = problem or error
-        with held_back_interrupts():  # what ranks begin together they end together
+        with held_back_interrupts(), self.outcomes.lock:  # what ranks begin together they end together
             self._step_together(grad_scale, max_norm, problem)
 
     def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
@@ -250,6 +250,7 @@ class Engine:
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
+        self.outcomes.forget_late()
         self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 
     # --- gradients ----------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class LossScaler:
         self.live: torch.Tensor | None = None
         self.live_unscale: torch.Tensor | None = None
         self.loaded: Callable[[], None] = lambda: None
-        self._steps = 0  # at which the scale may have moved
+        self._steps = 0  # at which the scale may have moved, and loads of another
 
     @property
     def host_scale(self) -> float | None:
@@ -186,4 +186,5 @@ class LossScaler:
         self.scale = max(float(state["scale"]), self.options.minimum)
         self.stable_steps = int(state["stable_steps"])
         self.hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)
+        self._steps += 1  # losses multiplied before are not scaled by this one
         self.loaded()

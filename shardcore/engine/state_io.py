@@ -34,6 +34,10 @@ class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
     def __len__(self) -> int:
         return len(self._managed)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the dict that it shows: a copy has no engine."""
+        return dict, (dict(self),)
+
 
 class _ParamStates(dict[str, Any]):
     def __missing__(self, key: str) -> None:

@@ -4,7 +4,8 @@ Note [Verdicts]: where nothing of a step lies in host memory, the host does not 
 of all ranks, decides (clip coefficient, or skip), makes the scalars of Adam from its own step counts and moves its loss scale
 (csrc/adam/step_verdict.h). The host gets the norm alone, later, and then does what it does where it decides itself: the same
 rule from the same number, so both stay the same to the bit. At each step it looks for norms that have come, and it waits for
-them where someone asks for what they say: `Outcomes.settle`.
+them where someone asks for what they say: `Outcomes.settle`. Any thread may ask, but not while a step is planned from what
+they say: that holds `Outcomes.lock`.
 Note [Counts]: until then the host does not know which steps counted. `Managed.pending` has a bit for each of them in which
 the parameter had a gradient, and the device has the bits of those that were not skipped. What is in both is added to
 `Managed.step`: so parameters with equal bits have equal scalars. A word has 64 bits, and the host is never further behind.
@@ -12,8 +13,10 @@ the parameter had a gradient, and the device has the bits of those that were not
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,8 +125,9 @@ class Outcome:
 class Outcomes:
     """Learns what became of steps, in their order: counts, loss scale, log."""
 
-    def __init__(self, optimizer: Any, scaler: LossScaler) -> None:
-        """Count skipped steps in `optimizer`."""
+    def __init__(self, optimizer: Any, scaler: LossScaler, late: bool) -> None:
+        """Count skipped steps in `optimizer`. late: outcomes come after their steps, so that any thread may be first to ask."""
+        self.lock = threading.RLock() if late else nullcontext()
         self._optimizer, self._scaler = optimizer, scaler
         self._coming: deque[tuple[Outcome, Sequence[Managed]]] = deque()
         self._late: RuntimeError | None = None
@@ -145,13 +149,15 @@ class Outcomes:
 
     def poll(self) -> None:
         """Learn of what has come."""
-        while self._coming and self._coming[0][0].norm.here:
-            self._learn_next()
+        with self.lock:
+            while self._coming and self._coming[0][0].norm.here:
+                self._learn_next()
 
     def settle(self) -> None:
         """Learn of all steps so far. Waits for the device."""
-        while self._coming:
-            self._learn_next()
+        with self.lock:
+            while self._coming:
+                self._learn_next()
 
     def raise_late(self) -> None:
         """Raise what `add` would have raised by itself, if the norm had been there."""
@@ -159,9 +165,18 @@ class Outcomes:
         if late is not None:
             raise late
 
+    def forget_late(self) -> None:
+        """Log what `raise_late` would raise: it is of a state in whose place another was loaded."""
+        if self._late is not None:
+            logger.warning("%s (before load_state_dict)", self._late)
+        self._late = None
+
     def _learn_next(self) -> None:
-        norm = self._coming[0][0].norm.wait()  # may be interrupted
-        outcome, updated = self._coming.popleft()
+        outcome, updated = self._coming[0]
+        norm = outcome.norm.wait()  # may be interrupted, also by a signal handler that asks itself, and has learned this then
+        if not self._coming or self._coming[0][0] is not outcome:
+            return
+        self._coming.popleft()
         for managed in updated:
             managed.pending &= ~outcome.bit
         try:

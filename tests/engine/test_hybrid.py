@@ -250,6 +250,27 @@ def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, s
     assert outside == "shard: process_group is a mesh without this rank; expected one that it belongs to"
 
 
+def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:
+    """Train three models side by side; the first rank is in a group, the second in two, that others are not in."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for ranks in ([0, 2], [1, 2], [1, 2]):
+        dist.new_group(ranks)
+    where = {"process_group": DeviceMesh("cpu", [[0], [1]])} if meshes else {}
+    if meshes and rank == 2:
+        return []
+    models = [train(rank, Run(stage=1, steps=1, seed=seed, shard=where))[:2] for seed in range(3)]
+    return [hash_of_training(*model) for model in models]
+
+
+@pytest.mark.parametrize("meshes", [True, False])
+def test_ranks_that_are_in_other_groups_besides_make_one_together(meshes: bool) -> None:
+    first, second, third = run_ranks(3, _in_more_groups, meshes)
+    assert first == second
+    assert third in ([], first)
+    assert len(set(first)) == 3
+
+
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (5, 8)])
 @pytest.mark.parametrize("replicate", [False, True])
 def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(nodes: int, per_node: int, replicate: bool) -> None:

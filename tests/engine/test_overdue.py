@@ -26,8 +26,8 @@ def _late(rank: int, world_size: int) -> tuple[str, str]:
 
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
-    def reported(self: Overdue, waited_s: float) -> None:
-        report(self, waited_s)
+    def reported(self: Overdue, *wait: Any) -> None:
+        report(self, *wait)
         store.set(str(rank), "reported")
 
     said = io.StringIO()
@@ -80,10 +80,10 @@ def test_what_was_started_after_a_look_is_seen_too(capsys: pytest.CaptureFixture
     """Of many only one and the last are held; a report is made once for each wait, and taken back."""
     monkeypatch.setattr(Overdue, "_pause_s", 1000.0)  # its thread never looks
     place, store = Place(), dist.HashStore()
-    watched = Overdue(store, "g", 0, 1, timedelta(seconds=0.01), place.where)
+    watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
     works: list[Any] = [Work() for _ in range(5)]
     for work in works:
-        watched.started(work)
+        watched.started(work, "cuda")
     for work in works[:4]:
         work.done = True
     watched.look()  # the first is done, the last is not
@@ -92,9 +92,77 @@ def test_what_was_started_after_a_look_is_seen_too(capsys: pytest.CaptureFixture
     for _ in range(2):
         watched.look()
     assert capsys.readouterr().err.count("rank 0 at a step") == 1
-    assert watched._store.check(["0"])
+    assert watched.said() == {0: "a step"}
     works[4].done = True
     watched.look()
-    assert not watched._store.check(["0"])
+    assert watched.said() == {}
     watched.look()
     assert capsys.readouterr().err == ""
+
+
+def test_what_another_backend_has_done_since_hides_no_wait(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ranks tell each other on the CPU ends while NCCL still waits."""
+    monkeypatch.setattr(Overdue, "_pause_s", 1000.0)
+    place, store = Place(), dist.HashStore()
+    watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
+    done, stuck, told = works = [Work() for _ in range(3)]
+    for work, device in zip(works, ("cuda", "cuda", "cpu"), strict=True):
+        watched.started(work, device)  # type: ignore[arg-type]
+    done.done = told.done = True
+    watched.look()
+    time.sleep(0.02)
+    watched.look()
+    assert "rank 0 at a step" in capsys.readouterr().err
+    stuck.done = True
+    watched.look()
+    assert watched.said() == {}
+
+
+def test_a_wait_that_ends_while_others_are_asked_is_not_reported(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Overdue, "_pause_s", 1000.0)
+    store, work = dist.HashStore(), Work()
+
+    class Ends(Place):
+        def where(self) -> str:
+            work.done = True
+            return "a step"
+
+    place = Ends()
+    watched = Overdue(lambda: store, "g", 0, 1, timedelta(seconds=0.01), place.where)
+    watched.started(work, "cuda")  # type: ignore[arg-type]
+    time.sleep(0.02)
+    watched.look()
+    assert work.done
+    assert watched.said() == {0: "a step"}
+    watched.look()
+    assert capsys.readouterr().err == ""
+    assert watched.said() == {}
+
+
+def test_many_ranks_are_named_in_short(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asked for in a few messages."""
+    monkeypatch.setattr(Overdue, "_pause_s", 1000.0)
+    place, store, calls = Place(), dist.HashStore(), list[str]()
+    absent = {3, 5000, 5001}
+    others = dist.PrefixStore("shardcore/overdue/g", store)
+    for rank in set(range(1, 10000)) - absent:
+        others.append("said", f"{rank} a step\n")
+        others.add("waiting", 1)
+    for call in ("get", "check", "add", "append"):
+        plain = getattr(dist.PrefixStore, call)
+        counted = lambda store, *given, call=call, plain=plain: (calls.append(call), plain(store, *given))[1]  # noqa: E731
+        monkeypatch.setattr(dist.PrefixStore, call, counted)
+    watched = Overdue(lambda: store, "g", 0, 10000, timedelta(seconds=0.01), place.where)
+    watched.started(Work(), "cuda")  # type: ignore[arg-type]
+    monkeypatch.setattr(watched._stop, "wait", time.sleep)
+    monkeypatch.setattr(Overdue, "_pause_s", 0.0005)
+    time.sleep(0.02)
+    watched.look()
+    said = capsys.readouterr().err
+    assert "ranks 0 to 2, 4 to 4999, 5002 to 9999 at a step; ranks 3, 5000, 5001 not waiting" in said
+    assert len(said) < 1000
+    assert len(calls) < 20

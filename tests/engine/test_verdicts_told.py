@@ -1,6 +1,10 @@
 """Steps that the device decides on (tests/engine/forced.py): overflows, what ranks refuse, states, initialize's scheduler."""
 
+import copy
 import logging
+import pickle
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -8,6 +12,8 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.engine.bucket import Managed
+from shardcore.engine.verdicts import Arrival
 from tests.engine.forced import device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.engine.test_verdicts import LIVELY, PATIENT, RUNS, said_of
@@ -205,6 +211,121 @@ def test_a_scaled_loss_may_be_used_after_a_step_if_the_scale_stayed() -> None:
                     optimizer.step()
             else:
                 optimizer.step()
+
+
+def test_a_loss_scaled_before_another_scale_was_loaded_is_refused() -> None:
+    with device_decides():
+        model, optimizer, _ = train(0, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": PATIENT}))
+        state = optimizer.state_dict()
+        state["loss_scale"] = state["loss_scale"] | {"scale": 4.0}
+        early = optimizer.scale_loss(loss_of(model, batch_of(1, 0, 0)))
+        optimizer.load_state_dict(state)
+        early.backward()
+        with pytest.raises(ValueError, match="a loss that was not scaled by 4;"):
+            optimizer.step()
+
+
+def _loads_after_the_minimum(rank: int, world_size: int) -> tuple[Any, ...]:
+    with device_decides():
+        options = shardcore.LossScale(initial_power=0, hysteresis=1)
+        model, optimizer, _ = train(rank, Run(stage=1, precision="fp16", steps=1, shard={"loss_scale": options}))
+        weights, state = model.state_dict(), optimizer.state_dict()
+        messages, handler = _lines()
+        for step, factor in enumerate((float("inf"), 1.0)):
+            x, y = batch_of(step, 0, rank)
+            optimizer.scale_loss(loss_of(model, (x * factor, y))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+        logging.getLogger("shardcore").removeHandler(handler)
+        return messages, optimizer.state_dict()["state"][0]["step"].item()
+
+
+def test_an_error_of_before_a_load_is_logged_and_refuses_no_step() -> None:
+    for messages, steps in run_ranks(2, _loads_after_the_minimum):
+        assert steps == 2
+        assert len(messages) == 1
+        assert "though the loss scale is at its minimum, 1; nothing was updated" in messages[0]
+        assert messages[0].endswith("(before load_state_dict)")
+
+
+def _asks_again(optimizer: Any) -> None:
+    """Read a count while a norm is waited for, as the handler of a signal may."""
+    wait, nested = Arrival.wait, [True]
+
+    def waits(arrival: Arrival) -> float:
+        norm = wait(arrival)
+        if nested:
+            nested.clear()
+            assert optimizer.skipped_steps > 0
+        return norm
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "wait", waits)
+        assert optimizer.skipped_steps > 0
+
+
+def _asks_from_two_threads(optimizer: Any) -> None:
+    wait, both, found = Arrival.wait, threading.Barrier(2), list[int]()
+
+    def waits(arrival: Arrival) -> float:
+        with suppress(threading.BrokenBarrierError):  # one waits at a time
+            both.wait(0.2)
+        return wait(arrival)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arrival, "wait", waits)
+        threads = [threading.Thread(target=lambda: found.append(optimizer.skipped_steps)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 2
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ask", [_asks_again, _asks_from_two_threads])
+def test_whoever_asks_first_the_others_learn_the_same(ask: Any) -> None:
+    expected = said_of(*train(0, RUNS["fp16"])[:2])
+    with device_decides():
+        model, optimizer, _ = train(0, RUNS["fp16"])
+        ask(optimizer)
+        assert said_of(model, optimizer) == expected
+
+
+def test_a_thread_that_asks_during_a_step_waits_for_its_end() -> None:
+    """Else counts would change between the two numbers that a step is planned from."""
+    run = RUNS["fp16"]
+    expected = said_of(*train(0, run)[:2])
+    asking: list[threading.Thread] = []
+
+    def pending(managed: Any) -> int:
+        value: int = managed.__dict__["kept"]
+        for thread in [asking.pop() for _ in asking]:
+            thread.start()
+            thread.join(0.3)
+        return value
+
+    with device_decides(), pytest.MonkeyPatch.context() as patch:
+        kept = property(pending, lambda managed, value: managed.__dict__.update(kept=value))
+        patch.setattr(Managed, "pending", kept)
+        model, optimizer, _ = train(0, Run(**{**vars(run), "steps": run.steps - 1}))
+        optimizer.scale_loss(loss_of(model, batch_of(run.steps - 1, 0, 0))).backward()
+        thread = threading.Thread(target=lambda: optimizer.skipped_steps)
+        asking.append(thread)
+        optimizer.step()
+        thread.join()
+        optimizer.zero_grad()
+        assert said_of(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))])
+def test_a_copy_of_the_states_is_what_they_show(made: Any) -> None:
+    with device_decides():
+        _, optimizer, _ = train(0, Run(steps=2))
+        assert [entry["step"].item() for entry in made(optimizer.state).values()] == [2] * len(optimizer.state)
 
 
 FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
