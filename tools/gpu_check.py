@@ -109,7 +109,7 @@ def kernels() -> list[Step]:
         Step(
             "benchmarks",
             [*python, "benchmarks.bench_fused_adam", "--rounds", "7", *out],
-            240,
+            270,
             read_figures("fused_adam"),
             echo=True,
         ),
