@@ -18,7 +18,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -88,36 +88,46 @@ class Unit(nn.Module):
 class Link:
     """A throttled HostTier that writes its copies down: each direction runs one after the other, at its speed."""
 
+    caller_copies = False
+
     def __init__(self, tier: Any, gigabytes_per_second: float, log: Log) -> None:
-        self._tier, self._bytes_per_second, self._log = tier, gigabytes_per_second * 1e9, log
+        self.tier, self._bytes_per_second, self._log = tier, gigabytes_per_second * 1e9, log
         self._free = {OUT: 0.0, BACK: 0.0}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tier, name)
+        return getattr(self.tier, name)
 
-    def _note(self, lane: str, kind: str, moved: torch.Tensor) -> None:
-        start = max(self._free[lane], time.perf_counter())
-        self._free[lane] = start + moved.nbytes / self._bytes_per_second
+    def note(self, lane: str, kind: str, nbytes: int, asked: float) -> None:
+        """Write down a copy that was asked for then."""
+        start = max(self._free[lane], asked)
+        self._free[lane] = start + nbytes / self._bytes_per_second
         self._log.spans.append(Span(lane, kind, start, self._free[lane]))
 
     def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
-        self._note(OUT, "out", src)
-        return self._tier.to_tier(dst, src)
+        self.note(OUT, "out", src.nbytes, time.perf_counter())
+        return self.tier.to_tier(dst, src)
 
     def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
-        self._note(BACK, "back", src)
-        return self._tier.from_tier(dst, src)
+        self.note(BACK, "back", src.nbytes, time.perf_counter())
+        return self.tier.from_tier(dst, src)
 
 
-class SlowAdam:
-    """An AdamStepper that updates so many parameters a second."""
+class SlowSteps:
+    """The TierSteps of a Link, with an Adam that updates so many parameters a second; what they did is written down."""
 
-    def __init__(self, stepper: Any, per_second: float, log: Log) -> None:
-        self._stepper, self._per_second, self._log = stepper, per_second, log
+    def __init__(self, link: Link, steps: Any, log: Log) -> None:
+        self._link, self._steps, self._log = link, steps, log
 
-    def step(self, params: Sequence[torch.Tensor], *others: Any, **options: Any) -> None:
-        with self._log.took(CPU, "adam", sum(param.numel() for param in params) / self._per_second):
-            self._stepper.step(params, *others, **options)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
+
+    def end(self) -> None:
+        self._steps.end()
+        for what, begin, end, amount in self._steps.events:
+            if what == "adam":
+                self._log.spans.append(Span(CPU, what, begin, end))
+            elif what in ("to_tier", "from_tier"):
+                self._link.note(*((OUT, "out") if what == "to_tier" else (BACK, "back")), amount, begin)
 
 
 @dataclass(frozen=True)
@@ -132,15 +142,19 @@ class Case:
 
 @contextmanager
 def slowed(case: Case, log: Log) -> Iterator[None]:
-    """Let tiers and steppers that are made inside be slow."""
-    tier, stepper = _C.HostTier, _C.AdamStepper
+    """Let tiers and steps that are made inside be slow."""
+    tier, steps = _C.HostTier, _C.TierSteps
     rate = case.gigabytes_per_second
+
+    def slow_steps(link: Link, places: int, *, passes: bool) -> SlowSteps:
+        return SlowSteps(link, steps(link.tier, places, passes=passes, adam_per_second=case.adam_per_second), log)
+
     _C.HostTier = lambda *arguments: Link(tier(*arguments, gigabytes_per_second=rate), rate, log)  # type: ignore[misc,assignment]
-    _C.AdamStepper = lambda: SlowAdam(stepper(), case.adam_per_second, log)  # type: ignore[misc,assignment]
+    _C.TierSteps = slow_steps  # type: ignore[misc,assignment]
     try:
         yield
     finally:
-        _C.HostTier, _C.AdamStepper = tier, stepper  # type: ignore[misc]
+        _C.HostTier, _C.TierSteps = tier, steps  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,6 @@ class AdamStepper:
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
         device_step: DeviceStep | None = None,
-        tier: HostTier | None = None,
-        grad_homes: Sequence[torch.Tensor | None] | None = None,
-        param_homes: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
@@ -147,12 +144,6 @@ class AdamStepper:
         (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding. What is written
         shares no memory with another argument; only a float32 params[i] may be its own masters[i]. device_step: its numbers
         and counts take the place of the hypers' step and grad_scale.
-
-        tier (one whose `caller_copies`, so for the CPU): where grad_homes[i] or param_homes[i] is given, grads[i] or
-        params[i] is a place in the tier that its values only pass through, in counted copies a few thousand elements at a
-        time. Gradients come from grad_homes[i]; weights come from param_homes[i], unless masters[i] is float32, and the new
-        ones go there. What the places hold afterwards means nothing. Places and homes share no memory with each other, nor
-        with a state (grad_homes may share theirs).
         """
     def repeat(
         self,
@@ -334,22 +325,56 @@ class HostTier:
     def caller_copies(self) -> bool:
         """Whether a step may make the copies that it needs itself: both sides are host memory, and nothing is simulated."""
     @property
-    def bytes_to_tier(self) -> int:
-        """Bytes of all copies queued, or made by steps, so far."""
-    @property
-    def bytes_from_tier(self) -> int: ...
-    @property
-    def bytes_allocated(self) -> int:
-        """Bytes of the live buffers, as they were asked for."""
-    @property
-    def bytes_pinned(self) -> int:
-        """Bytes of those that are page-locked, in whole pages."""
-    @property
-    def bytes_refused(self) -> int:
-        """Bytes of those that should be and could not, in whole pages."""
-    @property
     def pin_refusal(self) -> str:
-        """Why the first of these was refused; empty if none ever was."""
+        """Why the first of bytes_refused was refused; empty if none ever was."""
+    bytes_to_tier: int  # of all copies queued, or made by steps, so far
+    bytes_from_tier: int
+    bytes_allocated: int  # of the live buffers, as they were asked for
+    bytes_pinned: int  # of those that are page-locked, in whole pages
+    bytes_refused: int  # of those that should be and could not, in whole pages
+
+class TierChunk:
+    """A chunk of TierSteps, checked, with the tensors that it uses. Let go, it waits for copies that are in flight."""
+
+class TierSteps:
+    """Makes the steps of a tier: chunk by chunk gradients come, Adam runs, new weights go; no GIL (csrc/offload/tier_steps.h).
+
+    ``places``: how many for weights chunks take in turn. ``passes`` (only a tier whose `caller_copies`): instead of queues
+    Adam's own threads copy, a few thousand elements at a time; what lies in places then means nothing. ``adam_per_second``:
+    > 0 makes Adam as slow, in elements, for tests and benchmarks. events: what the last step did: (what, begin and end in
+    seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the like, "adam".
+    """
+
+    events: list[tuple[str, float, float, int]]
+    def __init__(self, tier: HostTier, places: int, *, passes: bool, adam_per_second: float = 0.0) -> None: ...
+    def chunk(
+        self, *, weights: Sequence[torch.Tensor | None], grad_starts: Sequence[int], grads_come: bool, place: int, **lists: Any
+    ) -> TierChunk:
+        """Return a chunk for steps that bring only gradients. lists: all those of AdamStepper.step, in host memory.
+
+        weights[i]: None, or on the device: new weights go there from params[i], a place in the tier, and unless masters[i] is
+        float32 the old ones come from there. grads_come: to grads[i], places in the tier; else grads[i] only shows its dtype.
+        grad_starts[i]: where in what a step brings span i begins. place: the number of the places of params.
+        """
+    def begin(
+        self,
+        chunks: Sequence[TierChunk],
+        grads: Sequence[torch.Tensor],
+        hypers: Sequence[AdamHyper],
+        num_threads: int = 0,
+        weights_leave: bool = False,
+    ) -> None:
+        """Begin a step, after the end of the last. grads: for each span of each chunk a tensor (at least the span's, 1-D).
+
+        num_threads: 0: the waits make the step; else a thread of its own, with so many, itself included, on the caller's
+        cores. Copies come after the current CUDA stream. weights_leave: first wait for copies to the device in flight.
+        """
+    def wait_fetched(self, count: int) -> None:
+        """Wait until what the first `count` chunks need is on its way. RuntimeError if something failed."""
+    def wait_updated(self, first: int, last: int) -> CopyEvent | None:
+        """Wait until the chunks below `last` are updated; returns the event of the last copy that leaves [first, last)."""
+    def end(self) -> None:
+        """Leave out what is not updated yet; nothing of the step runs any more, though copies may be in flight."""
 
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""

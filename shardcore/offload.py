@@ -19,14 +19,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.kinds import Kept, kept_values, range_of
-from shardcore.engine.store import Scalars, Span, read_part, step_spans
+from shardcore.engine.store import Scalars, Span, lists_of, read_part
+from shardcore.engine.worker import own_thread_count
 from shardcore.layout import BLOCK
 
 logger = logging.getLogger("shardcore")
@@ -55,50 +55,34 @@ def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_her
     return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
-_KEPT_PARTS = 1 << 12  # more than a step has; but steps that use now these parameters, now those have ever new ones
-
-
 class _Place:
     """Memory in staging; each element has the bytes of the widest dtype."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._parts: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
 
     def part(self, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) as values of `dtype`. Kept: another dtype lets go of the GIL to be viewed."""
-        key = dtype, start, numel
-        if key not in self._parts:
-            if len(self._parts) >= _KEPT_PARTS:
-                self._parts.clear()
-            first = start * _ITEM_BYTES
-            self._parts[key] = self.memory[first : first + numel * dtype.itemsize].view(dtype)
-        return self._parts[key]
+        """Return elements [start, start + numel) as values of `dtype`."""
+        first = start * _ITEM_BYTES
+        return self.memory[first : first + numel * dtype.itemsize].view(dtype)
 
 
-@dataclass
-class _Weights:
-    """A place for weights, and the last copy that left it."""
+@dataclass(frozen=True)
+class _Part:
+    """The chunks of one part of a step, kept for the next one.
 
-    memory: "_Place"
-    left: _C.CopyEvent | None = None
-
-
-@dataclass
-class _Chunk:
-    """A chunk on its way through the tier: what Adam is given, where its weights belong, when the last copy has come.
-
-    part: which of a step's parts it is of. homes: where gradients pass from (None: they are there) and weights belong.
+    memory: what they were made for, see _memory_of. buckets: those of the spans of all chunks, in order.
     """
 
-    part: int
     spans: Sequence[Span]
-    grads: list[torch.Tensor]
-    params: list[torch.Tensor]
-    grad_homes: list[torch.Tensor | None]
-    weights: list[torch.Tensor]
-    place: _Weights | None
-    arrived: _C.CopyEvent | None
+    memory: list[tuple[int, torch.dtype]]
+    chunks: list[_C.TierChunk]
+    buckets: list[Bucket]
+
+
+def _memory_of(spans: Sequence[Span]) -> list[tuple[int, torch.dtype]]:
+    """Return where the weights of `spans` lie, which chunks keep, and the dtypes of the gradients that a step brings."""
+    return [(span.bucket.owned_weight.data_ptr(), _grad_of(span.bucket).dtype) for span in spans]
 
 
 class CpuStore:
@@ -125,12 +109,12 @@ class CpuStore:
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
-        self._stepper = _C.AdamStepper()
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         place_bytes = self._chunk_numel * _ITEM_BYTES
         self._grads = [self._place(place_bytes) for _ in range(0 if grads_leave else GRAD_PLACES)]
-        self._weights = [_Weights(self._place(place_bytes)) for _ in range(0 if weights_here else WEIGHT_PLACES)]
-        self._turn = 0  # chunks so far that did not pass: says whose turn it is
+        self._weights = [self._place(place_bytes) for _ in range(0 if weights_here else WEIGHT_PLACES)]
+        self._steps = _C.TierSteps(self.copies, len(self._weights), passes=self.copies.caller_copies)
+        self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the bucket of the first span and its turn
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
 
@@ -140,7 +124,7 @@ class CpuStore:
     @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
-        return sum(place.memory.nbytes for place in [*self._grads, *(weights.memory for weights in self._weights)])
+        return sum(place.memory.nbytes for place in [*self._grads, *self._weights])
 
     @property
     def weight_scratch_bytes(self) -> int:
@@ -156,6 +140,7 @@ class CpuStore:
 
         Returns the others.
         """
+        self._parts.clear()
         first = bucket.owned_numel - end.owned_numel
         kept = self._states.pop(bucket)
         self._states[end] = kept
@@ -179,87 +164,84 @@ class CpuStore:
         self,
         parts: Sequence[Sequence[Span]],
         hypers: Scalars,
-        beside: Callable[[int], None] = lambda index: None,
+        beside: Callable[[int], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
         """See StateStore.
 
         beside: is called with each part's index once its first copies are queued. They do not wait for what it queues.
         RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
         """
+        kept: list[_Part] = []
+        turn = 0
+        for spans in parts:
+            kept.append(self._part(spans, turn))
+            turn += 0 if self.copies.caller_copies else len(kept[-1].chunks)  # what passes lies nowhere between two chunks
+        chunks = [chunk for part in kept for chunk in part.chunks]
+        grads = [_grad_of(bucket) for part in kept for bucket in part.buckets]
+        threads = own_thread_count()
+        assert not isinstance(hypers, _C.DeviceScalars)
         try:
-            if not self._weights:
-                self.copies.synchronize()  # weights that still leave for the device must not change
-            # Each chunk is fetched before the one before it is updated, of the next part, too: it travels meanwhile.
-            chunks = _one_ahead(self._fetch(index, spans) for index, part in enumerate(parts) for spans in self._chunks(part))
-            for index, of_part in groupby(chunks, key=lambda chunk: chunk.part):
-                left: _C.CopyEvent | None = None
-                for number, chunk in enumerate(of_part):
-                    if number == 0:
-                        beside(index)
-                    left = self._update(chunk, hypers) or left
-                yield left
+            # Weights that lie here and still leave for the device must not change.
+            self._steps.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
+            last = 0
+            for index, part in enumerate(kept):
+                first, last = last, last + len(part.chunks)
+                if beside is not None:
+                    self._steps.wait_fetched(first + 2)
+                    beside(index)
+                for number in range(first, last if threads == 0 else first):  # so that an interrupt need not wait for all
+                    self._steps.wait_updated(number, number + 1)
+                yield self._steps.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
+            self._steps.end()
             self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
             raise
+        self._steps.end()
 
-    def _update(self, chunk: _Chunk, hypers: Scalars) -> _C.CopyEvent | None:
-        """Run Adam on a chunk when it has come, and let its weights leave; returns the event of the last."""
-        if chunk.arrived is not None:
-            chunk.arrived.synchronize()
-        states = [range_of(self._states[span.bucket], span.start, span.numel) for span in chunk.spans]
-        left: _C.CopyEvent | None = None
-        if self.copies.caller_copies:
-            param_homes = chunk.weights if chunk.place is not None else [None] * len(chunk.spans)
-            homes = {"tier": self.copies, "grad_homes": chunk.grad_homes, "param_homes": param_homes}
-            step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states, **homes)
-            return None
-        step_spans(self._stepper, hypers, chunk.spans, chunk.params, chunk.grads, states)
-        if chunk.place is not None:
-            for weight, param in zip(chunk.weights, chunk.params, strict=True):
-                left = chunk.place.left = self.copies.from_tier(weight, param)
-        return left
+    def _part(self, spans: Sequence[Span], turn: int) -> _Part:
+        """Return the chunks of `spans`, the first of which takes the places whose turn it is."""
+        if not spans:
+            return _Part([], [], [], [])
+        key, memory = (spans[0].bucket, turn % (GRAD_PLACES * WEIGHT_PLACES)), _memory_of(spans)
+        part = self._parts.get(key)
+        if part is None or part.spans != spans or part.memory != memory:
+            cut = list(self._chunks(spans))
+            steps = [0] * len(cut) if self.copies.caller_copies else range(len(cut))
+            chunks = [self._chunk(of_chunk, turn + number) for of_chunk, number in zip(cut, steps, strict=True)]
+            part = _Part(list(spans), memory, chunks, [span.bucket for of_chunk in cut for span in of_chunk])
+            self._parts[key] = part
+        return part
 
-    def _fetch(self, part: int, spans: Sequence[Span]) -> _Chunk:
-        """Let a chunk's gradients, and weights that are the master or half of it, come to staging, unless they will pass."""
-        passes = self.copies.caller_copies
-        turn = self._turn
-        if not passes:  # else nothing lies in a place from one chunk to the next
-            self._turn += 1
-        place = self._weights[turn % WEIGHT_PLACES] if self._weights else None
-        if place is not None and place.left is not None:
-            place.left.synchronize()
-        chunk_grads, params, weights = [], [], []
-        grad_homes: list[torch.Tensor | None] = []
+    def _chunk(self, spans: Sequence[Span], turn: int) -> _C.TierChunk:
+        """Give each span its places, those whose turn it is: its gradient's and its weights', unless they lie in the tier."""
+        params, grads = [], []
+        weights: list[torch.Tensor | None] = []
         cursor = 0
-        arrived: _C.CopyEvent | None = None
         for span in spans:
-            bucket, end = span.bucket, span.start + span.numel
-            weight = bucket.owned_weight[span.start : end]
-            param = weight if place is None else place.memory.part(bucket.dtype, cursor, span.numel)
-            grad_home = None
-            if bucket.host_grad is not None:
-                grad = bucket.host_grad[span.start : end]
+            bucket, here = span.bucket, slice(span.start, span.start + span.numel)
+            weight, grad = bucket.owned_weight[here], _grad_of(bucket)
+            if self._grads:  # Adam is done with the place: it has worked on the chunk before the last
+                grads.append(self._grads[turn % GRAD_PLACES].part(grad.dtype, cursor, span.numel))
             else:
-                assert bucket.grad is not None
-                grad_place = self._grads[turn % GRAD_PLACES]  # Adam is done with it: it has worked on the chunk before the last
-                grad = grad_place.part(bucket.grad.dtype, cursor, span.numel)
-                grad_home = bucket.grad[span.start : end]
-                if not passes:
-                    arrived = self.copies.to_tier(grad, grad_home)
-            if place is not None and bucket.kind.reads_weights and not passes:
-                arrived = self.copies.to_tier(param, weight)
-            chunk_grads.append(grad)
-            grad_homes.append(grad_home)
-            params.append(param)
-            weights.append(weight)
+                grads.append(grad[here])
+            if self._weights:
+                params.append(self._weights[turn % WEIGHT_PLACES].part(bucket.dtype, cursor, span.numel))
+            else:
+                params.append(weight)
+            weights.append(weight if self._weights else None)
             cursor += _whole_blocks(span.numel)
-        return _Chunk(part, spans, chunk_grads, params, grad_homes, weights, place, arrived)
+        return self._steps.chunk(
+            params=params,
+            grads=grads,
+            weights=weights,
+            grad_starts=[span.start for span in spans],
+            grads_come=bool(self._grads),
+            place=turn % WEIGHT_PLACES if self._weights else 0,
+            **lists_of(spans, [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]),
+        )
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Cut spans at block boundaries into as few lists as can be, of about equal size; of none one empty list."""
-        if not spans:
-            yield []
-            return
+        """Cut spans at block boundaries into as few lists as can be, of about equal size."""
         numel = sum(_whole_blocks(span.numel) for span in spans)
         most = _whole_blocks(-(-numel // -(-numel // self._chunk_numel)))
         chunk: list[Span] = []
@@ -277,13 +259,11 @@ class CpuStore:
             yield chunk
 
 
-def _one_ahead(chunks: Iterator[_Chunk]) -> Iterator[_Chunk]:
-    """Yield each chunk once the next one is made."""
-    here = next(chunks, None)
-    while here is not None:
-        ahead = next(chunks, None)
-        yield here
-        here = ahead
+def _grad_of(bucket: Bucket) -> torch.Tensor:
+    """Return the gradient of a bucket's owned range: in the tier if it has left, else on the device."""
+    grad = bucket.grad if bucket.host_grad is None else bucket.host_grad
+    assert grad is not None
+    return grad
 
 
 def _whole_blocks(numel: int) -> int:

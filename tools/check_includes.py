@@ -24,8 +24,9 @@ ROOMS: dict[str, set[str]] = {
     "norm": {"core"},
     "reduce": {"core", "norm"},
     "copy": {"core"},
+    "offload": {"core", "adam", "copy"},
     "io": {"core"},
-    "bind": {"core", "adam", "norm", "reduce", "copy", "io"},
+    "bind": {"core", "adam", "norm", "reduce", "copy", "offload", "io"},
 }
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
 NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP

@@ -18,14 +18,18 @@ STUB = Path(__file__).resolve().parent.parent / "shardcore/_C.pyi"
 
 
 def promised(stub: str) -> list[str]:
-    """The names of a stub file: functions, classes, and "Class.member" for methods and properties."""
+    """The names of a stub file: functions, classes, and "Class.member" for methods, properties and attributes."""
     names = []
     for node in ast.parse(stub).body:
         if isinstance(node, ast.FunctionDef):
             names.append(node.name)
         elif isinstance(node, ast.ClassDef):
             names.append(node.name)
-            names += [f"{node.name}.{member.name}" for member in node.body if isinstance(member, ast.FunctionDef)]
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    names.append(f"{node.name}.{member.name}")
+                elif isinstance(member, ast.AnnAssign):
+                    names.append(f"{node.name}.{ast.unparse(member.target)}")
     return names
 
 

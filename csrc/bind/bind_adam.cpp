@@ -12,7 +12,6 @@
 #include "bind/adam_tables.h"
 #include "bind/checks.h"
 #include "bind/device_step.h"
-#include "bind/host_copies.h"
 #include "bind/initialized.h"
 #include "bind/step_verdict.h"
 #include "core/tile.h"
@@ -98,67 +97,6 @@ std::vector<AdamScalars> scalars_in(const PyDeviceScalars& made) {
   return {data, data + made.hypers.size()};
 }
 
-std::vector<AdamScalars> scalars_of(const std::vector<PyAdamHyper>& hypers) {
-  std::vector<AdamScalars> scalars;
-  for (size_t i = 0; i < hypers.size(); ++i) {
-    if (hypers[i].lr.tensor.defined()) {
-      value_error({kStepOp, "hypers", static_cast<int64_t>(i)}, "a tensor as lr; expected a number (without device_step)");
-    }
-    scalars.push_back(make_adam_scalars(hypers[i].hyper));
-  }
-  return scalars;
-}
-
-// Gradients and weights that only pass through params and grads of a step, places in a tier: adam_cpu_passing.
-class Passage {
- public:
-  Passage(const py::object& tier, const py::object& grad_homes, const py::object& param_homes)
-      : tier_(callers_tier({kStepOp, "tier"}, tier)),
-        grads_(tensors_of(kStepOp, "grad_homes", grad_homes, true)),
-        params_(tensors_of(kStepOp, "param_homes", param_homes, true)) {}
-
-  // Fills in the homes. Changes nothing else: what is checked later may be refused.
-  void check(const AdamLists& lists, const TensorList& grads, const py::object& device_step) {
-    if (!device_step.is_none()) value_error({kStepOp, "device_step"}, "a DeviceStep; expected None (with tier)");
-    const size_t count = lists.params.size();
-    check_count(kStepOp, "grad_homes", grads_.size(), "params", count);
-    check_count(kStepOp, "param_homes", params_.size(), "params", count);
-    homes_.resize(count);
-    for (size_t i = 0; i < count; ++i) {
-      const auto at = [&](const char* name) { return Where{kStepOp, name, static_cast<int64_t>(i)}; };
-      const at::Tensor &grad = grads_[i], &param = params_[i];
-      check_layout(at("params"), lists.params[i], at::kCPU);
-      if (grad.defined()) {
-        check_copy(*tier_, at::kCPU, Direction::to_tier, at("grads"), grads[i], at("grad_homes"), grad);
-        homes_[i].grad = grad.const_data_ptr();
-      }
-      if (param.defined()) {
-        check_copy(*tier_, at::kCPU, Direction::from_tier, at("param_homes"), param, at("params"), lists.params[i]);
-        homes_[i].param = param.data_ptr();
-      }
-    }
-  }
-
-  const std::vector<AdamHome>& homes() const { return homes_; }
-
-  void mark() const {
-    for (size_t i = 0; i < params_.size(); ++i) mark_written(params_[i]);
-  }
-
-  void step(const std::vector<AdamSegment>& segments, const std::vector<AdamScalars>& scalars) const {
-    const auto copy = [this](Direction direction) {
-      return [this, direction](void* dst, const void* src, int64_t size) { tier_->copy_now(direction, dst, src, size); };
-    };
-    adam_cpu_passing(segments.data(), homes_.data(), static_cast<int64_t>(segments.size()), scalars.data(),
-                     {copy(Direction::to_tier), copy(Direction::from_tier)}, torch_executor());
-  }
-
- private:
-  const std::shared_ptr<HostTier> tier_;
-  const TensorList grads_, params_;
-  std::vector<AdamHome> homes_;
-};
-
 }  // namespace
 
 std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence) {
@@ -174,19 +112,26 @@ std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence) {
   return hypers;
 }
 
+std::vector<AdamScalars> scalars_of(const char* op, const std::vector<PyAdamHyper>& hypers) {
+  std::vector<AdamScalars> scalars;
+  for (size_t i = 0; i < hypers.size(); ++i) {
+    if (hypers[i].lr.tensor.defined()) {
+      value_error({op, "hypers", static_cast<int64_t>(i)}, "a tensor as lr; expected a number (without device_step)");
+    }
+    scalars.push_back(make_adam_scalars(hypers[i].hyper));
+  }
+  return scalars;
+}
+
 class __attribute__((visibility("hidden"))) AdamStepper {
  public:
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
             const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
-            const py::object& exp_avg_sq_scales, const py::object& device_step, const py::object& tier,
-            const py::object& grad_homes, const py::object& param_homes) {
-    for (const auto& [name, homes] : {std::pair{"grad_homes", &grad_homes}, std::pair{"param_homes", &param_homes}}) {
-      if (tier.is_none() && !homes->is_none()) value_error({kStepOp, name}, "a value; expected None without tier");
-    }
+            const py::object& exp_avg_sq_scales, const py::object& device_step) {
     run(adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
                       exp_avg_sq_scales),
-        grads, hypers, device_step, tier.is_none() ? nullptr : std::make_unique<Passage>(tier, grad_homes, param_homes));
+        grads, hypers, device_step);
   }
 
   void repeat(const PyAdamLists& kept, const py::handle& grads, const py::handle& hypers, const py::object& device_step) {
@@ -196,8 +141,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
   int64_t table_builds() const { return table_builds_; }
 
  private:
-  void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers, const py::object& device_step,
-           const std::unique_ptr<Passage>& passage = nullptr) {
+  void run(const AdamLists& lists, const py::handle& grads_object, const py::handle& hypers, const py::object& device_step) {
     const size_t count = lists.params.size();
     const TensorList grads = tensors_of(kStepOp, "grads", grads_object);
     check_count(kStepOp, "grads", grads.size(), "params", count);
@@ -207,10 +151,8 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const PyDeviceStep* const on_device = device_step_of(device_step);
     if (made != nullptr && on_device != nullptr)
       value_error({kStepOp, "device_step"}, "a value; expected None with DeviceScalars");
-    if (made != nullptr && passage != nullptr) value_error({kStepOp, "tier"}, "a value; expected None with DeviceScalars");
     const bool on_host = made == nullptr && on_device == nullptr;
-    const std::vector<AdamScalars> scalars = on_host ? scalars_of(hyper_list) : std::vector<AdamScalars>();
-    if (passage != nullptr) passage->check(lists, grads, device_step);
+    const std::vector<AdamScalars> scalars = on_host ? scalars_of(kStepOp, hyper_list) : std::vector<AdamScalars>();
     if (count == 0) return;
 
     const at::Device device = lists.params[0].device();
@@ -246,20 +188,14 @@ class __attribute__((visibility("hidden"))) AdamStepper {
       for (const DeviceCount& c : plan->counts) counts.push_back(c.count);
     }
     const int64_t* const skipped = plan ? plan->decision.skipped : nullptr;
-    const std::vector<AdamHome> homes = passage == nullptr ? std::vector<AdamHome>() : passage->homes();
-    if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped && homes == apart_.homes)) {
+    if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped)) {
       apart_ = {};
-      check_overlap(segments, counts, skipped, homes, overlap_);
-      apart_ = {segments, counts, skipped, homes};
+      check_overlap(segments, counts, skipped, {}, overlap_);
+      apart_ = {segments, counts, skipped};
     }
-    if (passage != nullptr) passage->mark();
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph
     const py::gil_scoped_release no_gil;
-    if (passage != nullptr) {
-      passage->step(segments, scalars);
-    } else if (device.is_cpu()) {
-      step_cpu(segments, made == nullptr ? scalars : scalars_in(*made), plan ? &*plan : nullptr);
-    }
+    if (device.is_cpu()) step_cpu(segments, made == nullptr ? scalars : scalars_in(*made), plan ? &*plan : nullptr);
 #ifdef SHARDCORE_WITH_CUDA
     if (device.is_cuda()) step_cuda(std::move(segments), scalars, made, plan ? &*plan : nullptr, device);
 #endif
@@ -334,7 +270,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     std::vector<AdamSegment> segments;
     std::vector<int64_t*> counts;
     const int64_t* skipped = nullptr;
-    std::vector<AdamHome> homes;
   };
   Checked apart_;  // what check_overlap found good last
   OverlapCheck overlap_;
@@ -355,8 +290,7 @@ void bind_adam(py::module_& module) {
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
            py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none(),
-           py::arg("device_step") = py::none(), py::arg("tier") = py::none(), py::arg("grad_homes") = py::none(),
-           py::arg("param_homes") = py::none())
+           py::arg("device_step") = py::none())
       .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"),
            py::arg("device_step") = py::none())
       .def_property_readonly("table_builds", &AdamStepper::table_builds);

@@ -255,16 +255,21 @@ class TorchExecutor final : public Executor {
   std::atomic<pid_t> owner_{0};  // who called at::parallel_for first; 0: nobody yet, then a child may
 };
 
+thread_local int num_own_threads = 0;  // 0: torch's
 thread_local std::unique_ptr<ThreadPool> own_threads;
 
 }  // namespace
 
-void use_threads(int count) { own_threads = std::make_unique<ThreadPool>(count); }
+void use_threads(int count) {
+  own_threads.reset();
+  num_own_threads = count;
+}
 
 Executor& torch_executor() {
   static TorchExecutor executor;
-  if (own_threads != nullptr) return *own_threads;
-  return executor;
+  if (num_own_threads == 0) return executor;
+  if (own_threads == nullptr) own_threads = std::make_unique<ThreadPool>(num_own_threads);
+  return *own_threads;
 }
 
 }  // namespace shardcore::bind

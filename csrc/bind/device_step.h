@@ -27,6 +27,8 @@ struct __attribute__((visibility("hidden"))) PyAdamHyper {
 
 // The items of a list of AdamHyper, of the call `op`.
 std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence);
+// What kernels read of them. Refuses a tensor as lr.
+std::vector<AdamScalars> scalars_of(const char* op, const std::vector<PyAdamHyper>& hypers);
 
 struct __attribute__((visibility("hidden"))) PyDeviceStep {
   TensorList counts;

@@ -18,6 +18,8 @@ class __attribute__((visibility("hidden"))) PyHostTier;
 class __attribute__((visibility("hidden"))) PyCopyEvent;
 class __attribute__((visibility("hidden"))) PyNeighbourReads;
 class __attribute__((visibility("hidden"))) PyTicket;
+class __attribute__((visibility("hidden"))) PyTierChunk;
+class __attribute__((visibility("hidden"))) PyTierSteps;
 
 template <typename T>
 class __attribute__((visibility("hidden"))) InitializedCaster : public py::detail::type_caster_base<T> {
@@ -61,4 +63,8 @@ class type_caster<shardcore::bind::PyNeighbourReads>
     : public shardcore::bind::InitializedCaster<shardcore::bind::PyNeighbourReads> {};
 template <>
 class type_caster<shardcore::bind::PyTicket> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTicket> {};
+template <>
+class type_caster<shardcore::bind::PyTierChunk> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTierChunk> {};
+template <>
+class type_caster<shardcore::bind::PyTierSteps> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTierSteps> {};
 }  // namespace pybind11::detail

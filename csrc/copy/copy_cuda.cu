@@ -229,6 +229,8 @@ class CudaBackend final : public CopyBackend {
 
   CopyStream& stream(Direction direction) override { return streams_[static_cast<int>(direction)]; }
 
+  void enter_thread() override { SHARDCORE_CUDA_CHECK(cudaSetDevice(device_)); }
+
   void place(void* data, int64_t size_bytes) noexcept override {
     if (node_ >= 0) prefer_node(data, size_bytes, node_);
   }

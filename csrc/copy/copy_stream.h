@@ -56,6 +56,8 @@ class CopyBackend {
  public:
   virtual ~CopyBackend() = default;
   virtual CopyStream& stream(Direction direction) = 0;
+  // Is called first by a thread that only works for the tier: a new thread would have CUDA open its first device, too.
+  virtual void enter_thread() {}
   // Asks that untouched pages be taken near the device. An advice.
   virtual void place(void* /*data*/, int64_t /*size_bytes*/) noexcept {}
   // Whether the other side is host memory, too, so that callers copy as well as a queue does.

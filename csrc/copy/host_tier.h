@@ -40,6 +40,7 @@ class HostTier {
   bool caller_copies() const noexcept { return backend_->caller_copies(); }
   void copy_now(Direction direction, void* dst, const void* src, int64_t size_bytes);
   CopyStream& stream(Direction direction) { return backend_->stream(direction); }
+  void enter_thread() { backend_->enter_thread(); }
   // Waits on the host for all copies. Throws CopyError.
   void synchronize();
   void drain(bool hurry) noexcept;

@@ -80,30 +80,18 @@ class StateStore(Protocol):
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
 
-def step_spans(
-    stepper: _C.AdamStepper,
-    hypers: Scalars,
-    spans: Sequence[Span],
-    params: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    states: Sequence[Kept],
-    **homes: Any,
-) -> None:
-    """Run the Adam kernel once over parallel lists. homes: of AdamStepper.step, where values pass through params and grads."""
-    stepper.step(
-        params,
-        grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        hypers,
-        [span.hyper for span in spans],
-        masters=[state.get("master", state.get("remainder")) for state in states],
-        max_exp_avg_sqs=[state.get("max_exp_avg_sq") for state in states],
-        keys=[span.key for span in spans],
-        exp_avg_scales=[state.get(SCALES["exp_avg"]) for state in states],
-        exp_avg_sq_scales=[state.get(SCALES["exp_avg_sq"]) for state in states],
-        **homes,
-    )
+def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
+    """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its arguments' names."""
+    return {
+        "exp_avgs": [state["exp_avg"] for state in states],
+        "exp_avg_sqs": [state["exp_avg_sq"] for state in states],
+        "hyper_index": [span.hyper for span in spans],
+        "masters": [state.get("master", state.get("remainder")) for state in states],
+        "max_exp_avg_sqs": [state.get("max_exp_avg_sq") for state in states],
+        "keys": [span.key for span in spans],
+        "exp_avg_scales": [state.get(SCALES["exp_avg"]) for state in states],
+        "exp_avg_sq_scales": [state.get(SCALES["exp_avg_sq"]) for state in states],
+    }
 
 
 class _Views:
@@ -181,7 +169,7 @@ class DeviceStore:
         for span in spans:
             assert span.bucket.grad is not None
             grads.append(span.bucket.grad[span.start : span.start + span.numel])
-        step_spans(self._steppers[first], hypers, spans, views.params, grads, views.states)
+        self._steppers[first].step(views.params, grads, hypers=hypers, **lists_of(spans, views.states))
 
 
 def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:

@@ -41,6 +41,12 @@ def use_own_threads(threads: WorkerThreads | None) -> None:
     _on_thread.threads = threads
 
 
+def own_thread_count() -> int:
+    """Return the number of threads that this thread was given; 0: torch's."""
+    threads: WorkerThreads | None = getattr(_on_thread, "threads", None)
+    return 0 if threads is None else threads.count
+
+
 class Worker:
     """A thread that makes calls in order. It starts with the first, and anew in a forked child; a fork waits for all."""
 

@@ -10,7 +10,9 @@
 
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
+#include "cpp/adam_problem.h"
 #include "cpp/common.h"
+#include "offload/tier_steps.h"
 
 namespace shardcore::testing {
 namespace {
@@ -198,6 +200,45 @@ TEST_F(copy_cuda, exactly_the_pages_of_a_buffer_are_registered) {
   tier.synchronize();
   EXPECT_EQ(static_cast<float*>(refused)[kSize / 4 - 1], 3);
   for (void* const buffer : {data, pageable, refused}) tier.release(buffer);
+}
+
+// Chunks of 100 elements that lie on the device; returns what is there after a step.
+std::vector<std::vector<uint8_t>> stepped_in_chunks(AdamProblem& problem, int num_threads, cudaStream_t compute) {
+  problem.reset();
+  const auto tier = std::make_shared<HostTier>(make_cuda_backend(3), false, -1);
+  {
+    std::vector<Values> places(5, Values(100, -1));
+    TierSteps::Step step;
+    for (const AdamSegment& t : problem.segments()) {
+      const size_t turn = step.chunks.size();
+      TierSpan span{t, t.param, true, t.grad};
+      span.segment.grad = places[turn % 2].data();
+      span.segment.param = places[2 + turn % 3].data();
+      step.chunks.push_back({{span}, static_cast<int>(turn % 3)});
+    }
+    const auto count = static_cast<int64_t>(step.chunks.size());
+    step.scalars = AdamProblem::scalars_of(various_hypers());
+    step.stream = compute;
+    TierSteps steps(tier, 3, /*passes=*/false, 0);
+    SerialExecutor executor;
+    steps.begin(std::move(step), num_threads);
+    steps.wait_updated(count, executor);
+    tier->stream(Direction::from_tier).synchronize(steps.left(0, count));
+    steps.end();
+  }
+  return problem.result();
+}
+
+TEST_F(copy_cuda, steps_have_the_same_bits_and_their_thread_opens_no_other_device) {
+  AdamProblem problem(std::vector<TensorSpec>(20, TensorSpec{100}), 5);
+  problem.run_cpu(various_hypers());
+  const auto expected = problem.result();
+  cudaSetDevice(3);  // as torch does for a rank
+  EXPECT_EQ(stepped_in_chunks(problem, 0, compute), expected);
+  fake_cuda::runtime().opened = 0;
+  EXPECT_EQ(stepped_in_chunks(problem, 2, compute), expected);
+  EXPECT_EQ(fake_cuda::runtime().opened, uint64_t{1} << 3);
+  cudaSetDevice(0);
 }
 
 #if !defined(__SANITIZE_THREAD__)  // TSan does not follow a fork of a program with threads

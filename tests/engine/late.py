@@ -8,7 +8,21 @@ from typing import Any
 from torch import nn
 
 from shardcore.engine.lazy import LazyStep
+from shardcore.offload import CpuStore
 from tests.engine.models import Run, batch_of, loss_of, train
+
+
+class _OnTheWorker:
+    """TierSteps that are made when someone waits for them."""
+
+    def __init__(self, steps: Any) -> None:
+        self._steps = steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
+
+    def begin(self, chunks: Any, grads: Any, hypers: Any, num_threads: int, **options: Any) -> None:
+        self._steps.begin(chunks, grads, hypers, 0, **options)
 
 
 class LateStore:
@@ -17,6 +31,9 @@ class LateStore:
     def __init__(self, lazy: LazyStep) -> None:
         self._lazy, self._store, self._wait = lazy, lazy.store, lazy._wait_for_adam
         self._allowed: dict[int, threading.Event] = {}
+        on_cpu = getattr(lazy.store, "on_cpu", lazy.store)
+        if isinstance(on_cpu, CpuStore):
+            on_cpu._steps = _OnTheWorker(on_cpu._steps)  # type: ignore[assignment]
         lazy.store = self  # type: ignore[assignment]
         lazy._wait_for_adam = self._waited  # type: ignore[method-assign]
 

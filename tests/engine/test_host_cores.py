@@ -1,8 +1,10 @@
 """How many threads a worker gets, and on which cores: of those that affinity and control groups leave, and really those."""
 
+import functools
 import logging
 import os
 import resource
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -11,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardcore import offload
 from shardcore._native import _C
 from shardcore.engine.worker import WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
-from tests.engine.models import Run, train
+from tests.engine.late import micro_steps, start, stepped
+from tests.engine.models import Run, batch_of, loss_of, train
 from tests.ranks import run_fresh, run_ranks
 
 
@@ -76,8 +80,9 @@ def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
     def work() -> None:
         before = _threads()
         _C.use_threads(4)
-        started.append(_threads() - before)
+        assert _threads() == before, "they start with the first kernel"
         sums.append(_C.sq_norm([values]))
+        started.append(_threads() - before)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -97,10 +102,12 @@ def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
 def _affinities(threads: WorkerThreads) -> list[set[int]]:
     """Of the threads that a worker thread has then, its own first."""
     found: list[set[int]] = []
+    values = torch.ones(1 << 20)
 
     def work() -> None:
         before = _threads()
         use_own_threads(threads)
+        _C.sq_norm([values])
         mine = str(threading.get_native_id())
         found.extend(os.sched_getaffinity(int(thread)) for thread in (mine, *(_threads() - before)))
 
@@ -139,20 +146,35 @@ def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on it would use them; a step of the cpu tier has a thread of its own with as many, on the same cores."""
     given: list[tuple[str, int]] = []
     monkeypatch.setattr(_C, "use_threads", lambda count: given.append((threading.current_thread().name, count)))
+    core = own_cores()[-1]
     for cpu_threads in (1, 3):
-        offload = {"optimizer": "cpu", "cpu_threads": cpu_threads}
-        _, optimizer, _ = train(0, Run(steps=2, shard={"offload": offload, "overlap_step": True}))
+        _, optimizer, _ = train(
+            0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
+        )
+        worker = optimizer._engine.lazy._worker
+        worker.threads = WorkerThreads(worker.threads.count, (core,))
+        before = _threads()
+        loss_of(optimizer._engine.model, batch_of(0, 0, 0)).backward()
+        after_backward = _threads()
+        optimizer.step()
         optimizer.synchronize()
+        started = _threads() - after_backward
+        assert before <= after_backward
+        assert len(started) == 1 + cpu_threads, "the worker, and those of the step"
+        assert all(os.sched_getaffinity(int(thread)) == {core} for thread in started)
     assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
 
 
 def _why_no_thread_starts() -> str:
+    values = torch.ones(1 << 20)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))  # of all limits the one that binds root
     try:
         _C.use_threads(64)
+        _C.sq_norm([values])
     except RuntimeError as error:
         return str(error)
     return "they started"
@@ -161,3 +183,30 @@ def _why_no_thread_starts() -> str:
 def test_threads_that_cannot_start_say_what_to_do() -> None:
     expected = "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
     assert run_fresh(_why_no_thread_starts).startswith(expected)
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller never lets go of the interpreter all buckets are updated; the twin gets no further than the first."""
+    interval, make_steps = sys.getswitchinterval(), _C.TierSteps
+    slow = functools.partial(make_steps, adam_per_second=5e4)  # 20 ms and more a bucket: step() itself ends before
+    monkeypatch.setattr(_C, "TierSteps", slow)
+    if not own_thread:
+        monkeypatch.setattr(offload, "own_thread_count", lambda: 0)
+    model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+    stepped(model, optimizer, 0, 0)
+    optimizer.synchronize()
+    steps = optimizer._engine.store._steps
+    losses = micro_steps(model, optimizer, 0, 1, 1)
+    try:
+        sys.setswitchinterval(60)
+        optimizer.step()
+        deadline = time.monotonic() + (30 if own_thread else 1)
+        while (updated := [what for what, *_ in steps.events].count("adam")) < 4 and time.monotonic() < deadline:
+            pass
+    finally:
+        sys.setswitchinterval(interval)
+    optimizer.synchronize()
+    assert losses
+    assert [what for what, *_ in steps.events].count("adam") == 4  # the root and three blocks
+    assert (updated == 4) == own_thread

@@ -16,13 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.engine import kinds, store
-from shardcore.engine.kinds import StateKind
 from shardcore.engine.pace import MEASURED_STEPS
 from shardcore.engine.updater import Updater
 from shardcore.offload import CpuStore
 from tests.choice import EVERY, combinations, part, some
 from tests.engine.models import Net, batch_of, hash_of
-from tests.engine.test_offload import tier_with
 from tests.ranks import run_ranks
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -174,25 +172,19 @@ def _replan(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None
 
 
 def _forget_remainders(patch: pytest.MonkeyPatch) -> None:
-    step_spans = store.step_spans
+    step = store.DeviceStore.step
 
-    def forgetful(*arguments: Any) -> None:
-        step_spans(*arguments)
-        for kept in arguments[-1]:
-            kept["remainder"].zero_()
+    def forgetful(self: Any, spans: Any, hypers: Any) -> None:
+        step(self, spans, hypers)
+        for span in spans:
+            self._states[span.bucket]["remainder"].zero_()
 
-    patch.setattr(store, "step_spans", forgetful)
+    patch.setattr(store.DeviceStore, "step", forgetful)
 
 
 def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
     part = store.Span.part
     patch.setattr(store.Span, "part", lambda span, offset, numel: replace(part(span, offset, numel), key=span.key))
-
-
-def _leave_weights(patch: pytest.MonkeyPatch) -> None:
-    """In queues, which a late tier keeps to: where weights pass, the kernel itself knows whether it reads them."""
-    tier_with(patch, late=True)
-    patch.setattr(StateKind, "reads_weights", False)
 
 
 TWINS: dict[str, tuple[str, Any, Any]] = {
@@ -201,7 +193,6 @@ TWINS: dict[str, tuple[str, Any, Any]] = {
     "spans over several parameters": ("8bit", None, lambda patch: patch.setattr(kinds, "draws_random_bits", lambda _: False)),
     "remainders dropped": ("split", None, _forget_remainders),
     "elements counted in the chunk": ("stochastic 8bit", CPU_TIER, _chunks_count_anew),
-    "weights left where they are": ("split", CPU_TIER, _leave_weights),
 }
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import shardcore
-from shardcore import offload
 from shardcore._native import _C
 from shardcore.host_memory import free_address_bytes, free_bytes
 from shardcore.offload import CpuStore, staging_bytes
@@ -24,10 +23,33 @@ CPU_TIER = {"optimizer": "cpu"}
 STEPS = 3
 
 
+class Wrapped:
+    """A tier of queues that tests look into, or change."""
+
+    caller_copies = False
+
+    def __init__(self, tier: Any) -> None:
+        self._tier = tier
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def steps(self, steps: Any) -> Any:
+        """What is to take the place of the TierSteps `steps` of this tier."""
+        return steps
+
+
 def tier_with(patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tier: tier, **simulated: Any) -> None:
-    """Let every CpuStore made from now on have a simulated tier."""
-    made = _C.HostTier
+    """Let every CpuStore made from now on have a simulated tier; what `wrap` returns may be Wrapped."""
+    made, steps = _C.HostTier, _C.TierSteps
+
+    def make_steps(tier: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(tier, Wrapped):
+            return tier.steps(steps(tier._tier, *arguments, **options))
+        return steps(tier, *arguments, **options)
+
     patch.setattr(_C, "HostTier", lambda *arguments: wrap(made(*arguments, **simulated)))
+    patch.setattr(_C, "TierSteps", make_steps)
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -39,13 +61,12 @@ def hash_after(**shard: Any) -> str:
     return hash_of_training(*train(0, Run(stage=0, steps=STEPS, shard=shard))[:2])  # all buckets in one call of the store
 
 
-class Watched:
-    """A tier whose copies, all in queues, and waits are written down; `unwaited` events wait for nothing."""
-
-    caller_copies = False
+class Watched(Wrapped):
+    """A tier whose copies and waits are written down; `unwaited` events, of copies outside of steps, wait for nothing."""
 
     def __init__(self, tier: Any, log: list[str], leave_out: Callable[[str], bool] = lambda _: False) -> None:
-        self._tier, self._log, self._leave_out, self._count = tier, log, leave_out, 0
+        super().__init__(tier)
+        self._log, self._leave_out, self._count = log, leave_out, 0
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._tier, name)
@@ -54,9 +75,43 @@ class Watched:
 
         def copy(dst: torch.Tensor, src: torch.Tensor) -> Any:
             self._log.append(name)
-            return WatchedEvent(method(dst, src), name, self._log, self._leave_out)
+            return self.event(method(dst, src), name)
 
         return copy
+
+    def event(self, event: Any, which: str) -> Any:
+        return WatchedEvent(event, which, self._log, self._leave_out)
+
+    def steps(self, steps: Any) -> Any:
+        return WatchedSteps(steps, self, self._log)
+
+
+class WatchedSteps:
+    """Steps whose events are written down when someone has waited for them."""
+
+    def __init__(self, steps: Any, tier: Watched, log: list[str]) -> None:
+        self._steps, self._tier, self._log, self._told = steps, tier, log, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._steps, name)
+
+    def begin(self, *arguments: Any, **options: Any) -> None:
+        self._steps.begin(*arguments, **options)
+        self._told = 0
+
+    def _tell(self) -> None:
+        events = self._steps.events
+        self._log += [what for what, *_ in events[self._told :]]
+        self._told = len(events)
+
+    def wait_fetched(self, count: int) -> None:
+        self._steps.wait_fetched(count)
+        self._tell()
+
+    def wait_updated(self, first: int, last: int) -> Any:
+        left = self._steps.wait_updated(first, last)
+        self._tell()
+        return None if left is None else self._tier.event(left, "from_tier")
 
 
 class WatchedEvent:
@@ -91,29 +146,20 @@ def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
     assert hash_of_training(*train(0, run)[:2]) == expected
 
 
-WAITS = {
-    "the chunk has come": ("to_tier.synchronize", 5),
-    "the place is free": ("from_tier.synchronize", None),
-    "the last weights are back": ("from_tier.wait", 2),
-}
-
-
-@pytest.mark.parametrize("missing", WAITS)
-def test_a_wait_that_is_left_out_changes_the_hash(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second kind all are left out: the later ones tell of the earlier copies, too."""
+def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits of a step itself: tests/cpp/tier_steps_test.cpp."""
     expected = hash_after()
-    call, number = WAITS[missing]
     seen = 0
 
     def leave_out(made: str) -> bool:
         nonlocal seen
-        seen += made == call
-        return made == call and number in (None, seen)
+        seen += made == "from_tier.wait"
+        return made == "from_tier.wait" and seen == 2
 
     small_chunks(monkeypatch)
     tier_with(monkeypatch, lambda tier: Watched(tier, [], leave_out), late=True)
     assert hash_after(offload=CPU_TIER) != expected
-    assert seen > 5 if number is None else seen >= number
+    assert seen >= 2
 
 
 def test_both_directions_are_in_flight_while_adam_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +167,6 @@ def test_both_directions_are_in_flight_while_adam_runs(monkeypatch: pytest.Monke
     small_chunks(monkeypatch)
     tier_with(monkeypatch, lambda tier: Watched(tier, log))
     model, optimizer, _ = train(0, Run(stage=0, steps=1, precision="bf16", shard={"offload": CPU_TIER, "units": 10**9}))
-    step_spans = offload.step_spans
-    monkeypatch.setattr(offload, "step_spans", lambda *arguments: (log.append("adam"), step_spans(*arguments)))
     log.clear()
     loss_of(model, batch_of(1, 0, 0)).backward()
     optimizer.step()
@@ -176,7 +220,7 @@ def test_what_passes_touches_one_place_of_each_kind(monkeypatch: pytest.MonkeyPa
     small_chunks(monkeypatch)
     _, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER}))
     store = optimizer._engine.store
-    places = [store._grads, [weights.memory for weights in store._weights]]
+    places = [store._grads, store._weights]
     used = [[bool(place.memory.any()) for place in of_kind] for of_kind in places]
     assert used == [[True, False], [True, False, False]]
 
@@ -208,14 +252,6 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
         (text,) = warnings
         for part in (f"{copies.bytes_refused} of ", "do not overlap", why, "ulimit -l", "pin_memory_limit"):
             assert part in text
-
-
-def test_parts_of_staging_do_not_become_ever_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "_KEPT_PARTS", 3)
-    place = offload._Place(torch.arange(16.0).view(torch.uint8))
-    for start in [*range(8), 0, 0]:
-        assert place.part(torch.float32, start, 4).tolist() == list(range(start, start + 4))
-        assert len(place._parts) <= 3
 
 
 def test_states_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from shardcore.predict import predict
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_backward import Reused
-from tests.engine.test_offload import Watched, small_chunks, tier_with
+from tests.engine.test_offload import Watched, Wrapped, small_chunks, tier_with
 from tests.ranks import run_ranks
 
 CPU_TIER = {"optimizer": "cpu"}
@@ -335,17 +335,12 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
     left = [4 + which]
 
     def forgetful(tier: Any) -> Any:
-        class Forgetful:
-            caller_copies = False
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(tier, name)
-
+        class Forgetful(Wrapped):
             def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> Any:
                 left[0] -= dst.numel() > 0
                 return tier.to_tier(dst, src) if left[0] else tier.to_tier(dst[:-256], src[:-256])
 
-        return Forgetful()
+        return Forgetful(tier)
 
     tier_with(monkeypatch, forgetful)
     assert hash_of_training(*train(0, run)[:2]) != good

@@ -53,7 +53,10 @@ struct Runtime {
   std::atomic<bool> streams_wait{true};  // false: cudaStreamWaitEvent does nothing
   std::string failing_call;              // the name of a call that fails while it stands here
   std::map<void*, size_t> registered;
+  std::atomic<uint64_t> opened{0};  // a bit for each device that some thread made its own, which costs memory there
 };
+
+inline thread_local int current_device = 0;
 
 inline Runtime& runtime() {
   static Runtime one;
@@ -134,10 +137,14 @@ inline const char* cudaGetErrorName(cudaError_t error) {
 }
 inline const char* cudaGetErrorString(cudaError_t /*error*/) { return "an error of the fake runtime"; }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = fake_cuda::current_device;
   return cudaSuccess;
 }
-inline cudaError_t cudaSetDevice(int /*device*/) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  fake_cuda::current_device = device;
+  fake_cuda::runtime().opened |= uint64_t{1} << device;
+  return cudaSuccess;
+}
 inline cudaError_t cudaDeviceGetPCIBusId(char* address, int size, int /*device*/) {
   FAKE_CUDA_CALLED();
   std::snprintf(address, static_cast<size_t>(size), "0000:C1:00.0");

@@ -1,0 +1,80 @@
+// The step of the cpu tier: chunk by chunk gradients come, Adam runs, new weights go. It needs no Python from begin to end.
+//
+// Order: each chunk is fetched before the one before it is updated, so that its copies travel meanwhile. A place for weights is
+// taken again when its last way back is done; one for gradients when Adam has worked on it, which the order of chunks says.
+// Where callers copy as well as queues do (HostTier::caller_copies), Adam's own threads copy (adam_cpu_passing).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "adam/adam_cpu.h"
+#include "copy/host_tier.h"
+
+namespace shardcore {
+
+class Executor;
+
+// A range that Adam updates in one chunk.
+struct TierSpan {
+  AdamSegment segment;         // param and, if it comes, grad: places that values pass through
+  void* weight = nullptr;      // where new weights go, and those that Adam reads come from; null: param is where they lie
+  bool grad_comes = true;      // to segment.grad; else it lies in the tier already
+  const void* grad = nullptr;  // of this step: where it is
+};
+
+struct TierChunk {
+  std::vector<TierSpan> spans;
+  int place = 0;  // whose turn it is: the number of its places for weights
+};
+
+// What happened when, in seconds of std::chrono::steady_clock.
+struct TierEvent {
+  const char* what;
+  double begin_s, end_s;
+  int64_t amount;  // bytes of a copy, elements of Adam
+};
+
+// One step at a time. begin, the waits and end are called from one thread at a time.
+class TierSteps {
+ public:
+  // places: for weights. passes: let Adam's own threads copy. adam_per_second: > 0 makes Adam as slow as so many elements a
+  // second, for tests and benchmarks.
+  TierSteps(std::shared_ptr<HostTier> tier, int places, bool passes, double adam_per_second);
+  ~TierSteps();
+  TierSteps(const TierSteps&) = delete;
+  TierSteps& operator=(const TierSteps&) = delete;
+
+  struct Step {
+    std::vector<TierChunk> chunks;
+    std::vector<AdamScalars> scalars;
+    void* stream = nullptr;      // the compute stream that copies come after; see CopyStream
+    bool weights_leave = false;  // copies of the chunks' weights may still be on their way to the device: wait for them first
+  };
+
+  // num_threads: 0: the step is made in the waits, by whoever waits, with its executor; else on a thread of its own, which
+  // starts with the first such step, takes over the caller's affinity, and has so many threads, itself included.
+  void begin(Step step, int num_threads);
+  // Wait until so many chunks are fetched, or updated and their weights on their way. Throw what went wrong.
+  void wait_fetched(int64_t count, Executor& executor);
+  void wait_updated(int64_t count, Executor& executor);
+  // The number of the last copy from the tier of chunks [first, last), which are updated; 0: none.
+  int64_t left(int64_t first, int64_t last) const;
+  // Nothing of the step is done any more once this returns; what was not yet is left out. Copies may be in flight.
+  void end() noexcept;
+
+  // What the last step did so far.
+  std::vector<TierEvent> events() const;
+
+ private:
+  struct State;
+
+  void advance_to(const std::function<bool(const State&)>& reached, Executor& executor);
+  bool is_forked() const;
+
+  State* state_;  // leaked in a forked child, where its thread does not exist
+};
+
+}  // namespace shardcore
