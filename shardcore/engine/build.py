@@ -305,8 +305,7 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
         yield
     except Exception as error:
         problem = error
-    flag = torch.tensor([problem is not None], device=comm.device)
-    if not bool(comm.gather_rows(flag).any()):
+    if not bool(comm.tell(torch.tensor([problem is not None], device="cpu")).any()):
         return
     said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)

@@ -68,6 +68,7 @@ def test_pieces_that_are_read_have_the_bits_of_those_that_are_sent() -> None:
 
 
 def _train_on_an_unnamed_backend(rank: int, world_size: int, store: str) -> list[Any]:
+    dist.barrier()  # or a rank that is still connecting would find this one gone
     dist.destroy_process_group()
     dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=world_size)
     return _train(rank, world_size, RUNS[2:3], 1)
