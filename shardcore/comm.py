@@ -28,6 +28,7 @@ from shardcore.places import (
     group_beside,
     group_of,
     host_group_beside,
+    own_gpu,
     places_of,
     taken_places,
     timeout_of,
@@ -53,11 +54,17 @@ class Traffic(IntEnum):
 class Comm:
     """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        ranks_per_node: int | None = None,
+        gpu: torch.device | None = None,
+    ) -> None:
         """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
 
         group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
         added over the ranks of a node, then over nodes (default: over all ranks at once; of a mesh, its second dimension).
+        gpu: where the model is, if that is a GPU: each rank needs its own, also for the first message.
         Raises TypeError for what is no group; ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized
         process group, for ranks that no nodes can be made of, and (NotAMemberError) for a group that this rank is not part of.
         """
@@ -85,10 +92,7 @@ class Comm:
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
-        local_rank = os.environ.get("LOCAL_RANK")
-        self.device = torch.device("cpu")  # where data travels
-        if self.uses_nccl:
-            self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
+        self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags = Tags()
         self._place = Place(None)
         self._overdue: Overdue | None = None
@@ -322,22 +326,6 @@ class Comm:
                 "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
                 "model trains (save its state dicts before, and shard a model anew after init_process_group)"
             ) from error
-
-
-def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node); or the way to those who wait for this rank, and what it must tell them.
-
-    A rank that `group` does not contain raises at once: nobody waits for it.
-    """
-    problem: Exception | None = None
-    for arguments in ((group, ranks_per_node), (group,)):
-        try:
-            return Comm(*arguments), problem
-        except NotAMemberError:
-            raise
-        except Exception as error:  # of any kind: torch's, where `group` is none
-            problem = problem or error
-    return Comm(), problem
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

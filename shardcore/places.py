@@ -1,6 +1,7 @@
 """Process groups: those of meshes, and those that engines take one after the other, beside the one that the user gave."""
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,18 @@ class Place:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend for each kind of device. (init_process_group() without a name chooses one that get_backend hides.)"""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def own_gpu() -> torch.device:
+    """Return the GPU of this rank where no tensor tells: the one bound to it (`device_id=`), its LOCAL_RANK's, the current one.
+
+    A rank that sees fewer GPUs than LOCAL_RANK says (one each, as schedulers give them) uses the current one.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is not None and world.bound_device_id is not None:
+        return world.bound_device_id
+    local = int(os.environ.get("LOCAL_RANK", "-1"))
+    return torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())
 
 
 # The groups made beside each user's group, in the same order on every rank.
