@@ -48,6 +48,30 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+    _check_apart(model)
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has, too.
+
+    A change of one would change the other, and `shard` gives each its own. (Views that are not contiguous are not looked at.)
+    """
+    held: list[tuple[int, int, int, str, bool]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dense = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+        if dense and tensor.numel() and tensor.is_contiguous():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            held.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, name, tensor.requires_grad))
+    last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
+    for storage, start, end, name, trains in sorted(held):
+        before = last if trains else trained
+        if storage == before[0] and start < before[1]:
+            raise ValueError(
+                f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, or one Parameter in both "
+                "places (module.weight = other.weight, not module.weight.data = other.weight.data)"
+            )
+        last = max(last, (storage, end, name))
+        trained = max(trained, (storage, end, name)) if trains else trained
 
 
 def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
