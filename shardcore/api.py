@@ -187,7 +187,7 @@ def shard(
     needed = 0
     try:
         check_options(options)
-        build.check_model(model)
+        build.check_model(model, alone=comm.world_size == 1)
         adam = accept_optimizer(optimizer)
         build.check_ownership(model, optimizer)
         device = _rank_device(comm, model, adam, offload)

@@ -20,8 +20,8 @@ from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_stat
 from shardcore.units import UnitSpec
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise unless `model` can be sharded."""
+def check_model(model: nn.Module, alone: bool) -> None:
+    """Raise unless `model` can be sharded. alone: over one rank."""
     if getattr(model, "_shardcore_engine", None) is not None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if not isinstance(model, nn.Module):
@@ -33,6 +33,11 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
         if getattr(module, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
+            raise ValueError(
+                f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each rank's forward changes the rows "
+                "that its own batch uses, so that ranks part; expected None over several ranks (normalize what it returns)"
+            )
     for name, param in model.named_parameters():
         if getattr(param, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")

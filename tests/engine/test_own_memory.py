@@ -1,4 +1,4 @@
-"""Parameters that share memory without being one Parameter: `shard` would part them, so it refuses them by name."""
+"""Weights that something besides training changes, by sharing memory with others or in forward: they are refused by name."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import shardcore
 from tests.engine.models import Net, hash_of, make_net
+from tests.ranks import run_ranks
 
 
 def _weights(model: Net) -> None:
@@ -62,3 +63,23 @@ def test_memory_side_by_side_is_not() -> None:
     model.five = nn.Parameter(model.three[2:], requires_grad=False)
     model.six = model.one  # one Parameter in both places
     shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
+
+
+def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:
+    model = make_net()
+    model.table = (nn.EmbeddingBag if bag else nn.Embedding)(8, 10, max_norm=0.5)
+    try:
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    except ValueError as error:
+        return str(error)
+    rows = model.table(torch.tensor([[1, 2]]))
+    model(rows.view(-1, 10)).sum().backward()
+    optimizer.step()
+    return "trains"
+
+
+@pytest.mark.parametrize(("bag", "stage"), [(False, 3), (False, 1), (True, 3)])
+def test_embeddings_that_normalize_their_rows_are_refused_over_several_ranks(bag: bool, stage: int) -> None:
+    assert run_ranks(1, _normalizes, bag, stage) == ["trains"]
+    for error in run_ranks(2, _normalizes, bag, stage):
+        assert "shard: table has max_norm=0.5, by which each rank's forward changes the rows that its own batch uses" in error
