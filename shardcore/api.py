@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
-from shardcore.comm import Comm, first_difference, join
+from shardcore.comm import Comm, first_difference
 from shardcore.engine import build, model_io
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
@@ -32,6 +31,7 @@ from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
+from shardcore.places import NotAMemberError, own_gpu
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
@@ -156,7 +156,8 @@ def shard(
     with nothing changed if it says so; or if what `materialize` does, or a copy of weights or states, fails on one: then the
     model is partly made, and to be built anew.
     """
-    comm, problem = join(process_group, ranks_per_node)
+    gpus = _gpus_of(model)
+    comm, problem = _join(process_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size():
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
@@ -186,7 +187,7 @@ def shard(
     needed = 0
     try:
         check_options(options)
-        build.check_model(model)
+        build.check_model(model, alone=comm.world_size == 1)
         adam = accept_optimizer(optimizer)
         build.check_ownership(model, optimizer)
         device = _rank_device(comm, model, adam, offload)
@@ -309,9 +310,34 @@ def shard(
 # --- agreement between ranks -------------------------------------------------------------------------------------------
 
 
+def _join(
+    group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None, gpu: torch.device | None
+) -> tuple[Comm, Exception | None]:
+    """Return Comm(group, ranks_per_node, gpu); or the way to those who wait for this rank, and what it must tell them.
+
+    A rank that `group` does not contain raises at once: nobody waits for it.
+    """
+    problem: Exception | None = None
+    for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
+        try:
+            return Comm(*arguments), problem
+        except NotAMemberError:
+            raise
+        except Exception as error:  # of any kind: torch's, where `group` is none
+            problem = problem or error
+    return Comm(), problem
+
+
+def _gpus_of(model: nn.Module) -> set[torch.device]:
+    """Return the GPUs that hold a model; none for what is no model, which `shard` refuses on every rank."""
+    if not isinstance(model, nn.Module):
+        return set()
+    return {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.is_cuda}
+
+
 def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload: Mapping[str, Any] | None) -> torch.device:
     """Return where this rank computes: the model's CUDA device, the local rank's, or the CPU where no GPU is to be used."""
-    cuda = {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.is_cuda}
+    cuda = _gpus_of(model)
     if len(cuda) > 1:
         raise ValueError(f"shard: the model is spread over {sorted(map(str, cuda))}; expected one device")
     on_host = isinstance(optimizer, CPUAdam) and offload is None
@@ -320,7 +346,7 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload
     elif comm.group is not None:
         device = comm.device
     elif torch.cuda.is_available() and not on_host:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+        device = own_gpu()
     else:
         device = torch.device("cpu")
     if device.type == "cuda" and comm.group is not None and not comm.uses_nccl:

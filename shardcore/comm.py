@@ -8,7 +8,7 @@ world of one needs no process group and moves nothing.
 import json
 import os
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -21,7 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads
 from shardcore.overdue import Overdue
-from shardcore.places import NotAMemberError, Place, backends_of, group_beside, group_of, places_of, taken_places, timeout_of
+from shardcore.places import (
+    NotAMemberError,
+    Place,
+    backends_of,
+    group_beside,
+    group_of,
+    host_group_beside,
+    own_gpu,
+    places_of,
+    taken_places,
+    timeout_of,
+)
+from shardcore.tags import Tags
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -39,24 +51,20 @@ class Traffic(IntEnum):
     NOTICE = 5  # where a rank is, see engine/meeting.py
 
 
-# Tags of one backward: ranks that left one early never pair the next one's messages with those of the old. Until ranks part
-# (Comm.start_anew) one half of a kind's tags is for messages of something by its number: so what differs never meets, not even
-# before ranks notice that they go different ways (gloo ends the process where sizes differ).
-_TAGS_A_BACKWARD = 1 << 14
-_TAGS_A_NUMBER = 1 << 4
-_TAGS_OF_NUMBERS = 1 << 19
-_TAGS_UNTIL_PARTING = 1 << 20
-_TAGS_A_KIND = 1 << 28
-
-
 class Comm:
     """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        ranks_per_node: int | None = None,
+        gpu: torch.device | None = None,
+    ) -> None:
         """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
 
         group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
         added over the ranks of a node, then over nodes (default: over all ranks at once; of a mesh, its second dimension).
+        gpu: where the model is, if that is a GPU: each rank needs its own, also for the first message.
         Raises TypeError for what is no group; ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized
         process group, for ranks that no nodes can be made of, and (NotAMemberError) for a group that this rank is not part of.
         """
@@ -84,13 +92,8 @@ class Comm:
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
-        local_rank = os.environ.get("LOCAL_RANK")
-        self.device = torch.device("cpu")  # where small messages travel
-        if self.uses_nccl:
-            self.device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
-        self.told_on = torch.device("cpu") if self.world_size == 1 or self._backends.get("cpu") == "gloo" else self.device
-        self.partings = 0  # how often ranks went different ways, and all learned of it
-        self._count: Counter[tuple[Traffic, int | None]] = Counter()
+        self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
+        self.tags = Tags()
         self._place = Place(None)
         self._overdue: Overdue | None = None
 
@@ -98,7 +101,8 @@ class Comm:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
-        whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed.
+        whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed. A group
+        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`told_on`).
         """
         if self.group is None:
             return
@@ -114,11 +118,24 @@ class Comm:
         self.group = place.group or self.group
         place.taken = True
         weakref.finalize(self, place.release)
-        if not place.met and not self.uses_nccl and self._backends.get("cpu") == "gloo":
-            place.met = True
+        if place.met or self.world_size == 1:
+            return
+        if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in places if other.host is None):
+            place.host = host_group_beside(self.group, self.device, self.gather_json)
+        elif not self.uses_nccl and self._backends.get("cpu") == "gloo":
             place.neighbours = neighbour_reads.meet(
                 self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
             )
+        place.met = True
+
+    @property
+    def _tells_by_nccl(self) -> bool:
+        return self._place.host is None and self._backends.get("cpu") != "gloo"
+
+    @property
+    def told_on(self) -> torch.device:
+        """Where what ranks `tell` each other travels: the CPU, which waits for no device, wherever gloo is there for that."""
+        return self.device if self.world_size > 1 and self._tells_by_nccl else torch.device("cpu")
 
     def watch(self, where: Callable[[], str]) -> None:
         """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
@@ -157,15 +174,13 @@ class Comm:
         """Give messages other tags from now on, as every rank does at this point: some of the old may never be taken."""
         self._place.spoiled = True
         self._place.in_backward = False
-        self.partings += 1
-        self._count.clear()
+        self.tags.part()
 
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
         self._place.spoiled |= self._place.in_backward
         self._place.in_backward = True
-        key = Traffic.BACKWARD, None
-        self._count[key] = (self._count[key] // _TAGS_A_BACKWARD + 1) * _TAGS_A_BACKWARD
+        self.tags.start_backward(Traffic.BACKWARD)
 
     def end_backward(self) -> None:
         """Say that every message of this backward was sent and taken."""
@@ -186,6 +201,7 @@ class Comm:
         place is undefined. With gloo pieces go pairwise: measured a third faster than its all_to_all.
         """
         if self.uses_nccl and ranks is None:
+            self._global(0)  # raises if the group is gone
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return self._started(work, sent)
         ranks = range(self.world_size) if ranks is None else ranks
@@ -219,21 +235,16 @@ class Comm:
         if len(ranks) == 1 or whole.numel() == 0:
             return []
         if self.uses_nccl and in_order:
-            flat = as_bytes(whole)
-            size = flat.numel() // self.world_size
-            own = flat.narrow(0, self.rank * size, size)
-            return self._started(_all_gather(flat, own, group=self.group, async_op=True), own)
+            return self._gather_into(whole, self.group)
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
 
-    def _tag(self, kind: Traffic, of: int | None) -> int:
-        self._count[kind, of] += 1
-        number = self._count[kind, of]
-        if of is None:
-            number %= _TAGS_OF_NUMBERS
-        else:
-            number = _TAGS_OF_NUMBERS + (of * _TAGS_A_NUMBER + number % _TAGS_A_NUMBER) % _TAGS_OF_NUMBERS
-        return kind * _TAGS_A_KIND + (self.partings * _TAGS_UNTIL_PARTING + number) % _TAGS_A_KIND
+    def _gather_into(self, whole: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+        self._global(0)  # raises if the group is gone
+        flat = as_bytes(whole)
+        size = flat.numel() // self.world_size
+        own = flat.narrow(0, self.rank * size, size)
+        return self._started(_all_gather(flat, own, group=group, async_op=True), own)
 
     def _exchange(
         self,
@@ -246,7 +257,7 @@ class Comm:
         """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own."""
         if sent[0].numel() == 0:
             return []
-        tag = self._tag(kind, of)
+        tag = self.tags.next(kind, of)
         me, size = ranks.index(self.rank), len(ranks)
         works: list[Any] = []
         operations: list[tuple[Any, torch.Tensor, int]] = []
@@ -279,6 +290,15 @@ class Comm:
             wait_all(self.all_gather(whole, kind or Traffic.READ))
         return whole
 
+    def tell(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
+        """Return what each rank says in `row` (small, on the CPU), stacked in rank order on the CPU. It goes by `told_on`."""
+        if self._place.host is None:
+            return self.gather_rows(row.to(self.told_on, non_blocking=True), kind).cpu()
+        whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device="cpu")
+        whole[self.rank].copy_(row)
+        wait_all(self._gather_into(whole, self._place.host))
+        return whole
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if self.world_size > 1 and tensor.numel() > 0:
@@ -289,11 +309,11 @@ class Comm:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
         if self.world_size == 1:
             return [json.loads(json.dumps(value))]
-        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
-        lengths = self.gather_rows(torch.tensor([text.numel()], device=self.device)).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = self.tell(torch.tensor([text.numel()], device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: text.numel()] = text
-        rows = self.gather_rows(padded).cpu()
+        rows = self.tell(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def _global(self, rank: int) -> int:
@@ -306,22 +326,6 @@ class Comm:
                 "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
                 "model trains (save its state dicts before, and shard a model anew after init_process_group)"
             ) from error
-
-
-def join(group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node); or the way to those who wait for this rank, and what it must tell them.
-
-    A rank that `group` does not contain raises at once: nobody waits for it.
-    """
-    problem: Exception | None = None
-    for arguments in ((group, ranks_per_node), (group,)):
-        try:
-            return Comm(*arguments), problem
-        except NotAMemberError:
-            raise
-        except Exception as error:  # of any kind: torch's, where `group` is none
-            problem = problem or error
-    return Comm(), problem
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

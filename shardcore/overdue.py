@@ -114,9 +114,9 @@ class Overdue:
             return
         waited_s = time.monotonic() - wait[1]
         sys.stderr.write(
-            f"shardcore: rank {self._rank} has waited {waited_s:.0f} s for the other ranks, and NCCL ends the process at "
-            f"{self._timeout_s:.0f} s: {'; '.join(lines)}; expected every rank to run the same units in the same order (look "
-            "at the first error of the ranks that differ; init_process_group(timeout=...) gives more time)\n"
+            f"shardcore: rank {self._rank} has waited {waited_s:.0f} s for the other ranks, and at {self._timeout_s:.0f} s "
+            f"NCCL ends the process, or gloo the wait: {'; '.join(lines)}; expected every rank to run the same units in the "
+            "same order (look at the first error of the ranks that differ; init_process_group(timeout=...) gives more time)\n"
         )
         sys.stderr.flush()
 

@@ -1,16 +1,23 @@
 """Process groups: those of meshes, and those that engines take one after the other, beside the one that the user gave."""
 
+import logging
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.neighbour_reads import Neighbours
+
+logger = logging.getLogger("shardcore")
+
+MAKING = timedelta(minutes=2)  # how long ranks may take, at most, to make a gloo group beside NCCL before they do without
 
 
 class NotAMemberError(ValueError):
@@ -21,13 +28,15 @@ class NotAMemberError(ValueError):
 class Place:
     """A process group that one engine at a time takes; `group` is None for the one that the user gave.
 
-    neighbours: the ranks on it that read each other's memory, once they have met. in_backward: one has begun and not ended.
+    neighbours: the ranks on it that read each other's memory, once they have met. host: the group of the same ranks on which
+    they tell each other what lies in host memory, if `group` has no gloo for that. in_backward: one has begun and not ended.
     broken: what was raised when a wait failed. spoiled: one did, or a backward was left, or ranks parted: messages that nobody
     took may lie there.
     """
 
     group: dist.ProcessGroup | None
     neighbours: Neighbours | None = None
+    host: dist.ProcessGroup | None = None
     met: bool = False
     taken: bool = False
     in_backward: bool = False
@@ -42,6 +51,18 @@ class Place:
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     """Return the backend for each kind of device. (init_process_group() without a name chooses one that get_backend hides.)"""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+
+
+def own_gpu() -> torch.device:
+    """Return the GPU of this rank where no tensor tells: the one bound to it (`device_id=`), its LOCAL_RANK's, the current one.
+
+    A rank that sees fewer GPUs than LOCAL_RANK says (one each, as schedulers give them) uses the current one.
+    """
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is not None and world.bound_device_id is not None:
+        return world.bound_device_id
+    local = int(os.environ.get("LOCAL_RANK", "-1"))
+    return torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())
 
 
 # The groups made beside each user's group, in the same order on every rank.
@@ -65,18 +86,74 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 
 
 def group_beside(
-    like: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, through: Sequence[dist.ProcessGroup]
+    like: dist.ProcessGroup,
+    ranks: Sequence[int],
+    device: torch.device,
+    through: Sequence[dist.ProcessGroup],
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a group of `ranks`, with the backend and the timeout of `like`. Collective over these ranks alone.
+    """Make a group of `ranks`, with the backend and the timeout of `like` unless others are given.
 
-    through: groups one after the other by which every one of `ranks` reaches all others.
+    Collective over these ranks alone. through: groups one after the other by which every one of `ranks` reaches all others.
     """
-    with _equally_many_groups(device, through):
+    timeout, backend = timeout or timeout_of(like, device), backend or dist.get_backend(like)
+    with _equally_many_groups(device, through), _no_split(ranks):
         group: dist.ProcessGroup | None = dist.new_group(
-            ranks, timeout=timeout_of(like, device), backend=dist.get_backend(like), use_local_synchronization=True
+            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
         )
     assert group is not None
     return group
+
+
+def host_group_beside(
+    like: dist.ProcessGroup, device: torch.device, gather_json: Callable[[Any], list[Any]]
+) -> dist.ProcessGroup | None:
+    """Make a gloo group of the ranks of `like`, with its timeout; None on every rank, with a warning, if one cannot.
+
+    Collective. gather_json: Comm's, over `like`.
+    """
+    ranks, timeout = dist.get_process_group_ranks(like), timeout_of(like, device)
+    group, problem = None, ""
+    try:  # half of the timeout at most: a rank that fails waits for the others on NCCL, whose watchdog must not come first
+        group = group_beside(like, ranks, device, [like], "gloo", min(timeout / 2, MAKING))
+        backend: Any = group._get_backend(torch.device("cpu"))
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+    except Exception as error:  # of any kind: the other ranks are waiting
+        problem = f"{type(error).__name__}: {error}"
+    said = gather_json(problem)
+    if not any(said):
+        return group
+    if group is not None:
+        dist.destroy_process_group(group)
+    with _no_split([]):  # one more group: the next would have this one's name, and find the addresses that it left in the store
+        dist.new_group([dist.get_rank()], backend=dist.get_backend(like), use_local_synchronization=True)
+    if dist.get_rank(like) == 0:
+        failed = [rank for rank, text in enumerate(said) if text]
+        logger.warning(
+            "shard: the process group has NCCL alone, and no gloo group of its ranks could be made beside it (on %d of %d "
+            "ranks; on rank %d: %s): what ranks tell each other goes over NCCL, so the host waits for the device in a backward "
+            "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network interface)",
+            *(len(failed), len(said), failed[0], said[failed[0]]),
+        )
+    return None
+
+
+@contextmanager
+def _no_split(ranks: Sequence[int]) -> Iterator[None]:
+    """Let a group of a part of the world connect by itself, although the world's device is bound (`device_id=`).
+
+    torch would split the world's NCCL communicator, which waits for every rank of the world, and only `ranks` come.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    if len(ranks) < world.size():
+        world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_stat
 from shardcore.units import UnitSpec
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise unless `model` can be sharded."""
+def check_model(model: nn.Module, alone: bool) -> None:
+    """Raise unless `model` can be sharded. alone: over one rank."""
     if getattr(model, "_shardcore_engine", None) is not None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if not isinstance(model, nn.Module):
@@ -33,6 +33,11 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
         if getattr(module, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
+            raise ValueError(
+                f"shard: {name or 'the model'} has max_norm={module.max_norm}, by which each rank's forward changes the rows "
+                "that its own batch uses, so that ranks part; expected None over several ranks (normalize what it returns)"
+            )
     for name, param in model.named_parameters():
         if getattr(param, "_shardcore_engine", None) is not None:
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
@@ -48,6 +53,30 @@ def check_model(model: nn.Module) -> None:
             raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+    _check_apart(model)
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has, too.
+
+    A change of one would change the other, and `shard` gives each its own. (Views that are not contiguous are not looked at.)
+    """
+    held: list[tuple[int, int, int, str, bool]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dense = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+        if dense and tensor.numel() and tensor.is_contiguous():
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            held.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, name, tensor.requires_grad))
+    last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
+    for storage, start, end, name, trains in sorted(held):
+        before = last if trains else trained
+        if storage == before[0] and start < before[1]:
+            raise ValueError(
+                f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, or one Parameter in both "
+                "places (module.weight = other.weight, not module.weight.data = other.weight.data)"
+            )
+        last = max(last, (storage, end, name))
+        trained = max(trained, (storage, end, name)) if trains else trained
 
 
 def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -305,8 +334,7 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
         yield
     except Exception as error:
         problem = error
-    flag = torch.tensor([problem is not None], device=comm.device)
-    if not bool(comm.gather_rows(flag).any()):
+    if not bool(comm.tell(torch.tensor([problem is not None], device="cpu")).any()):
         return
     said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)

@@ -75,7 +75,7 @@ class Reducer:
         self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
         meetings.on_parting.append(self._serve)
         self.boundary = Boundary(one_thread=device.type == "cpu")
-        self._partings, self._serving = 0, False  # Comm.partings when it began; whether others wait for it (stage 3)
+        self._partings, self._serving = 0, False  # Tags.partings when it began; whether others wait for it (stage 3)
         self._notice: Notice | None = None  # what told that it sends
         self._any_grad = False  # some parameter got a gradient in this backward
         self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
@@ -110,7 +110,7 @@ class Reducer:
                 warn_of_old_grads()
         with held_back_interrupts():
             self.boundary.begin(self._end_backward)
-            self._next, self._partings = 0, self.comm.partings
+            self._next, self._partings = 0, self.comm.tags.partings
             self._any_grad = self._told_use = self._sent_any = False
             self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
             self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
@@ -133,7 +133,7 @@ class Reducer:
 
     def _settle_failed(self) -> None:
         self._failed = backwards = self.backwards + 1
-        unknown = self._partings == self.comm.partings and not self.comm.broken  # to the others, that this one failed
+        unknown = self._partings == self.comm.tags.partings and not self.comm.broken  # to the others, that this one failed
         telling = self.comm.world_size > 1 and self.weights is None and unknown
         try:
             self._settling = True
@@ -152,7 +152,7 @@ class Reducer:
 
     def _drop_all(self) -> None:
         self.boundary.clear()
-        lost = self._partings != self.comm.partings or self.comm.broken  # what is in flight may come late or never
+        lost = self._partings != self.comm.tags.partings or self.comm.broken  # what is in flight may come late or never
         self._exchange.abandon(lost)
         self._wait_gathers(lost)
         self.host.abandon(lost)

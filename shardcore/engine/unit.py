@@ -21,6 +21,7 @@ class Unit:
     open: its parameters have memory. calls: backwards of it that have begun and not ended. incomplete: its buckets whose
     gradients are not all there. kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None
     if nothing is kept. guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
+    began: what autograd numbers its nodes from, in the forward under way.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Unit:
     incomplete: set[Bucket] = field(default_factory=set)
     kept: list[torch.Tensor] | None = None
     guest: nn.Module | None = None
+    began: int = 0
 
     @property
     def has_frozen(self) -> bool:

@@ -187,10 +187,9 @@ class Updater:
         said = torch.tensor([problem is not None, digest, order, parts], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._verdicts is not None:
-            rows = self.comm.gather_rows(said, Traffic.STEP)
+            rows = self.comm.tell(said, Traffic.STEP)
         else:
-            row = torch.cat([said, _C.sq_norm_add(squares.cpu())])
-            rows = self.comm.gather_rows(row.to(self.comm.device, non_blocking=True), Traffic.STEP).cpu()
+            rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP)
             squares = rows[:, 4:].contiguous()
         if problem is not None:
             raise problem

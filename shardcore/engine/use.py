@@ -29,8 +29,7 @@ def agree_on_use(
             managed.used = False
         return set(late), [failed]
     flags = [_USED * m.used + _LATE * (m in late) for m in params] + [min(failed, 255)]
-    row = torch.tensor(flags, dtype=torch.uint8, device="cpu").to(comm.told_on, non_blocking=True)
-    rows = comm.gather_rows(row, Traffic.BACKWARD).cpu()
+    rows = comm.tell(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD)
     is_used, is_late = ((rows[:, :-1] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used

@@ -114,7 +114,7 @@ class Weights(WholeUnits):
     def before_forward(self, index: int, inputs: Any) -> None:
         """Make unit `index` ready, and watch for the end of this call's backward."""
         unit = self.units[index]
-        unit.guest = None
+        unit.guest, unit.began = None, torch._C._autograd._get_sequence_nr()
         self._use(unit)
         if unit.stays or not torch.is_grad_enabled():
             return
@@ -141,7 +141,9 @@ class Weights(WholeUnits):
     def _watch_backward(self, unit: Unit, output: Any) -> None:
         """Make the unit whole when the first node that made one of its outputs is to run, once a backward.
 
-        Hooks of nodes run after those of tensors: a unit that ends where this one begins is let go before.
+        Hooks of nodes run after those of tensors: a unit that ends where this one begins is let go before. An output that is a
+        view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of what it views is watched,
+        too, if this call made it.
         """
         last = -1
 
@@ -154,6 +156,9 @@ class Weights(WholeUnits):
                 self._use(unit)
 
         for tensor in tensors_in(output):
+            viewed = None if tensor._base is None else tensor._base.grad_fn
+            if viewed is not None and viewed._sequence_nr() >= unit.began:
+                viewed.register_prehook(begin)
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
 
@@ -162,7 +167,7 @@ class Weights(WholeUnits):
         unit = self.units[index]
         self._start_anew()
         if not unit.open:
-            unit.guest = part
+            unit.guest, unit.began = part, torch._C._autograd._get_sequence_nr()
             self._use(unit)
 
     def after_part(self, index: int, part: nn.Module, output: Any) -> None:

@@ -83,8 +83,7 @@ def global_norm(
 
 def _gather(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks of a group, on the CPU."""
-    comm = Comm(group)
-    return comm.gather_rows(row.to(comm.device)).cpu()
+    return Comm(group).tell(row)
 
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,14 +3,21 @@
 The gradients come from the same kernels on the same device; what differs is which code steps (CUDA or CPU) and what is moved.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
+from shardcore import api
 from shardcore._native import _C
+from shardcore.comm import Comm
 from shardcore.offload import CpuStore
+from shardcore.places import NotAMemberError
 from tests.engine.models import batch_of, hash_of, hash_of_training, loss_of, make_net
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
@@ -59,3 +66,49 @@ def test_a_gpu_without_a_build_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"would train on cuda:0, but this shardcore is built without CUDA; expected"):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
     assert hash_of(model.parameters()) == before
+
+
+@pytest.mark.parametrize(
+    ("of_model", "bound", "local_rank", "expected"),
+    [(3, 2, "1", 3), (None, 2, "1", 2), (None, None, "1", 1), (None, None, "7", 0), (None, None, None, 0)],
+)
+def test_the_gpu_over_which_the_first_message_goes(
+    of_model: int | None,
+    bound: int | None,
+    local_rank: str | None,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of NCCL: the model's; else the bound one; else LOCAL_RANK's, if the rank sees so many; else the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    model = nn.Linear(2, 2)
+    if of_model is not None:
+        with FakeTensorMode():  # torch needs no GPU for these
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.empty(2, device=f"cuda:{of_model}"))
+    found: list[torch.device] = []
+
+    def joined(*given: Any) -> Comm:
+        found.append(Comm(*given).device)
+        raise NotAMemberError("enough")
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = None if bound is None else torch.device("cuda", bound)
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            patch.setattr(api, "Comm", joined)
+            with pytest.raises(NotAMemberError):
+                shardcore.shard(model, None)
+        world.bound_device_id = None
+    finally:
+        dist.destroy_process_group()
+    assert found == [torch.device("cuda", expected)]

@@ -257,6 +257,7 @@ def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:
     for ranks in ([0, 2], [1, 2], [1, 2]):
         dist.new_group(ranks)
     where = {"process_group": DeviceMesh("cpu", [[0], [1]])} if meshes else {}
+    dist.barrier()  # so that nobody goes before all are connected
     if meshes and rank == 2:
         return []
     models = [train(rank, Run(stage=1, steps=1, seed=seed, shard=where))[:2] for seed in range(3)]

@@ -68,6 +68,7 @@ def test_pieces_that_are_read_have_the_bits_of_those_that_are_sent() -> None:
 
 
 def _train_on_an_unnamed_backend(rank: int, world_size: int, store: str) -> list[Any]:
+    dist.barrier()  # or a rank that is still connecting would find this one gone
     dist.destroy_process_group()
     dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=world_size)
     return _train(rank, world_size, RUNS[2:3], 1)
@@ -83,6 +84,7 @@ def test_a_backend_that_torch_chose(tmp_path: Path) -> None:
 def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)

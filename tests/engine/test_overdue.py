@@ -50,7 +50,7 @@ def test_ranks_that_wait_for_another_say_where_before_they_are_ended() -> None:
     assert trained == expected[0], "they went on when it came"
     for rank, text in ((0, first), (2, third)):
         assert text.startswith(f"shardcore: rank {rank} has waited ")
-        assert "s for the other ranks, and NCCL ends the process at 60 s: " in text
+        assert "s for the other ranks, and at 60 s NCCL ends the process, or gloo the wait: " in text
         assert "ranks 0, 2 at the weights of" in text
         assert "rank 1 not waiting (ended, failed, or busy elsewhere)" in text
         assert text.count("\n") == 1, "once"

@@ -101,6 +101,36 @@ class _Outer(nn.Module):
         return x * self.scale
 
 
+class Viewed(nn.Module):
+    """What it returns is a view, as a Linear makes one of three dimensions, or of its own making."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own, self.up, self.down = own, nn.Linear(10, 12), nn.Linear(12, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x)))
+        return y if self.own else (x + y).view(y.shape)
+
+
+class InPlace(nn.Module):
+    """Outputs of units are edited in place, by the model and by the next unit: autograd leaves out the nodes of such views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(10, 10), nn.Linear(10, 5)
+        self.blocks = nn.ModuleList(Viewed(own) for own in (True, False, True, True))
+        self.blocks[3].register_forward_pre_hook(lambda module, given: (given[0].mul_(0.5),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x.unsqueeze(1))
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(1.5)
+            x += 0.1
+        return self.head(x).squeeze(1)
+
+
 KINDS: dict[str, Any] = {
     "net": Net,
     "checkpointed, reentrant": lambda: Checkpointed(True),
@@ -108,6 +138,7 @@ KINDS: dict[str, Any] = {
     "lora": Lora,
     "branching": Branching,
     "nested": Nested,
+    "in place": InPlace,
     "tiny": lambda: Net(width=1, hidden=1, depth=2),  # shards without an element
 }
 CHOSEN = [*((2, kind) for kind in KINDS), (1, "lora"), (1, "branching"), (3, "tiny"), (3, "checkpointed, reentrant")]

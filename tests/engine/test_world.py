@@ -124,7 +124,7 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
 
     def as_on_gpus(comm: Comm, *given: Any) -> None:
         init(comm, *given)
-        comm.uses_nccl = True
+        comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
     def counting(operation: Any) -> Any:
         def count(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:

@@ -1,0 +1,42 @@
+"""Pure: the tags of messages, by which gloo tells apart what ranks send.
+
+Ranks that left a backward early never pair the next one's messages with those of the old. Until ranks part (`Tags.part`) one
+half of a kind's tags is for messages of something by its number: so what differs never meets, not even before ranks notice that
+they go different ways (gloo ends the process where sizes differ).
+"""
+
+from collections import Counter
+
+_A_BACKWARD = 1 << 14
+_A_NUMBER = 1 << 4
+_OF_NUMBERS = 1 << 19
+_UNTIL_PARTING = 1 << 20
+_A_KIND = 1 << 28
+
+
+class Tags:
+    """The tags of one engine's messages, the same on every rank that sends the same messages."""
+
+    def __init__(self) -> None:
+        """Begin with those of the first message."""
+        self.partings = 0  # how often ranks went different ways, and all learned of it
+        self._count: Counter[tuple[int, int | None]] = Counter()
+
+    def part(self) -> None:
+        """Give messages other tags from now on."""
+        self.partings += 1
+        self._count.clear()
+
+    def start_backward(self, kind: int) -> None:
+        """Give the messages of this kind, of the backward that begins, tags of their own."""
+        self._count[kind, None] = (self._count[kind, None] // _A_BACKWARD + 1) * _A_BACKWARD
+
+    def next(self, kind: int, of: int | None) -> int:
+        """Return the tag of the next message of this kind, about what has the number `of` (None: the order of calls tells)."""
+        self._count[kind, of] += 1
+        number = self._count[kind, of]
+        if of is None:
+            number %= _OF_NUMBERS
+        else:
+            number = _OF_NUMBERS + (of * _A_NUMBER + number % _A_NUMBER) % _OF_NUMBERS
+        return kind * _A_KIND + (self.partings * _UNTIL_PARTING + number) % _A_KIND

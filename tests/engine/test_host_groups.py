@@ -1,0 +1,271 @@
+"""Groups of NCCL alone: what ranks tell each other goes over a gloo group beside them, so that no host waits for its device.
+
+A backend of another name stands in for NCCL: gloo's code, but of the name alone shardcore sees that it is not gloo.
+"""
+
+import gc
+import io
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore import comm as comm_module
+from shardcore import places
+from shardcore.comm import Comm
+from shardcore.engine.verdicts import decides_on_device
+from shardcore.places import places_of, taken_places, timeout_of
+from tests.choice import combinations
+from tests.engine.forced import device_decides
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.ranks import run_ranks
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+@contextmanager
+def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple[str, bool]]]:
+    """Replace the default group by one of NCCL's stand-in; counts gathers by backend, and whether they are `Comm.tell`'s."""
+    if not hasattr(dist.Backend, "STANDIN"):
+        made = lambda *given: dist.ProcessGroupGloo(*given[:3], timeout=given[3])  # noqa: E731
+        dist.Backend.register_backend("standin", made, devices=["cpu"])
+    dist.barrier()  # or a rank that is still connecting would find this one gone
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "standin", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
+    )
+    init, tell, all_gather = Comm.__init__, Comm.tell, comm_module._all_gather
+    counted, telling = Counter[tuple[str, bool]](), [False]
+    hosts = lambda: [place.host for place in taken_places()]  # noqa: E731
+
+    def as_on_gpus(comm: Comm, *given: Any) -> None:
+        init(comm, *given)
+        comm.uses_nccl = True
+
+    def told(*given: Any) -> Any:
+        telling[0] = True
+        try:
+            return tell(*given)
+        finally:
+            telling[0] = False
+
+    def gathered(*given: Any, group: Any, **options: Any) -> Any:
+        counted["gloo" if group in hosts() else "standin", telling[0]] += 1
+        return all_gather(*given, group=group, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "__init__", as_on_gpus)
+        patch.setattr(Comm, "tell", told)
+        patch.setattr(comm_module, "_all_gather", gathered)
+        yield counted
+
+
+def _needs_no_device(comm: Comm) -> bool:
+    """Whether the host would not wait for a GPU, where the stand-in's data lies."""
+    comm.device, device = GPU, comm.device
+    try:
+        assert decides_on_device(GPU, "device", comm, False) == (comm.told_on == CPU)
+        return comm.told_on == CPU
+    finally:
+        comm.device = device
+
+
+RUNS = [Run(stage=stage, steps=3, shard={"clip_grad_norm": 0.3}) for stage in range(4)]
+RUNS += [Run(precision="bf16"), Run(stage=1, shard={"offload": {"optimizer": "cpu"}, "overlap_step": True})]
+
+
+def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    return [hash_of_training(*train(rank, run)[:2]) for run in runs]
+
+
+def _all_told_by_gloo(rank: int, world_size: int, runs: list[Run], store: str) -> list[str]:
+    hashes = []
+    with nccl_alone(rank, world_size, store) as counted:
+        for run in runs:
+            with device_decides(forced="offload" not in run.shard):
+                model, optimizer, _ = train(rank, run)
+                counted.clear()
+                assert _needs_no_device(optimizer._engine.comm)
+                loss_of(model, batch_of(run.steps, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                hashes.append(hash_of_training(model, optimizer))
+            assert counted["gloo", True] > 0
+            assert not counted["standin", True], "what the device's backend carries waits for the device"
+            assert not counted["gloo", False], "data stays where it is"
+    return hashes
+
+
+@pytest.mark.parametrize(("world_size", "index"), combinations([2, 3], range(len(RUNS))))
+def test_what_ranks_tell_each_other_goes_over_gloo(world_size: int, index: int, tmp_path: Any) -> None:
+    run = RUNS[index]
+    more = Run(**{**vars(run), "steps": run.steps + 1})
+    found = run_ranks(world_size, _all_told_by_gloo, [run], str(tmp_path / "store"))
+    assert found == run_ranks(world_size, _hashes, [more])
+
+
+def _several(rank: int, world_size: int, store: str) -> tuple[int, int]:
+    with nccl_alone(rank, world_size, store):
+        run = Run(stage=1, steps=1)
+        first, one, _ = train(rank, run)
+        second, two, _ = train(rank, run)
+        beside = [model._engine.comm._place.host for model in (one, two)]
+        assert len(set(beside)) == 2, "each engine has its own, as their backwards may interleave"
+        for group in beside:
+            assert group is not None
+            assert dist.get_backend(group) == "gloo"
+            assert timeout_of(group, CPU) == timedelta(seconds=40)
+        count = len(dist.distributed_c10d._world.pg_names)
+        del first, one, second, two
+        gc.collect()
+        _, again, _ = train(rank, run)
+        assert again._engine.comm._place.host in beside
+        return count, len(dist.distributed_c10d._world.pg_names)
+
+
+def test_each_engine_has_one_which_the_next_engine_takes_over(tmp_path: Any) -> None:
+    for before, after in run_ranks(2, _several, str(tmp_path / "store")):
+        assert before == after
+
+
+def _part(rank: int, world_size: int, store: str, shape: list[list[int]]) -> str:
+    with nccl_alone(rank, world_size, store):
+        for ranks in ([0, 1], [1, 2]):  # ranks are in different numbers of groups
+            dist.new_group(ranks)
+        mesh = DeviceMesh("cpu", shape)
+        dist.barrier()  # so that nobody goes before all are connected
+        if rank == 1:
+            return ""
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = GPU  # as of init_process_group(device_id=)
+        model, optimizer, _ = train(rank, Run(stage=2, steps=3, shard={"process_group": mesh}))
+        assert world.bound_device_id == GPU
+        world.bound_device_id = None
+        assert _needs_no_device(optimizer._engine.comm)
+        host = optimizer._engine.comm._place.host
+        assert dist.get_process_group_ranks(host) == [0, 2]
+        return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("shape", [[[0, 2]], [[0], [2]]])
+def test_a_mesh_over_part_of_the_world(shape: list[list[int]], tmp_path: Any) -> None:
+    """The others do not come: neither for the group, nor for a split of the communicator of a world with a bound device."""
+    first, _, third = run_ranks(3, _part, str(tmp_path / "store"), shape)
+    assert len(first) == 64
+    assert first == third
+
+
+def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, list[str], int]:
+    attempts, names, said = [0], list[str](), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("shardcore").addHandler(handler)
+    new_group = dist.new_group
+
+    def fails(ranks: Any, *given: Any, **options: Any) -> Any:
+        if len(ranks) == 1:
+            return new_group(ranks, *given, **options)
+        names.append(dist.distributed_c10d._process_group_name(ranks, True))
+        by_gloo = options.get("backend") == "gloo"
+        attempts[0] += by_gloo
+        made = new_group(ranks, *given, **options) if late or not by_gloo or rank != 1 else None
+        if by_gloo and rank == 1:
+            if made is not None:
+                dist.destroy_process_group(made)
+            raise RuntimeError("no interface")
+        return made
+
+    with nccl_alone(rank, world_size, store), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", fails)
+        patch.setattr(places, "MAKING", timedelta(seconds=1))
+        began = time.monotonic()
+        models = [train(rank, Run(stage=stage, steps=4)) for stage in (2, 3)]
+        assert time.monotonic() - began < 30, "of 40"
+        for _, optimizer, _ in models:
+            assert not _needs_no_device(optimizer._engine.comm)
+        hashes = [hash_of_training(model, optimizer) for model, optimizer, _ in models]
+        assert len(set(names)) == 2, "a group of the same name would find the addresses of the one that failed"
+        assert not [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
+    logging.getLogger("shardcore").removeHandler(handler)
+    return said.getvalue(), hashes, attempts[0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_where_one_rank_can_make_none_all_do_without(late: bool, tmp_path: Any) -> None:
+    """late: the others have made theirs."""
+    found = run_ranks(3, _cannot, late, str(tmp_path / "store"))
+    expected = run_ranks(3, _hashes, [Run(stage=stage, steps=4) for stage in (2, 3)])
+    for _, hashes, attempts in found:
+        assert hashes == expected[0]
+        assert attempts == 1, "tried once, not for each model"
+    assert found[1][0] == found[2][0] == ""
+    reason = "on 1 of 3 ranks; on rank 1: RuntimeError: no interface" if late else "on 3 of 3 ranks; on rank 0: RuntimeError: "
+    assert reason in found[0][0]
+    assert "GLOO_SOCKET_IFNAME" in found[0][0]
+
+
+def _destroyed(rank: int, world_size: int, stage: int, store: str) -> list[str]:
+    errors = []
+    with nccl_alone(rank, world_size, store):
+        model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+        dist.destroy_process_group()
+        backward = lambda: loss_of(model, batch_of(1, 0, rank)).backward()  # noqa: E731
+        for call in (backward, optimizer.step, model.state_dict):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            errors.append(str(error.value))
+    dist.init_process_group("gloo", init_method=f"file://{store}2", rank=rank, world_size=world_size)
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_group_that_was_destroyed_is_named(stage: int, tmp_path: Any) -> None:
+    for errors in run_ranks(2, _destroyed, stage, str(tmp_path / "store")):
+        for error in errors:
+            assert "the process group of this sharded model is gone (destroy_process_group)" in error
+
+
+def _with_gloo(rank: int, world_size: int) -> bool:
+    """Groups that have gloo for the CPU make none."""
+    init = Comm.__init__
+
+    def as_on_gpus(comm: Comm, *given: Any) -> None:
+        init(comm, *given)
+        comm.uses_nccl = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "__init__", as_on_gpus)
+        _, optimizer, _ = train(rank, Run(steps=1))
+    assert _needs_no_device(optimizer._engine.comm)
+    return all(place.host is None for place in places_of(dist.group.WORLD))
+
+
+def test_gloo_beside_nccl_needs_no_other() -> None:
+    assert run_ranks(2, _with_gloo) == [True, True]
+
+
+def _late(rank: int, world_size: int, store: str) -> str:
+    """Rank 1 makes no step: the others' wait for it ends in an error, where NCCL would end the process."""
+    with nccl_alone(rank, world_size, store):
+        group = dist.new_group(timeout=timedelta(seconds=8), backend="standin")
+        _, optimizer, _ = train(rank, Run(stage=1, steps=1, shard={"process_group": group}), make_net())
+        if rank == 1:
+            time.sleep(12)
+            return ""
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        return str(error.value)
+
+
+def test_a_wait_for_what_is_told_ends_at_the_groups_timeout(tmp_path: Any) -> None:
+    first, _ = run_ranks(2, _late, str(tmp_path / "store"))
+    assert "waiting for the other ranks failed" in first
