@@ -236,7 +236,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             return
         update.run(self._steppers, clipped)
         update.commit(self.state, idle)
-        if self._dtensors:  # their gradients are looked up anew each time
+        if self._dtensors or not isinstance(self.state, States):  # gradients, or states, to be looked up anew each time
             increment_version([owner for owner in owners if owner in self._dtensors])
         else:
             self._repeat = Repeat(update, self._steppers, self.param_groups, self.state, idle)

@@ -1,5 +1,6 @@
 """The short way of a step that repeats the last one: taken when it may be, and never when anything but values changed."""
 
+import collections
 import copy
 import gc
 import weakref
@@ -83,6 +84,26 @@ def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
                 params[4].grad = grads_of(params, seed=step)[4]
                 change(optimizer, params)
             optimizer.step(max_norm=3.0 if step % 2 else None, grad_scale=0.5)
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+
+def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
+    """As torch.optim's users start anew: a dict that does not tell of its changes."""
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300)
+        optimizer = make(params, lr=0.1)
+        optimizer.state = collections.defaultdict(dict)
+        for step in range(4):
+            for p, grad in zip(params, grads_of(params, seed=step), strict=True):
+                p.grad = grad
+            if step == 2:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state[params[1]] = {}
+            optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 1.0]
         results.append(snapshot(optimizer) + [p.detach() for p in params])
     assert same(*results)
 

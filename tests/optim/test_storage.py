@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
@@ -49,6 +50,38 @@ def test_split_and_float32_masters_are_the_same_bits():
     optimizer.state[params[5]]["remainder"].zero_()
     train(optimizer, params, 30, start=30)
     assert not same(results[0][: len(SIZES)], [p.detach() for p in params])
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def flat_state(source, target):
+    """Load source's state in torch.distributed.checkpoint's flattened form, which knows each optimizer's own keys only."""
+    models = [torch.nn.ParameterList(optimizer.param_groups[0]["params"]) for optimizer in (source, target)]
+    set_optimizer_state_dict(models[1], target, get_optimizer_state_dict(models[0], source, options=FLAT), options=FLAT)
+
+
+@pytest.mark.parametrize("kind", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"state_dtype": "8bit", "master": "fp32"}])
+def test_flattened_states_come_back(kind):
+    params, optimizer = made(kind)
+    train(optimizer, params, 3)
+    other_params, other = made(kind)
+    flat_state(optimizer, other)
+    saved = [[entry[key] for entry in o.state_dict()["state"].values() for key in sorted(entry)] for o in (optimizer, other)]
+    assert same(*saved)
+
+
+def test_a_flattened_state_without_its_master_is_refused():
+    (params, split), (_, float32) = made({"master": "split"}), made({"master": "fp32"})
+    train(split, params, 3)
+    flat_state(split, float32)
+    masters = [[entry["master"] for entry in optimizer.state_dict()["state"].values()] for optimizer in (split, float32)]
+    assert same(*masters)
+    other_params, other = made({"master": "split"})
+    before = [p.detach().clone() for p in other_params]
+    with pytest.raises(ValueError, match="has a remainder without values.*into master='fp32'"):
+        flat_state(split, other)
+    assert same(before, [p.detach() for p in other_params])
 
 
 def test_what_states_keep():
