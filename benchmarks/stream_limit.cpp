@@ -5,10 +5,11 @@
 // ahead for lines, as our own loop does: a loop that did not was slower than the steps that it should bound.
 
 #include <algorithm>
+#include <barrier>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <thread>
-#include <vector>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
@@ -61,16 +62,31 @@ CLONES static void offload_streams(uint16_t* __restrict weight, const uint16_t* 
   }
 }
 
-template <typename Function>
-static void over_threads(int64_t numel, int threads, Function function) {
-  std::vector<std::thread> workers;
-  for (int t = 1; t < threads; ++t) {
-    workers.emplace_back([=] { function(numel * t / threads, numel * (t + 1) / threads); });
+// Threads that stay, as those of the engines do: new ones may begin on one core, and then share it for a while.
+struct Team {
+  explicit Team(int threads) : start(threads), end(threads) {
+    for (int t = 1; t < threads; ++t) {
+      std::thread([this, t] {
+        for (;;) take_part(t);
+      }).detach();
+    }
   }
-  function(0, numel / threads);
-  for (std::thread& worker : workers) {
-    worker.join();
+
+  void take_part(int thread) {
+    start.arrive_and_wait();
+    run(thread);
+    end.arrive_and_wait();
   }
+
+  std::function<void(int)> run;
+  std::barrier<> start, end;
+};
+
+// threads: the same in every call.
+static void over_threads(int64_t numel, int threads, const std::function<void(int64_t, int64_t)>& function) {
+  static Team* const team = new Team(threads);  // never ends, as its threads
+  team->run = [&](int t) { function(numel * t / threads, numel * (t + 1) / threads); };
+  team->take_part(0);
 }
 
 extern "C" void stream_limit_adam(float* p, const float* g, float* m, float* v, int64_t numel, int threads) {
