@@ -65,7 +65,7 @@ def flat_state(source, target):
 def test_flattened_states_come_back(kind):
     params, optimizer = made(kind)
     train(optimizer, params, 3)
-    other_params, other = made(kind)
+    _, other = made(kind)
     flat_state(optimizer, other)
     saved = [[entry[key] for entry in o.state_dict()["state"].values() for key in sorted(entry)] for o in (optimizer, other)]
     assert same(*saved)
@@ -79,7 +79,7 @@ def test_a_flattened_state_without_its_master_is_refused():
     assert same(*masters)
     other_params, other = made({"master": "split"})
     before = [p.detach().clone() for p in other_params]
-    with pytest.raises(ValueError, match="has a remainder without values.*into master='fp32'"):
+    with pytest.raises(ValueError, match=r"has a remainder without values.*into master='fp32'"):
         flat_state(split, other)
     assert same(before, [p.detach() for p in other_params])
 
