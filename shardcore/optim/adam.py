@@ -210,10 +210,10 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _step_again(self, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> bool:
         """Make the last step again with what p.grad has now; return whether that was possible. Needs no `no_grad`."""
-        found = None if self._repeat is None else self._repeat.gradients(self._op, self.param_groups, self.state)
+        found = None if self._repeat is None else self._repeat.find(self._op, self.param_groups, self.state)
         if self._repeat is None or found is None:
             return False
-        normed = [] if max_norm is None else [grad for grads in found for grad in grads]
+        normed = [] if max_norm is None else [grad for _, _, grads in found for grad in grads]
         clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
         if clipped is not None:
             self._repeat.run(clipped, found)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardcore.optim import CPUAdam, FusedAdam, adam
+from shardcore.optim.state import Changes
 
 from .helpers import grads_of, params_of, same, snapshot
 
@@ -195,6 +196,50 @@ def test_gradients_are_free_after_the_step():
         optimizer.zero_grad()
         gc.collect()
         assert grad() is None
+
+
+def to_elsewhere(optimizer, params):
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+
+
+LETS_GO = {
+    "all gone": lambda optimizer, params: optimizer.state.clear(),
+    "one gone": lambda optimizer, params: optimizer.state.pop(params[0]),
+    "moved": to_elsewhere,
+    "loaded": load,
+}
+
+
+@pytest.mark.parametrize("let_go", LETS_GO.values(), ids=LETS_GO)
+def test_states_are_free_as_soon_as_they_are_let_go(let_go):
+    """As when states leave the device between steps to make room."""
+    params = params_of(1000, 300)
+    optimizer = CPUAdam(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer._repeat is not None
+    exp_avg = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    let_go(optimizer, params)
+    gc.collect()
+    assert exp_avg() is None
+    optimizer.step()
+    assert optimizer._repeat is not None
+
+
+def test_no_list_of_earlier_steps_is_kept():
+    params = params_of(1000, 300)
+    optimizer = CPUAdam(params)
+    for step in range(6):
+        for i, p in enumerate(params):
+            p.grad = torch.ones_like(p) if (i + step) % 2 else None
+        optimizer.step()
+    before = len(Changes._keepers)
+    del optimizer
+    gc.collect()
+    assert before - len(Changes._keepers) == 1
 
 
 def tensor_lr(group):
