@@ -1,7 +1,7 @@
 """The state of one parameter: torch's keys, with a step count that many parameters share.
 
 Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
-fresh float32 tensor, as torch.optim keeps it. Parameters with equal counts share one StepCount, so that a step over
+fresh tensor, as torch.optim keeps it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
 100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold contiguous
 tensors on the parameter's device: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
 float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
@@ -23,7 +23,8 @@ from shardcore.optim.storage import zeros
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
-MAX_STEP = 2**53  # a float64 counts one by one up to here
+MAX_STEP = 2**53  # a float64 counts one by one up to here,
+_MAX_FLOAT32_STEP = 2**24  # and a float32 to here
 
 
 class Changes:
@@ -94,8 +95,9 @@ class States(defaultdict[torch.Tensor, Any]):
 
 
 def step_tensor(count: int) -> torch.Tensor:
-    """Return a step count as torch.optim keeps it: a new float32 tensor of shape () on the CPU."""
-    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    """Return a step count as torch.optim keeps it: a new tensor of shape () on the CPU, float32, or float64 above 2**24."""
+    dtype = torch.float32 if count <= _MAX_FLOAT32_STEP else torch.float64
+    return torch.tensor(float(count), dtype=dtype, device="cpu")
 
 
 class StepCount:

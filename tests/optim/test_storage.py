@@ -84,6 +84,27 @@ def test_a_flattened_state_without_its_master_is_refused():
     assert same(before, [p.detach() for p in other_params])
 
 
+def test_a_step_count_that_no_float32_holds_comes_back():
+    """It keys the random bits."""
+    params, optimizer = made({"state_dtype": "8bit"})
+    train(optimizer, params, 1)
+    for state in optimizer.state.values():
+        state["step"] = 2**24 + 2
+    train(optimizer, params, 1)
+    other_params, other = made({"state_dtype": "8bit"})
+    with torch.no_grad():
+        for p, q in zip(params, other_params, strict=True):
+            q.copy_(p)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.state[other_params[0]].count.value == 2**24 + 3
+    train(optimizer, params, 2)
+    train(other, other_params, 2)
+    assert same([p.detach() for p in params], [p.detach() for p in other_params])
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.state[params[0]]["step"] == 2**24 + 5
+
+
 def test_what_states_keep():
     params, optimizer = made({"state_dtype": "8bit", "master": "split"})
     train(optimizer, params, 1)
