@@ -31,7 +31,10 @@ class Repeat:
         idle: Sequence[torch.Tensor],
     ) -> None:
         """Remember `update`, just committed."""
-        self._calls = [(steppers[device], _C.AdamLists(**call.lists())) for device, call in update.calls.items()]
+        self._calls = [
+            (steppers[device], _C.AdamLists(**call.lists()), [index for index, _ in call.keys])
+            for device, call in update.calls.items()
+        ]
         self._states, self._idle, self._changes = states, tuple(idle), Changes.count
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
@@ -48,10 +51,17 @@ class Repeat:
         """Let go of the tensors, as a state changed: `find` finds nothing any more."""
         self._calls, self._states = [], {}
 
-    def find(self, op: str, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> Found | None:
-        """Return the calls of this step with their gradients (``p.grad``), or None if something else has to be looked at.
+    def find(
+        self,
+        op: str,
+        groups: Sequence[Group],
+        states: Mapping[torch.Tensor, Any],
+        given: Sequence[torch.Tensor | None] | None,
+    ) -> Found | None:
+        """Return the calls of this step with their gradients, or None if something else has to be looked at.
 
-        Raises ValueError or TypeError for options that no step can use; those that hold are not looked at again.
+        given: gradients in place of ``p.grad``, one entry for each parameter. Raises ValueError or TypeError for options that
+        no step can use; those that hold are not looked at again.
         """
         if self._changes != Changes.count or states is not self._states or not _C.same_objects(groups, self._groups):
             return None
@@ -63,9 +73,14 @@ class Repeat:
                 self._checked[i] = CheckedOptions(group)
             if not _C.same_objects(group["params"], params):
                 return None
+        if given is not None and sum(grad is None for grad in given) != len(self._idle):
+            return None
         found = []
-        for stepper, lists in self._calls:
-            grads = lists.plain_grads(self._idle)
+        for stepper, lists, indices in self._calls:
+            if given is None:
+                grads = lists.plain_grads(self._idle)
+            else:
+                grads = lists.plain_grads((), [given[index] for index in indices])
             if grads is None:
                 return None
             found.append((stepper, lists, grads))

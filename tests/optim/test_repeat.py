@@ -128,6 +128,46 @@ def test_the_short_way_is_taken(monkeypatch):
         optimizer.step()
 
 
+def test_given_gradients_take_the_short_way(monkeypatch):
+    """In turns with those of the parameters; any entry that is not as it was goes the long way."""
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300, 5)
+        optimizer = make(params, lr=0.1)
+        for step in range(8):
+            grads = grads_of(params, seed=step)
+            grads[step // 4] = None
+            if step % 4 == 3:
+                grads[2] = torch.stack([grads[2], grads[2]], dim=1)[:, 0]  # not contiguous
+            if step % 2:
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+            optimizer.step(grads=None if step % 2 else grads, max_norm=1.0)
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+    def refuse(*args):
+        raise AssertionError("the long way")
+
+    optimizer = FusedAdam(params, lr=0.1)
+    for _ in range(2):
+        optimizer.step(grads=[None, *grads_of(params)[1:]])
+    monkeypatch.setattr(adam, "collect", refuse)
+    optimizer.step(grads=(None, *grads_of(params)[1:]))
+    assert optimizer.state[params[1]]["step"] == 3
+    wrong = (
+        [torch.ones(300), torch.ones(5, dtype=torch.float64)],
+        [1.0, torch.ones(5)],
+        [None, torch.ones(5)],
+        [torch.ones(299)] * 2,
+    )
+    for grads in ([None, *some] for some in wrong):
+        with pytest.raises(AssertionError, match="the long way"):
+            optimizer.step(grads=grads)
+    with pytest.raises(AssertionError, match="the long way"):
+        optimizer.step(grads=[torch.ones(3), None, torch.ones(5)])
+
+
 def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
     optimizers = [CPUAdam(params_of(3, 300)) for _ in range(3)]
     for optimizer in optimizers:
