@@ -20,7 +20,7 @@ class StreamLimit:
         compiler = os.environ.get("CXX") or shutil.which("g++") or "c++"
         with tempfile.TemporaryDirectory() as directory:
             library = Path(directory, "stream_limit.so")
-            flags = ["-O3", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+            flags = ["-O3", "-std=c++20", "-shared", "-fPIC", "-pthread"]
             subprocess.run([compiler, *flags, "-o", library, SOURCE], check=True)
             self._library = ctypes.CDLL(str(library))
 

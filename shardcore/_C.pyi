@@ -105,10 +105,12 @@ class AdamLists:
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
     ) -> None: ...
-    def plain_grads(self, idle: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """The gradients of params, or None if a step would have to look closer: one is missing, not contiguous, of another
-        shape or device, or not of a dtype for gradients, params have another dtype or device than when the lists were made, or
-        one of idle has a gradient."""
+    def plain_grads(
+        self, idle: Sequence[torch.Tensor], given: Sequence[object] | None = None
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The gradients of params (those in `given`, one for each, if it is not None), or None if a step would have to look
+        closer: one is missing, not contiguous, of another shape or device, or not of a dtype for gradients, params have another
+        dtype or device than when the lists were made, or one of idle has a gradient."""
 
 class AdamStepper:
     """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls.

@@ -173,19 +173,26 @@ bool plain_float(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided && tensor.is_contiguous();
 }
 
-// The parameters' gradients. Anything unusual gives None (who has a master, or is rounded stochastically, depends on dtypes,
-// too): the caller then goes the long way, which copies, or says what is wrong.
-py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object) {
-  const TensorList idle = tensors_of("AdamLists.plain_grads", "idle", idle_object);
+// The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or is rounded
+// stochastically, depends on dtypes, too): the caller then goes the long way, which copies, or says what is wrong.
+py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, const py::object& given) {
+  constexpr const char* kOp = "AdamLists.plain_grads";
+  const TensorList idle = tensors_of(kOp, "idle", idle_object);
   for (size_t i = 0; i < idle.size(); ++i) {
     if (idle[i].grad().defined()) return py::none();
   }
   const TensorList& params = kept.lists.params;
+  const py::object items = given.is_none() ? given : items_of({kOp, "given"}, given, "a list of tensors, or None");
+  if (!items.is_none()) {
+    check_count(kOp, "given", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", params.size());
+  }
   py::tuple grads(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     params.prefetch(i);
     const at::Tensor& param = params[i];
-    const at::Tensor& grad = param.grad();
+    PyObject* const item = items.is_none() ? nullptr : PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+    if (item != nullptr && !THPVariable_Check(item)) return py::none();
+    const at::Tensor& grad = item == nullptr ? param.grad() : THPVariable_Unpack(item);
     if (!grad.defined() || !plain_float(param) || !plain_float(grad) || param.scalar_type() != kept.param_dtypes[i] ||
         grad.sizes() != param.sizes() || param.device() != kept.device || grad.device() != kept.device) {
       return py::none();
@@ -327,7 +334,7 @@ void bind_adam_lists(py::module_& module) {
       .def(py::init(&make_adam_lists), py::arg("params"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"), py::arg("hyper_index"),
            py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(), py::arg("keys") = py::none(),
            py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
-      .def("plain_grads", &plain_grads, py::arg("idle"));
+      .def("plain_grads", &plain_grads, py::arg("idle"), py::arg("given") = py::none());
 }
 
 }  // namespace shardcore::bind

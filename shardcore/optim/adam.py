@@ -191,7 +191,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
             with torch.enable_grad():
                 loss = closure()
-        if grads is not None or not self._step_again(scale, limit, refusal):
+        if not self._step_again(grads, scale, limit, refusal):
             with torch.no_grad():
                 self._update(grads, scale, limit, refusal)
         return loss
@@ -208,12 +208,14 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
 
-    def _step_again(self, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> bool:
-        """Make the last step again with what p.grad has now; return whether that was possible. Needs no `no_grad`."""
-        found = None if self._repeat is None else self._repeat.gradients(self._op, self.param_groups, self.state)
+    def _step_again(
+        self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal
+    ) -> bool:
+        """Make the last step again with other gradients; return whether that was possible. Needs no `no_grad`."""
+        found = None if self._repeat is None else self._repeat.find(self._op, self.param_groups, self.state, grads)
         if self._repeat is None or found is None:
             return False
-        normed = [] if max_norm is None else [grad for grads in found for grad in grads]
+        normed = [] if max_norm is None else [grad for _, _, grads in found for grad in grads]
         clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
         if clipped is not None:
             self._repeat.run(clipped, found)
@@ -236,7 +238,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             return
         update.run(self._steppers, clipped)
         update.commit(self.state, idle)
-        if self._dtensors:  # their gradients are looked up anew each time
+        if self._dtensors or not isinstance(self.state, States):  # gradients, or states, to be looked up anew each time
             increment_version([owner for owner in owners if owner in self._dtensors])
         else:
             self._repeat = Repeat(update, self._steppers, self.param_groups, self.state, idle)

@@ -11,8 +11,8 @@ from shardcore.optim.options import CheckedOptions, check_options
 from shardcore.optim.scale import DeviceScale
 from shardcore.optim.state import Changes, StepCount
 
-# Of each call, as AdamLists.plain_grads returns them.
-Gradients = Sequence[tuple[torch.Tensor, ...]]
+# The stepper and lists of each call, and its gradients as AdamLists.plain_grads returns them.
+Found = Sequence[tuple["_C.AdamStepper", "_C.AdamLists", tuple[torch.Tensor, ...]]]
 
 
 class Repeat:
@@ -31,22 +31,37 @@ class Repeat:
         idle: Sequence[torch.Tensor],
     ) -> None:
         """Remember `update`, just committed."""
-        self._calls = [(steppers[device], _C.AdamLists(**call.lists())) for device, call in update.calls.items()]
+        self._calls = [
+            (steppers[device], _C.AdamLists(**call.lists()), [index for index, _ in call.keys])
+            for device, call in update.calls.items()
+        ]
         self._states, self._idle, self._changes = states, tuple(idle), Changes.count
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
         self._kinds = [_kind(group) for group in groups]
         self._checked = [CheckedOptions(group) for group in groups]
         index = {id(group): i for i, group in enumerate(groups)}
-        self._sources = [(index[id(group)], state) for group, state in update.sources]
+        self._sources = [(index[id(group)], None if state is None else state.count) for group, state in update.sources]
         self._counters = [count.counter for count in update.device_counts]
         counts = [state.count for state in update.states]
         self._counts = list({id(count): count for count in counts if isinstance(count, StepCount)}.values())
+        Changes.keep(self)
 
-    def gradients(self, op: str, groups: Sequence[Group], states: Mapping[torch.Tensor, Any]) -> Gradients | None:
-        """Return this step's gradients (``p.grad``), or None if something else has to be looked at.
+    def forget(self) -> None:
+        """Let go of the tensors, as a state changed: `find` finds nothing any more."""
+        self._calls, self._states = [], {}
 
-        Raises ValueError or TypeError for options that no step can use; those that hold are not looked at again.
+    def find(
+        self,
+        op: str,
+        groups: Sequence[Group],
+        states: Mapping[torch.Tensor, Any],
+        given: Sequence[torch.Tensor | None] | None,
+    ) -> Found | None:
+        """Return the calls of this step with their gradients, or None if something else has to be looked at.
+
+        given: gradients in place of ``p.grad``, one entry for each parameter. Raises ValueError or TypeError for options that
+        no step can use; those that hold are not looked at again.
         """
         if self._changes != Changes.count or states is not self._states or not _C.same_objects(groups, self._groups):
             return None
@@ -58,15 +73,20 @@ class Repeat:
                 self._checked[i] = CheckedOptions(group)
             if not _C.same_objects(group["params"], params):
                 return None
+        if given is not None and sum(grad is None for grad in given) != len(self._idle):
+            return None
         found = []
-        for _, lists in self._calls:
-            grads = lists.plain_grads(self._idle)
+        for stepper, lists, indices in self._calls:
+            if given is None:
+                grads = lists.plain_grads(self._idle)
+            else:
+                grads = lists.plain_grads((), [given[index] for index in indices])
             if grads is None:
                 return None
-            found.append(grads)
+            found.append((stepper, lists, grads))
         return found or None
 
-    def run(self, scale: float | DeviceScale, found: Gradients) -> None:
+    def run(self, scale: float | DeviceScale, found: Found) -> None:
         """Step with the gradients that were found, and count the step."""
         if isinstance(scale, DeviceScale):
             on_device = scale.step(self._counters)
@@ -74,10 +94,10 @@ class Repeat:
         else:
             on_device = None
             hypers = [
-                self._checked[i].hyper(self._groups[i], 1 if state is None else state.count.value + 1, scale)
-                for i, state in self._sources
+                self._checked[i].hyper(self._groups[i], 1 if count is None else count.value + 1, scale)
+                for i, count in self._sources
             ]
-        for (stepper, lists), grads in zip(self._calls, found, strict=True):
+        for stepper, lists, grads in found:
             stepper.repeat(lists, grads, hypers, on_device)
         for count in self._counts:
             count.value += 1

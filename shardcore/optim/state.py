@@ -1,16 +1,17 @@
 """The state of one parameter: torch's keys, with a step count that many parameters share.
 
 Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
-fresh float32 tensor, as torch.optim keeps it. Parameters with equal counts share one StepCount, so that a step over
+fresh tensor, as torch.optim keeps it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
 100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold contiguous
 tensors on the parameter's device: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
 float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
 remainder (int16).
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,13 +23,32 @@ from shardcore.optim.storage import zeros
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
-MAX_STEP = 2**53  # a float64 counts one by one up to here
+MAX_STEP = 2**53  # a float64 counts one by one up to here,
+_MAX_FLOAT32_STEP = 2**24  # and a float32 to here
 
 
 class Changes:
-    """Counts every change of which tensors any optimizer's states hold, so that a step can tell that there was none."""
+    """Counts every change of which tensors any optimizer's states hold, so that a step can tell that there was none.
+
+    Who keeps such tensors (``keep``) is told of the next change, to ``forget()`` them: states that are moved or dropped between
+    steps must free their memory then.
+    """
 
     count = 0
+    _keepers: ClassVar[set[weakref.ref[Any]]] = set()
+
+    @classmethod
+    def keep(cls, keeper: Any) -> None:
+        cls._keepers.add(weakref.ref(keeper, cls._keepers.discard))
+
+    @classmethod
+    def note(cls) -> None:
+        cls.count += 1
+        if cls._keepers:
+            for keeper in [ref() for ref in list(cls._keepers)]:
+                if keeper is not None:
+                    keeper.forget()
+            cls._keepers.clear()
 
 
 class States(defaultdict[torch.Tensor, Any]):
@@ -41,42 +61,43 @@ class States(defaultdict[torch.Tensor, Any]):
         return States, (), None, None, iter(self.items())
 
     def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        Changes.count += 1
+        Changes.note()
         super().__setitem__(key, value)
 
     def __delitem__(self, key: torch.Tensor) -> None:
-        Changes.count += 1
+        Changes.note()
         super().__delitem__(key)
 
     def pop(self, *args: Any) -> Any:
-        Changes.count += 1
+        Changes.note()
         return super().pop(*args)
 
     def popitem(self) -> tuple[torch.Tensor, Any]:
-        Changes.count += 1
+        Changes.note()
         return super().popitem()
 
     def clear(self) -> None:
-        Changes.count += 1
+        Changes.note()
         super().clear()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        Changes.count += 1
+        Changes.note()
         super().update(*args, **kwargs)
 
     def setdefault(self, *args: Any) -> Any:
-        Changes.count += 1
+        Changes.note()
         return super().setdefault(*args)
 
     def __ior__(self, other: Any) -> "States":  # type: ignore[override, misc]
-        Changes.count += 1
+        Changes.note()
         super().update(other)
         return self
 
 
 def step_tensor(count: int) -> torch.Tensor:
-    """Return a step count as torch.optim keeps it: a new float32 tensor of shape () on the CPU."""
-    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
+    """Return a step count as torch.optim keeps it: a new tensor of shape () on the CPU, float32, or float64 above 2**24."""
+    dtype = torch.float32 if count <= _MAX_FLOAT32_STEP else torch.float64
+    return torch.tensor(float(count), dtype=dtype, device="cpu")
 
 
 class StepCount:
@@ -145,7 +166,7 @@ class ParamState(dict[str, Any]):
 
     @count.setter
     def count(self, count: StepCount | DeviceStepCount) -> None:
-        Changes.count += 1
+        Changes.note()
         super().__setitem__("step", count)
 
     def moment(self, key: str) -> torch.Tensor:
@@ -165,15 +186,15 @@ class ParamState(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "step" and not isinstance(value, _COUNTS):
             value = StepCount(step_count("state", "step", value))
-        Changes.count += 1
+        Changes.note()
         super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
-        Changes.count += 1
+        Changes.note()
         super().__delitem__(key)
 
     def clear(self) -> None:
-        Changes.count += 1
+        Changes.note()
         super().clear()
 
     # dict(state) and {**state} read through keys() and [] only when __iter__ is not dict's own.
@@ -198,7 +219,7 @@ class ParamState(dict[str, Any]):
     __copy__ = copy
 
     def pop(self, key: str, *default: Any) -> Any:
-        Changes.count += 1
+        Changes.note()
         value = super().pop(key, *default)
         return value.tensor() if isinstance(value, _COUNTS) else value
 

@@ -134,6 +134,27 @@ def test_gradients_are_given_only_if_all_are_plain(change):
         assert found is None
 
 
+def test_gradients_may_be_given():
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3, 4))]
+    states = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+    kept = _C.AdamLists(params, *states, [0, 0])
+    given = [torch.ones(3, dtype=torch.bfloat16), torch.ones(3, 4)]
+    assert kept.plain_grads((), given) == tuple(given)
+    for unusual in (
+        None,
+        1.0,
+        torch.ones(4, 3).t(),
+        torch.ones(3, 4, dtype=torch.float64),
+        torch.ones(12),
+        torch.ones(3, 4).to("meta"),
+    ):
+        assert kept.plain_grads((), [given[0], unusual]) is None
+    with pytest.raises(ValueError, match="given has 1 "):
+        kept.plain_grads((), given[:1])
+    with pytest.raises(TypeError, match="given has type int"):
+        kept.plain_grads((), 3)
+
+
 def test_same_objects():
     a, b = torch.ones(1), torch.ones(1)
     assert _C.same_objects([a, b], (a, b))

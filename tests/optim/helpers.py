@@ -2,6 +2,9 @@
 
 import torch
 
+from shardcore.optim import batch
+from shardcore.optim.options import CheckedOptions
+
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.
 CAPTURABLE_KINDS = [
     {},
@@ -33,3 +36,9 @@ def snapshot(optimizer):
     for state in optimizer.state.values():
         tensors += [state[key].clone() for key in sorted(state)]
     return tensors
+
+
+def plant_scalars(monkeypatch, hyper):
+    """Let every step on the host, the long way and the short one, make its scalars by hyper(group, step, grad_scale)."""
+    monkeypatch.setattr(batch, "hyper_of", hyper)
+    monkeypatch.setattr(CheckedOptions, "hyper", lambda self, *arguments: hyper(*arguments))

@@ -6,9 +6,10 @@ import re
 import pytest
 import torch
 
-from shardcore.optim import CPUAdam, FusedAdam, batch, hyper_of
+from shardcore.optim import CPUAdam, FusedAdam, hyper_of
 from tests.choice import few
 
+from .helpers import plant_scalars
 from .oracle import Interval, Oracle, violations
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -121,12 +122,12 @@ TWINS = {
 @pytest.mark.parametrize("storage", [s for s in STORAGE if not conflicts(*s)], ids=storage_id)
 def test_broken_scalars_are_rejected_in_every_combination(monkeypatch, storage, twin):
     dtype, *rest = storage
-    monkeypatch.setattr(batch, "hyper_of", lambda group, step, scale: hyper_of({**group, **TWINS[twin]}, step, scale))
+    plant_scalars(monkeypatch, lambda group, step, scale: hyper_of({**group, **TWINS[twin]}, step, scale))
     assert wrong(dtype, options_of(*rest), (torch.float32, True, True, True)) > 0
 
 
 @pytest.mark.parametrize("storage", [s for s in STORAGE if not conflicts(*s)], ids=storage_id)
 def test_a_stale_step_is_rejected_in_every_combination(monkeypatch, storage):
     dtype, *rest = storage
-    monkeypatch.setattr(batch, "hyper_of", lambda group, step, scale: hyper_of(group, max(1, step - 1), scale))
+    plant_scalars(monkeypatch, lambda group, step, scale: hyper_of(group, max(1, step - 1), scale))
     assert wrong(dtype, options_of(*rest), (torch.float32, True, False, True)) > 0

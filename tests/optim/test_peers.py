@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shardcore.optim import CPUAdam, FusedAdam, batch, hyper_of
+from shardcore.optim import CPUAdam, FusedAdam, hyper_of
 
+from .helpers import plant_scalars
 from .oracle import Interval, Oracle, violations
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -160,6 +161,6 @@ TWINS = {
 @pytest.mark.parametrize("twin", TWINS)
 def test_broken_twins_are_rejected(monkeypatch, twin):
     """Differences that the peers' tolerances let through."""
-    monkeypatch.setattr(batch, "hyper_of", TWINS[twin])
+    plant_scalars(monkeypatch, TWINS[twin])
     for name in ("deepspeed-1024-torch.float32-wd0.01", "deepspeed-adamw-torch.float32", "apex-torch.float32", "apex-option"):
         assert wrong(CASES[name]) > 0, name

@@ -1,5 +1,6 @@
 """The short way of a step that repeats the last one: taken when it may be, and never when anything but values changed."""
 
+import collections
 import copy
 import gc
 import weakref
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from shardcore.optim import CPUAdam, FusedAdam, adam
+from shardcore.optim.state import Changes
 
 from .helpers import grads_of, params_of, same, snapshot
 
@@ -87,6 +89,26 @@ def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
     assert same(*results)
 
 
+def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
+    """As torch.optim's users start anew: a dict that does not tell of its changes."""
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300)
+        optimizer = make(params, lr=0.1)
+        optimizer.state = collections.defaultdict(dict)
+        for step in range(4):
+            for p, grad in zip(params, grads_of(params, seed=step), strict=True):
+                p.grad = grad
+            if step == 2:
+                optimizer.state.clear()
+            if step == 3:
+                optimizer.state[params[1]] = {}
+            optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in params] == [2.0, 1.0]
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+
 def test_the_short_way_is_taken(monkeypatch):
     params = params_of(3, 300)
     optimizer = CPUAdam(params)
@@ -104,6 +126,46 @@ def test_the_short_way_is_taken(monkeypatch):
     params[0].grad = None
     with pytest.raises(AssertionError, match="the long way"):
         optimizer.step()
+
+
+def test_given_gradients_take_the_short_way(monkeypatch):
+    """In turns with those of the parameters; any entry that is not as it was goes the long way."""
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300, 5)
+        optimizer = make(params, lr=0.1)
+        for step in range(8):
+            grads = grads_of(params, seed=step)
+            grads[step // 4] = None
+            if step % 4 == 3:
+                grads[2] = torch.stack([grads[2], grads[2]], dim=1)[:, 0]  # not contiguous
+            if step % 2:
+                for p, grad in zip(params, grads, strict=True):
+                    p.grad = grad
+            optimizer.step(grads=None if step % 2 else grads, max_norm=1.0)
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+    def refuse(*args):
+        raise AssertionError("the long way")
+
+    optimizer = FusedAdam(params, lr=0.1)
+    for _ in range(2):
+        optimizer.step(grads=[None, *grads_of(params)[1:]])
+    monkeypatch.setattr(adam, "collect", refuse)
+    optimizer.step(grads=(None, *grads_of(params)[1:]))
+    assert optimizer.state[params[1]]["step"] == 3
+    wrong = (
+        [torch.ones(300), torch.ones(5, dtype=torch.float64)],
+        [1.0, torch.ones(5)],
+        [None, torch.ones(5)],
+        [torch.ones(299)] * 2,
+    )
+    for grads in ([None, *some] for some in wrong):
+        with pytest.raises(AssertionError, match="the long way"):
+            optimizer.step(grads=grads)
+    with pytest.raises(AssertionError, match="the long way"):
+        optimizer.step(grads=[torch.ones(3), None, torch.ones(5)])
 
 
 def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
@@ -174,6 +236,50 @@ def test_gradients_are_free_after_the_step():
         optimizer.zero_grad()
         gc.collect()
         assert grad() is None
+
+
+def to_elsewhere(optimizer, params):
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+
+
+LETS_GO = {
+    "all gone": lambda optimizer, params: optimizer.state.clear(),
+    "one gone": lambda optimizer, params: optimizer.state.pop(params[0]),
+    "moved": to_elsewhere,
+    "loaded": load,
+}
+
+
+@pytest.mark.parametrize("let_go", LETS_GO.values(), ids=LETS_GO)
+def test_states_are_free_as_soon_as_they_are_let_go(let_go):
+    """As when states leave the device between steps to make room."""
+    params = params_of(1000, 300)
+    optimizer = CPUAdam(params)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer._repeat is not None
+    exp_avg = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    let_go(optimizer, params)
+    gc.collect()
+    assert exp_avg() is None
+    optimizer.step()
+    assert optimizer._repeat is not None
+
+
+def test_no_list_of_earlier_steps_is_kept():
+    params = params_of(1000, 300)
+    optimizer = CPUAdam(params)
+    for step in range(6):
+        for i, p in enumerate(params):
+            p.grad = torch.ones_like(p) if (i + step) % 2 else None
+        optimizer.step()
+    before = len(Changes._keepers)
+    del optimizer
+    gc.collect()
+    assert before - len(Changes._keepers) == 1
 
 
 def tensor_lr(group):

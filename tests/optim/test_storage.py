@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
@@ -49,6 +50,59 @@ def test_split_and_float32_masters_are_the_same_bits():
     optimizer.state[params[5]]["remainder"].zero_()
     train(optimizer, params, 30, start=30)
     assert not same(results[0][: len(SIZES)], [p.detach() for p in params])
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def flat_state(source, target):
+    """Load source's state in torch.distributed.checkpoint's flattened form, which knows each optimizer's own keys only."""
+    models = [torch.nn.ParameterList(optimizer.param_groups[0]["params"]) for optimizer in (source, target)]
+    set_optimizer_state_dict(models[1], target, get_optimizer_state_dict(models[0], source, options=FLAT), options=FLAT)
+
+
+@pytest.mark.parametrize("kind", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"state_dtype": "8bit", "master": "fp32"}])
+def test_flattened_states_come_back(kind):
+    params, optimizer = made(kind)
+    train(optimizer, params, 3)
+    _, other = made(kind)
+    flat_state(optimizer, other)
+    saved = [[entry[key] for entry in o.state_dict()["state"].values() for key in sorted(entry)] for o in (optimizer, other)]
+    assert same(*saved)
+
+
+def test_a_flattened_state_without_its_master_is_refused():
+    (params, split), (_, float32) = made({"master": "split"}), made({"master": "fp32"})
+    train(split, params, 3)
+    flat_state(split, float32)
+    masters = [[entry["master"] for entry in optimizer.state_dict()["state"].values()] for optimizer in (split, float32)]
+    assert same(*masters)
+    other_params, other = made({"master": "split"})
+    before = [p.detach().clone() for p in other_params]
+    with pytest.raises(ValueError, match=r"has a remainder without values.*into master='fp32'"):
+        flat_state(split, other)
+    assert same(before, [p.detach() for p in other_params])
+
+
+def test_a_step_count_that_no_float32_holds_comes_back():
+    """It keys the random bits."""
+    params, optimizer = made({"state_dtype": "8bit"})
+    train(optimizer, params, 1)
+    for state in optimizer.state.values():
+        state["step"] = 2**24 + 2
+    train(optimizer, params, 1)
+    other_params, other = made({"state_dtype": "8bit"})
+    with torch.no_grad():
+        for p, q in zip(params, other_params, strict=True):
+            q.copy_(p)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.state[other_params[0]].count.value == 2**24 + 3
+    train(optimizer, params, 2)
+    train(other, other_params, 2)
+    assert same([p.detach() for p in params], [p.detach() for p in other_params])
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.state[params[0]]["step"] == 2**24 + 5
 
 
 def test_what_states_keep():
