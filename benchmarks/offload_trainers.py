@@ -143,6 +143,13 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
+def last_adam(store: Any) -> dict[str, float]:
+    """Return what CPU Adam of the last step took, and how long it rested between its first chunk and its last."""
+    spans = [(begin, end) for what, begin, end, _ in getattr(store, "on_cpu", store)._steps.events if what == "adam"]
+    spent = sum(end - begin for begin, end in spans)
+    return {"chunks": len(spans), "seconds": spent, "idle_seconds": spans[-1][1] - spans[0][0] - spent if spans else 0.0}
+
+
 def shardcore_trainer(preset: str, device: torch.device, options: dict[str, Any]) -> Trainer:
     """Train with shardcore.shard(**options)."""
     model: Any = on_meta(preset)
@@ -161,6 +168,7 @@ def shardcore_trainer(preset: str, device: torch.device, options: dict[str, Any]
         found: dict[str, object] = {"kept_bytes": shardcore.memory_report(model).by_tier}
         if copies is not None:
             found |= {"pinned_bytes": copies.bytes_pinned, "pin_refusal": copies.pin_refusal}
+            found["last_adam"] = last_adam(adam._engine.store)
         return found
 
     moved = (lambda: (0, 0)) if copies is None else (lambda: (copies.bytes_to_tier, copies.bytes_from_tier))

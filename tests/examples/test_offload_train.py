@@ -121,6 +121,10 @@ def test_a_run(tmp_path, run_main, as_on_a_gpu):
     assert params["moved_bytes"][0] == padded
     assert params["moved_bytes"][1] > 1.3 * params["moved_bytes"][0]  # a block in both passes, the other one stays in between
     assert params["parts"]["back"] == 0 < gradients["parts"]["back"]
+    for name in names[1:3]:
+        last = engines[name]["last_adam"]
+        assert last["chunks"] >= 3, "the root and two blocks"
+        assert last["seconds"] > 0 <= last["idle_seconds"]
     pytest.importorskip("matplotlib")
     assert (tmp_path / "offload_train.png").read_bytes().startswith(b"\x89PNG")
 
