@@ -182,6 +182,8 @@ class CpuStore:
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights that lie here and still leave for the device must not change.
+            if not chunks and not self._weights:
+                self.copies.synchronize()
             self._steps.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
             last = 0
             for index, part in enumerate(kept):
