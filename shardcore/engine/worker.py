@@ -25,7 +25,7 @@ class WorkerThreads:
 
 
 def use_own_threads(threads: WorkerThreads | None) -> None:
-    """Give this thread its threads, at its first call; None: it goes on with torch's. RuntimeError where no more can start."""
+    """Give this thread its threads, which start with its first kernel, at its first call; None: it goes on with torch's."""
     if threads is None or hasattr(_on_thread, "threads"):
         return
     if threads.cores and hasattr(os, "sched_setaffinity"):
