@@ -296,6 +296,25 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", f"at exit again {third}"]
 
 
+_AT_EXIT = """
+import _thread, threading
+from shardcore._native import _C
+make = _C.TierSteps
+_C.TierSteps = lambda *a, **options: make(*a, **options, adam_per_second=2e4)  # 50 ms a unit and more
+from tests.engine.late import start, stepped
+from tests.engine.models import Run
+model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+lazy = optimizer._engine.lazy
+stepped(model, optimizer, 0, 0)
+threading._register_atexit(_thread.interrupt_main)  # as the wait for its thread begins
+"""
+
+
+def test_ctrl_c_while_the_interpreter_ends_lets_the_step_end() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "KeyboardInterrupt" in done.stderr) == (0, True), done.stderr
+
+
 def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
     """Once the step in flight, which uses the engine, is through."""
     model, optimizer = start(rank, Run(stage=2), True, late=False)
