@@ -374,9 +374,12 @@ class TierSteps:
     def wait_fetched(self, count: int) -> None:
         """Wait until what the first `count` chunks need is on its way. RuntimeError if something failed."""
     def wait_updated(self, first: int, last: int) -> CopyEvent | None:
-        """Wait until the chunks below `last` are updated; returns the event of the last copy that leaves [first, last)."""
+        """Wait until the step's chunks below `last` are updated; returns the event of the last copy that leaves [first, last).
+
+        RuntimeError if something failed before they were.
+        """
     def end(self) -> None:
-        """Leave out what is not updated yet; nothing of the step runs any more, though copies may be in flight."""
+        """Leave out what is not updated yet; nothing of the step goes on or reads gradients. Weights may be on their way."""
 
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""

@@ -75,14 +75,15 @@ class _Part:
     """
 
     spans: Sequence[Span]
-    memory: list[tuple[int, torch.dtype]]
+    memory: dict[Bucket, tuple[int, torch.dtype]]
     chunks: list[_C.TierChunk]
     buckets: list[Bucket]
 
 
-def _memory_of(spans: Sequence[Span]) -> list[tuple[int, torch.dtype]]:
-    """Return where the weights of `spans` lie, which chunks keep, and the dtypes of the gradients that a step brings."""
-    return [(span.bucket.owned_weight.data_ptr(), _grad_of(span.bucket).dtype) for span in spans]
+def _memory_of(spans: Sequence[Span]) -> dict[Bucket, tuple[int, torch.dtype]]:
+    """Return where the weights of the spans' buckets lie, which chunks keep, and the dtypes of the gradients of a step."""
+    buckets = {span.bucket: None for span in spans}
+    return {bucket: (bucket.owned_weight.data_ptr(), _grad_of(bucket).dtype) for bucket in buckets}
 
 
 class CpuStore:
@@ -182,6 +183,8 @@ class CpuStore:
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights that lie here and still leave for the device must not change.
+            if not chunks and not self._weights:
+                self.copies.synchronize()
             self._steps.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
             last = 0
             for index, part in enumerate(kept):
@@ -201,7 +204,7 @@ class CpuStore:
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
         """Return the chunks of `spans`, the first of which takes the places whose turn it is."""
         if not spans:
-            return _Part([], [], [], [])
+            return _Part([], {}, [], [])
         key, memory = (spans[0].bucket, turn % (GRAD_PLACES * WEIGHT_PLACES)), _memory_of(spans)
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.memory != memory:

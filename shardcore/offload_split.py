@@ -108,6 +108,8 @@ class SplitStore:
     def _cut(self, buckets: Iterable[Bucket], ratio: float) -> None:
         """Make the parts, and the device's zero states."""
         self._parts = {bucket: parts_of(bucket, ratio) for bucket in buckets}
+        self._weights: dict[Bucket, torch.Tensor] = {}  # at which parts look
+        self._halves: dict[Bucket, tuple[list[Span], list[Span], list[Span]]] = {}  # see _halves_of
         size = scratch_bytes([near for near, _ in self._parts.values()])
         self._scratch = torch.empty(size, dtype=torch.uint8, device=self._device) if self._weights_here else None
         for bucket in self._parts:
@@ -130,14 +132,20 @@ class SplitStore:
         return cuts_of(self._parts, ratio)
 
     def _point(self, bucket: Bucket) -> None:
-        """Let both parts look at the bucket's weights and gradient as they lie now."""
+        """Let both parts look at the bucket's weights where they lie now."""
         near, far = self._parts[bucket]
         cut = near.owned_numel
-        near.owned_weight, far.owned_weight = bucket.owned_weight[:cut], bucket.owned_weight[cut:]
-        if self._scratch is not None:
-            near.owned_weight = self._scratch[: cut * bucket.dtype.itemsize].view(bucket.dtype)
-        near.grad = None if bucket.grad is None else bucket.grad[:cut]
-        far.grad = None if bucket.grad is None else bucket.grad[cut:]
+        if self._weights.get(bucket) is not bucket.owned_weight:
+            self._weights[bucket] = weight = bucket.owned_weight
+            near.owned_weight, far.owned_weight = weight[:cut], weight[cut:]
+            if self._scratch is not None:
+                near.owned_weight = self._scratch[: cut * bucket.dtype.itemsize].view(bucket.dtype)
+
+    def _bring_grads(self, bucket: Bucket) -> None:
+        """Let both parts look at the bucket's gradient, for one step."""
+        near, far = self._parts[bucket]
+        near.grad = None if bucket.grad is None else bucket.grad[: near.owned_numel]
+        far.grad = None if bucket.grad is None else bucket.grad[near.owned_numel :]
         far.host_grad = bucket.host_grad
 
     @property
@@ -158,8 +166,8 @@ class SplitStore:
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore. What both parts have of it is put together in host memory."""
         self._point(bucket)
-        self._parts[bucket][0].owned_weight = bucket.owned_weight[: self._parts[bucket][0].owned_numel]  # not the scratch
         near, far = self._parts[bucket]
+        near.owned_weight = self._weights.pop(bucket)[: near.owned_numel]  # not the scratch; to be pointed again
         cut, end = near.owned_numel, bucket.owned_numel if numel is None else start + numel
         if end <= cut:
             return self.on_device.read(near, key, start, end - start)
@@ -188,16 +196,18 @@ class SplitStore:
         buckets = {span.bucket: None for part in parts for span in part}
         for bucket in buckets:
             self._point(bucket)
-        near = [[span for span in map(self._near, part) if span.numel] for part in parts]
-        far = [[span for span in map(self._far, part) if span.numel] for part in parts]
+            self._bring_grads(bucket)
+        near, far = zip(*map(self._halves_of, parts), strict=True) if parts else ((), ())
         update = self.on_device.step if self._scratch is None else self._step_in_scratch
-        yield from self.on_cpu.steps(far, hypers, lambda index: update(near[index], hypers))
-        if self._changes:
-            self.copies.synchronize()
-        if self._left is not None:
-            self._left.synchronize()
-        for part in (part for bucket in buckets for part in self._parts[bucket]):
-            part.grad = part.host_grad = None  # or they would hold memory that its pool has given up
+        try:
+            yield from self.on_cpu.steps(far, hypers, lambda index: update(near[index], hypers))
+            if self._changes:
+                self.copies.synchronize()
+            if self._left is not None:
+                self._left.synchronize()
+        finally:
+            for part in (part for bucket in buckets for part in self._parts[bucket]):
+                part.grad = part.host_grad = None  # or they would hold memory that its pool has given up
         self._spent_s += time.perf_counter() - begun_s
 
     def _step_in_scratch(self, spans: Sequence[Span], hypers: Scalars) -> None:
@@ -215,6 +225,17 @@ class SplitStore:
                 self._left = self.copies.to_tier(weight[place], near.owned_weight[place])
             assert self._left is not None
             self._left.wait()  # before the next bucket takes the scratch
+
+    def _halves_of(self, spans: Sequence[Span]) -> tuple[list[Span], list[Span]]:
+        """Return what the device and the CPU update of a part, as in the last step if it is the same."""
+        if not spans:
+            return [], []
+        kept = self._halves.get(spans[0].bucket)
+        if kept is None or kept[0] != spans:
+            near = [span for span in map(self._near, spans) if span.numel]
+            far = [span for span in map(self._far, spans) if span.numel]
+            kept = self._halves[spans[0].bucket] = list(spans), near, far
+        return kept[1:]
 
     def _near(self, span: Span) -> Span:
         """Return what the device updates of a span, perhaps nothing."""

@@ -11,6 +11,7 @@ namespace {
 
 constexpr const char* kChunkOp = "TierSteps.chunk";
 constexpr const char* kBeginOp = "TierSteps.begin";
+constexpr const char* kWaitOp = "TierSteps.wait_updated";
 
 }  // namespace
 
@@ -56,6 +57,11 @@ class __attribute__((visibility("hidden"))) PyTierChunk {
   PyTierChunk& operator=(const PyTierChunk&) = delete;
 
   size_t size() const { return chunk_.spans.size(); }
+
+  // Whether TierSteps of this tier, with so many places, can make it.
+  bool fits(const std::shared_ptr<Copies>& copies, int64_t places) const {
+    return copies_ == copies && chunk_.place < std::max<int64_t>(1, places);
+  }
 
   // The chunk of a step, whose gradients are parts of grads[first...].
   const TierChunk& with(const TensorList& grads, size_t first, size_t num_hypers) {
@@ -173,16 +179,23 @@ class __attribute__((visibility("hidden"))) PyTierSteps {
         type_error({kBeginOp, "chunks", i}, "type ", Py_TYPE(item.ptr())->tp_name, "; expected TierChunk");
       }
       auto& chunk = item.cast<PyTierChunk&>();
+      if (!chunk.fits(copies_, places_)) {
+        value_error({kBeginOp, "chunks", i}, "a chunk of another TierSteps; expected one that this one's chunk() made");
+      }
       if (first + chunk.size() <= grad_list.size()) step.chunks.push_back(chunk.with(grad_list, first, step.scalars.size()));
       first += chunk.size();
       checked.push_back(&chunk);
     }
     check_count(kBeginOp, "grads", grad_list.size(), "spans", first);
+    auto kept = py::reinterpret_steal<py::object>(PySequence_Tuple(items.ptr()));
+    if (!kept) throw py::error_already_set();
     steps_->end();  // with the GIL: at once, if all was waited for
+    count_ = 0;
     for (const PyTierChunk* chunk : checked) chunk->mark();
-    chunks_ = py::reinterpret_steal<py::object>(PySequence_Tuple(items.ptr()));  // until the step has ended
+    chunks_ = std::move(kept);  // until the step has ended
     grads_ = std::move(grad_list);
     steps_->begin(std::move(step), static_cast<int>(threads));
+    count_ = static_cast<int64_t>(checked.size());
   }
 
   void wait_fetched(int64_t count) {
@@ -191,6 +204,8 @@ class __attribute__((visibility("hidden"))) PyTierSteps {
   }
 
   py::object wait_updated(int64_t first, int64_t last) {
+    if (first < 0 || first > last) value_error({kWaitOp, "first"}, first, "; expected 0 to ", last, " (last)");
+    if (last > count_) value_error({kWaitOp, "last"}, last, "; expected at most ", count_, ", the chunks of this step");
     {
       const py::gil_scoped_release no_gil;
       steps_->wait_updated(last, torch_executor());
@@ -204,6 +219,7 @@ class __attribute__((visibility("hidden"))) PyTierSteps {
       const py::gil_scoped_release no_gil;
       steps_->end();
     }
+    count_ = 0;
     chunks_ = py::none();
     grads_ = {};
   }
@@ -219,6 +235,7 @@ class __attribute__((visibility("hidden"))) PyTierSteps {
  private:
   const std::shared_ptr<Copies> copies_;
   int64_t places_ = 0;
+  int64_t count_ = 0;  // of the chunks of the step under way
   py::object chunks_ = py::none();
   TensorList grads_;
   std::unique_ptr<TierSteps> steps_;  // ends first: it reads the others

@@ -258,6 +258,15 @@ class TorchExecutor final : public Executor {
 thread_local int num_own_threads = 0;  // 0: torch's
 thread_local std::unique_ptr<ThreadPool> own_threads;
 
+// The calling thread's own; they start with its first kernel: a thread that only waits for a step has none.
+class OwnExecutor final : public Executor {
+ public:
+  void parallel_for(int64_t begin, int64_t end, int64_t grain, const RangeFn& fn) override {
+    if (own_threads == nullptr) own_threads = std::make_unique<ThreadPool>(num_own_threads);
+    own_threads->parallel_for(begin, end, grain, fn);
+  }
+};
+
 }  // namespace
 
 void use_threads(int count) {
@@ -266,10 +275,10 @@ void use_threads(int count) {
 }
 
 Executor& torch_executor() {
-  static TorchExecutor executor;
-  if (num_own_threads == 0) return executor;
-  if (own_threads == nullptr) own_threads = std::make_unique<ThreadPool>(num_own_threads);
-  return *own_threads;
+  static TorchExecutor of_torch;
+  static OwnExecutor own;
+  if (num_own_threads == 0) return of_torch;
+  return own;
 }
 
 }  // namespace shardcore::bind

@@ -81,7 +81,9 @@ void TierSteps::State::begin(Step next) {
   left.assign(step.chunks.size(), 0);
   fetched = updated = 0;
   events.clear();
-  events.reserve(8 * step.chunks.size());
+  size_t most = 0;  // three copies of each span, two waits and Adam of each chunk: with room for all, to note one cannot fail
+  for (const TierChunk& chunk : step.chunks) most += 3 + 3 * chunk.spans.size();
+  events.reserve(most);
   error = nullptr;
   abandoned = false;
 }
@@ -253,7 +255,7 @@ void TierSteps::advance_to(const std::function<bool(const State&)>& reached, Exe
   State& state = *state_;
   std::unique_lock<std::mutex> lock(state.mutex);
   if (state.running) state.changed.wait(lock, [&] { return reached(state) || !state.running; });
-  if (state.error != nullptr) std::rethrow_exception(state.error);
+  if (!reached(state) && state.error != nullptr) std::rethrow_exception(state.error);
   while (!reached(state)) {
     lock.unlock();
     state.advance(executor);
@@ -272,6 +274,7 @@ void TierSteps::end() noexcept {
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->abandoned = true;
   state_->changed.wait(lock, [this] { return !state_->running; });
+  if (state_->updated < state_->count()) state_->tier->stream(Direction::to_tier).drain(/*hurry=*/false);
   state_->step = {};
 }
 

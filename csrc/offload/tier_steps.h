@@ -57,12 +57,13 @@ class TierSteps {
   // num_threads: 0: the step is made in the waits, by whoever waits, with its executor; else on a thread of its own, which
   // starts with the first such step, takes over the caller's affinity, and has so many threads, itself included.
   void begin(Step step, int num_threads);
-  // Wait until so many chunks are fetched, or updated and their weights on their way. Throw what went wrong.
+  // Wait until so many chunks of the step are fetched, or updated and their weights on their way. Throw what went wrong before.
   void wait_fetched(int64_t count, Executor& executor);
   void wait_updated(int64_t count, Executor& executor);
   // The number of the last copy from the tier of chunks [first, last), which are updated; 0: none.
   int64_t left(int64_t first, int64_t last) const;
-  // Nothing of the step is done any more once this returns; what was not yet is left out. Copies may be in flight.
+  // Nothing of the step is done any more once this returns, and its gradients are not read; what was not yet is left out.
+  // Weights may be on their way.
   void end() noexcept;
 
   // What the last step did so far.

@@ -299,6 +299,8 @@ def _update_all(
                 update.gathers = _gather(all_gather, update.bucket, sharers)
         except BaseException as problem:
             error = error or problem
+        if error is not None:
+            steps = iter(())  # ends them: the cpu tier's go on by themselves
         if error is None and update is updates[-1]:
             error = _end(steps)
         if error is None:

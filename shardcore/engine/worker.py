@@ -1,5 +1,6 @@
 """Threads and cores of a worker: kernels that run on it disturb neither torch's threads nor other ranks' workers."""
 
+import atexit
 import logging
 import os
 import threading
@@ -25,7 +26,7 @@ class WorkerThreads:
 
 
 def use_own_threads(threads: WorkerThreads | None) -> None:
-    """Give this thread its threads, at its first call; None: it goes on with torch's. RuntimeError where no more can start."""
+    """Give this thread its threads, which start with its first kernel, at its first call; None: it goes on with torch's."""
     if threads is None or hasattr(_on_thread, "threads"):
         return
     if threads.cores and hasattr(os, "sched_setaffinity"):
@@ -73,7 +74,7 @@ class Worker:
                 self._last.set_exception(error)
         return self._last
 
-    def before_fork(self) -> None:
+    def let_end(self) -> None:
         """Let all calls end."""
         if self._last is not None:
             self._last.exception()
@@ -86,9 +87,11 @@ class Worker:
 _alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()  # os.register_at_fork keeps what it is given for good
 
 
-def _at_fork(method: Callable[[Worker], None]) -> None:
+def _of_all(method: Callable[[Worker], None]) -> None:
     for worker in list(_alive):
         method(worker)
 
 
-os.register_at_fork(before=lambda: _at_fork(Worker.before_fork), after_in_child=lambda: _at_fork(Worker.start_anew))
+os.register_at_fork(before=lambda: _of_all(Worker.let_end), after_in_child=lambda: _of_all(Worker.start_anew))
+# Ctrl-C cuts short how concurrent.futures waits at exit; a thread that comes back from C++ too late would abort the process.
+atexit.register(_of_all, Worker.let_end)

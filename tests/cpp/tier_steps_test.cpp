@@ -115,7 +115,10 @@ class Offloaded {
       chunks_.push_back(chunk);
     }
   }
-  ~Offloaded() { tier_->drain(true); }
+  ~Offloaded() {
+    steps.end();
+    tier_->drain(true);
+  }
 
   int64_t count() const { return static_cast<int64_t>(chunks_.size()); }
   HostTier& tier() { return *tier_; }
@@ -266,6 +269,19 @@ TEST(tier_steps, a_step_that_is_ended_updates_no_more) {
   }
 }
 
+TEST(tier_steps, a_step_that_is_ended_reads_no_gradient_any_more) {
+  AdamProblem problem(specs(), 9);
+  for (const int num_threads : {0, 2}) {
+    Offloaded offloaded(problem, latest(), {num_threads});
+    SerialExecutor executor;
+    offloaded.begin(0);
+    offloaded.steps.wait_fetched(2, executor);
+    CopyStream& queue = offloaded.tier().stream(Direction::to_tier);
+    offloaded.steps.end();
+    EXPECT_EQ(queue.completed(), queue.queued());
+  }
+}
+
 TEST(tier_steps, a_copy_that_fails_is_told_by_the_waits_from_then_on) {
   AdamProblem problem(specs(), 6);
   Simulation simulation;
@@ -276,6 +292,7 @@ TEST(tier_steps, a_copy_that_fails_is_told_by_the_waits_from_then_on) {
     for (int step = 0; step < 2; ++step) {
       offloaded.begin(step);
       EXPECT_THROW(offloaded.steps.wait_updated(offloaded.count(), executor), CopyError);
+      offloaded.steps.wait_updated(adams(offloaded) - 1, executor);  // what is behind is told by whoever waits for it
       EXPECT_LT(adams(offloaded), offloaded.count());
       offloaded.steps.end();
     }

@@ -148,7 +148,8 @@ def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels on it would use them; a step of the cpu tier has a thread of its own with as many, on the same cores."""
     given: list[tuple[str, int]] = []
-    monkeypatch.setattr(_C, "use_threads", lambda count: given.append((threading.current_thread().name, count)))
+    use = _C.use_threads
+    monkeypatch.setattr(_C, "use_threads", lambda count: (given.append((threading.current_thread().name, count)), use(count)))
     core = own_cores()[-1]
     for cpu_threads in (1, 3):
         _, optimizer, _ = train(

@@ -50,7 +50,7 @@ def test_what_has_left_is_added_behind_backward(waits: bool, monkeypatch: pytest
             gate.set()
             arrive()
         gate.set()
-        host._worker.before_fork()
+        host._worker.let_end()
         gate.clear()
 
     monkeypatch.setattr(host, "arrive", opened)

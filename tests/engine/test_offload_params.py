@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import shardcore
@@ -50,6 +51,22 @@ def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytes
     model(batch_of(0, 0, 0)[0])
     come = ["from_tier", "from_tier.wait"]
     assert log == [*come, *come, "from_tier", "block 0", "from_tier.wait", "from_tier", "block 1", "from_tier.wait", "block 2"]
+
+
+@pytest.mark.parametrize("ratio", [0, 0.5, 1])
+def test_a_step_writes_no_weights_that_are_still_on_their_way(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier_with(monkeypatch, late=True)
+    model, optimizer, _ = train(0, Run(stage=3, steps=1, precision="bf16", shard={"offload": PARAMS | {"ratio": ratio}}))
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    engine = optimizer._engine
+    old = [bucket.owned_weight.clone() for bucket in engine.buckets]
+    come = [torch.empty_like(weight) for weight in old]
+    for here, bucket in zip(come, engine.buckets, strict=True):
+        engine.store.copies.from_tier(here, bucket.owned_weight)
+    optimizer.step()
+    engine.store.copies.synchronize()
+    assert all(map(torch.equal, come, old))
+    assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -2,6 +2,7 @@
 
 import itertools
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -205,6 +206,29 @@ def test_the_device_works_while_the_first_chunks_come(monkeypatch: pytest.Monkey
     assert log[:4] == ["to_tier", "to_tier", "device", "to_tier.synchronize"]
 
 
+def test_a_step_like_the_last_one_cuts_and_views_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
+    store = optimizer._engine.store
+    kept = [*store.on_device._views.values(), *store.on_cpu._parts.values()]
+    monkeypatch.setattr(SplitStore, "_near", None)
+    _step(model, optimizer, 2)
+    assert all(a is b for a, b in zip([*store.on_device._views.values(), *store.on_cpu._parts.values()], kept, strict=True))
+
+
+def test_a_split_keeps_no_gradient_when_states_are_read_or_a_step_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(steps=1, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
+    store = optimizer._engine.store
+    parts = [part for both in store._parts.values() for part in both]
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    for bucket in store._parts:
+        store.read(bucket, "exp_avg")
+    assert [part.grad for part in parts] == [None] * len(parts)
+    monkeypatch.setattr(DeviceStore, "step", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert [part.grad for part in parts] == [None] * len(parts)
+
+
 def _idle_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceStore, "step", lambda store, spans, hypers: None)
 
@@ -215,15 +239,15 @@ def _idle_cpu(patch: pytest.MonkeyPatch) -> None:
 
 def _cut_elsewhere(patch: pytest.MonkeyPatch) -> None:
     """The CPU's part of weights and gradients begins a block later than its states do."""
-    point = SplitStore._point
+    bring = SplitStore._bring_grads
 
     def shifted(store: SplitStore, bucket: Any) -> None:
-        point(store, bucket)
+        bring(store, bucket)
         far = store._parts[bucket][1]
         if bucket.grad is not None and far.owned_numel > 512:
             far.grad = bucket.grad.roll(-256)[-far.owned_numel :]
 
-    patch.setattr(SplitStore, "_point", shifted)
+    patch.setattr(SplitStore, "_bring_grads", shifted)
 
 
 @pytest.mark.parametrize("twin", [_idle_device, _idle_cpu, _cut_elsewhere])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardcore._native import _C
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.updater import Updater
@@ -75,6 +76,32 @@ def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, lazy
     assert others[1] == "nothing"
     assert all("rank 0 refused the step" in text for text in others[2:4])
     assert all("rank 0 refused; its own error says why" in text for text in others[4:])
+
+
+def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cpu tier's steps go on by themselves, on a thread of their own: they have to be ended."""
+    steps = _C.TierSteps
+    monkeypatch.setattr(
+        _C, "TierSteps", lambda *a, **options: steps(*a, **options, adam_per_second=5e4)
+    )  # 20 ms a unit and more
+    model, optimizer = start(0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+    lazy = optimizer._engine.lazy
+    updated: list[int] = []
+
+    def gather(*_: Any) -> list[Any]:
+        updated.append([what for what, *_ in lazy.store._steps.events].count("adam"))
+        time.sleep(0.1)
+        if len(updated) == 1:
+            raise OSError("planted")
+        return []
+
+    monkeypatch.setattr(lazy, "_worker_gathers", True)
+    monkeypatch.setattr(lazy.comm, "all_gather", gather)
+    stepped(model, optimizer, 0, 0)
+    with pytest.raises(RuntimeError, match=r"updating the weights of .* failed after step.. had returned .OSError: planted"):
+        optimizer.synchronize()
+    assert len(updated) == len(lazy.units)
+    assert len(set(updated[1:])) == 1
 
 
 def _fails_ahead(rank: int, world_size: int) -> list[str]:
@@ -267,6 +294,25 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first, second, third, *lines = done.stdout.splitlines()
     assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", f"at exit again {third}"]
+
+
+_AT_EXIT = """
+import _thread, threading
+from shardcore._native import _C
+make = _C.TierSteps
+_C.TierSteps = lambda *a, **options: make(*a, **options, adam_per_second=2e4)  # 50 ms a unit and more
+from tests.engine.late import start, stepped
+from tests.engine.models import Run
+model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+lazy = optimizer._engine.lazy
+stepped(model, optimizer, 0, 0)
+threading._register_atexit(_thread.interrupt_main)  # as the wait for its thread begins
+"""
+
+
+def test_ctrl_c_while_the_interpreter_ends_lets_the_step_end() -> None:
+    done = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "KeyboardInterrupt" in done.stderr) == (0, True), done.stderr
 
 
 def _let_go(rank: int, world_size: int) -> tuple[bool, int]:

@@ -113,6 +113,31 @@ def test_a_step_that_brings_something_else_is_refused(change: Any, error: type[E
     assert case.tier.bytes_from_tier > 0
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_only_chunks_of_the_step_under_way_are_waited_for(num_threads: int) -> None:
+    case = Case()
+    for count, message in ((1, "last has 2; expected at most 1,"), (0, "last has 2; expected at most 0,")):
+        if count:
+            case.steps.begin([case.steps.chunk(**case.chunk)], case.grads, case.hypers, num_threads)
+        with pytest.raises(ValueError, match="TierSteps.wait_updated: " + message):
+            case.steps.wait_updated(0, 2)
+        with pytest.raises(ValueError, match=r"TierSteps.wait_updated: first has 1; expected 0 to 0 .last."):
+            case.steps.wait_updated(1, 0)
+        case.steps.end()
+
+
+def test_chunks_of_other_steps_are_refused() -> None:
+    """Their places, or the tier that counts and waits, are not there."""
+    case, other = Case(), Case()
+    fewer = _C.TierSteps(case.tier, 1, passes=True)
+    for chunk in (other.steps.chunk(**other.chunk), case.steps.chunk(**case.chunk | {"place": 2})):
+        with (
+            nothing_written(*case.written, *other.written),
+            pytest.raises(ValueError, match=r"chunks\[0\] has a chunk of another"),
+        ):
+            fewer.begin([chunk], case.grads, case.hypers)
+
+
 def test_who_makes_copies_is_checked() -> None:
     with pytest.raises(TypeError, match="TierSteps: tier has type int; expected HostTier"):
         _C.TierSteps(3, 3, passes=True)  # type: ignore[arg-type]
