@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
-from shardcore.comm import Comm, plain
+from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.kinds import NO_STATES, kind_of
 from shardcore.engine.membership import check_unwrapped
@@ -17,6 +17,7 @@ from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_state
+from shardcore.telling import plain
 from shardcore.units import UnitSpec
 
 
