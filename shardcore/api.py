@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
-from shardcore.comm import Comm, first_difference
+from shardcore.comm import Comm
 from shardcore.engine import build, model_io
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.engine import Engine
@@ -32,6 +32,7 @@ from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.places import NotAMemberError, own_gpu
+from shardcore.telling import first_difference
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore import neighbour_reads
+from shardcore import neighbour_reads, telling
 from shardcore.overdue import Overdue
 from shardcore.places import (
     NotAMemberError,
@@ -34,6 +34,7 @@ from shardcore.places import (
     timeout_of,
 )
 from shardcore.tags import Tags
+from shardcore.telling import as_bytes
 from shardcore.topology import topology_of
 
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
@@ -294,10 +295,10 @@ class Comm:
         """Return what each rank says in `row` (small, on the CPU), stacked in rank order on the CPU. It goes by `told_on`."""
         if self._place.host is None:
             return self.gather_rows(row.to(self.told_on, non_blocking=True), kind).cpu()
-        whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device="cpu")
-        whole[self.rank].copy_(row)
+        return telling.tell(row, kind or 0, self.rank, self.world_size, self._gather_on_host)
+
+    def _gather_on_host(self, whole: torch.Tensor) -> None:
         wait_all(self._gather_into(whole, self._place.host))
-        return whole
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -332,11 +333,6 @@ def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(as_bytes(whole).chunk(count)) if whole.numel() else [as_bytes(whole)] * count
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as flat bytes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def wait_all(works: Iterable[dist.Work]) -> None:
     """Wait for collectives: until done on the CPU, in stream order on CUDA.
 
@@ -345,11 +341,6 @@ def wait_all(works: Iterable[dist.Work]) -> None:
     """
     with _explained():
         deque(map(methodcaller("wait"), works), maxlen=0)
-
-
-def different_ways(how: str) -> RuntimeError:
-    """What every rank raises when ranks did not do the same; `how` tells what each did."""
-    return RuntimeError(f"ranks went different ways: {how}; expected every rank to run the same units in the same order")
 
 
 @contextmanager
@@ -367,20 +358,3 @@ def _explained() -> Iterator[None]:
         for place in taken_places():
             place.broken, place.spoiled = failure, True
         raise RuntimeError(failure) from error
-
-
-def plain(value: Any) -> Any:
-    """Return a value that ranks compare without torch: of a tensor its numbers."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
-
-
-def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:
-    """Describe the first place where a rank's signature (a list of JSON values) differs from rank 0's, or return None."""
-    reference = signatures[0]
-    for rank, signature in enumerate(signatures[1:], start=1):
-        for index in range(max(len(reference), len(signature))):
-            a = reference[index] if index < len(reference) else "nothing"
-            b = signature[index] if index < len(signature) else "nothing"
-            if a != b:
-                return f"entry {index} is {b} on rank {rank} but {a} on rank 0"
-    return None

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.comm import as_bytes
 from shardcore.engine.digest import digest_of
 from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
+from shardcore.telling import as_bytes
 
 _HUGE_BYTES = 1 << 21
 _SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
-from shardcore.comm import Comm, plain
+from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.kinds import NO_STATES, kind_of
 from shardcore.engine.membership import check_unwrapped
@@ -17,6 +17,7 @@ from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_state
+from shardcore.telling import plain
 from shardcore.units import UnitSpec
 
 
@@ -59,12 +60,14 @@ def check_model(model: nn.Module, alone: bool) -> None:
 def _check_apart(model: nn.Module) -> None:
     """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has, too.
 
-    A change of one would change the other, and `shard` gives each its own. (Views that are not contiguous are not looked at.)
+    A change of one would change the other, and `shard` gives each its own. (Views with gaps, as columns, are not looked at.)
     """
     held: list[tuple[int, int, int, str, bool]] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        dense = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
-        if dense and tensor.numel() and tensor.is_contiguous():
+        if tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor) or not tensor.numel():
+            continue
+        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if reach == tensor.numel():  # in whatever order, transposed, channels last
             start = int(tensor.storage_offset()) * tensor.itemsize
             held.append((tensor.untyped_storage()._cdata, start, start + tensor.nbytes, name, tensor.requires_grad))
     last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
@@ -73,7 +76,8 @@ def _check_apart(model: nn.Module) -> None:
         if storage == before[0] and start < before[1]:
             raise ValueError(
                 f"shard: {name} has memory that {before[2]} has, too; expected memory of its own, or one Parameter in both "
-                "places (module.weight = other.weight, not module.weight.data = other.weight.data)"
+                "places (module.weight = other.weight, not module.weight.data = other.weight.data; after "
+                "load_state_dict(assign=True), tie them again)"
             )
         last = max(last, (storage, end, name))
         trained = max(trained, (storage, end, name)) if trains else trained

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardcore.comm import as_bytes
+from shardcore.telling import as_bytes
 
 
 def digest_of(values: torch.Tensor) -> str:

@@ -6,8 +6,8 @@ ranks differ. From there all start anew: with tags of their own, and with nothin
 by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
 
 Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the
-wait, after Comm.watch has said where. Where nobody waits, since as many collectives of the same sizes ran in another order, a
-step finds that (`untold`).
+wait, after Comm.watch has said where. Where ranks say something on gloo beside it (telling.py), what they say tells where they
+are. Where nobody waits, since as many collectives of the same sizes ran in another order, a step finds that (`untold`).
 """
 
 import zlib
@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from shardcore.comm import Comm, Traffic, different_ways, first_difference, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.interrupts import held_back_interrupts
+from shardcore.telling import different_ways, elsewhere, first_difference
 
 BACKWARD = "a backward"
 LOCAL_BACKWARD = "a backward that reduces nothing"
@@ -101,13 +102,10 @@ class Meetings:
             first = self._unchecked[0]
             self._comm.refuse_if_broken()  # the wait that failed is not among first.works any more
             wait_all(first.works)
-            ranks: dict[int, list[int]] = {}
-            for rank, what in enumerate(first.rows[:, 0].tolist()):
-                ranks.setdefault(what, []).append(rank)
-            if len(ranks) > 1:
+            whats = first.rows[:, 0].tolist()
+            if len(set(whats)) > 1:
                 self.part()
-                lines = (f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))} at {self._names[w]}" for w, r in ranks.items())
-                raise different_ways("; ".join(lines))
+                raise elsewhere([self._names[what] for what in whats])
             first.agreed = True
             self._unchecked.popleft()  # last: until here an interrupt lets all of this be done again
 

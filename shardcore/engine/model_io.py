@@ -28,6 +28,8 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
         for index, unit in enumerate(engine.weights.units):
             unit.module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
             unit.module.register_forward_hook(_AfterUnit(engine, index))
+            if unit.module._forward_pre_hooks and unit.module is not model:
+                unit.module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
             for part in callable_parts(unit, engine.weights.units):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))
@@ -159,6 +161,14 @@ class _BeforeUnit(_UnitHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.engine is not None and self.engine.weights is not None:
             self.engine.weights.before_forward(self.index, (args, kwargs))
+
+
+class _BeforeHooks(_UnitHook):
+    """Before the user's own hooks, which may read weights (torch.nn.utils.weight_norm's does)."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self.engine is not None and self.engine.weights is not None:
+            self.engine.weights.before_hooks(self.index)
 
 
 class _AfterUnit(_UnitHook):

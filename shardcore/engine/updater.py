@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, first_difference, plain, wait_all
+from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.digest import digest_of
 from shardcore.engine.store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.engine.verdicts import DeviceVerdicts, Outcome
 from shardcore.optim import check_options, hyper_of
+from shardcore.telling import first_difference, plain
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms, of its order, and
 # of its parts of edited weights.

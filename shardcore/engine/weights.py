@@ -62,7 +62,7 @@ class Weights(WholeUnits):
         self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         for method in (
-            *("before_forward", "after_forward", "before_part", "after_part"),
+            *("before_hooks", "before_forward", "after_forward", "before_part", "after_part"),
             *("begin_forward", "end_forward", "warn_of_compiling"),
         ):
             call = torch.compiler.disable(getattr(self, method), reason=_COMPILE_BLOCKS)  # type: ignore[no-untyped-call]
@@ -110,6 +110,10 @@ class Weights(WholeUnits):
         for unit in self.units:
             if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
                 self._close(unit)
+
+    def before_hooks(self, index: int) -> None:
+        """Make unit `index` whole for hooks that come before `before_forward`, which watches the inputs that they leave."""
+        self._use(self.units[index])
 
     def before_forward(self, index: int, inputs: Any) -> None:
         """Make unit `index` ready, and watch for the end of this call's backward."""

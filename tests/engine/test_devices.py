@@ -81,17 +81,17 @@ def test_the_gpu_over_which_the_first_message_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of NCCL: the model's; else the bound one; else LOCAL_RANK's, if the rank sees so many; else the current one."""
+    model = nn.Linear(2, 2)
+    if of_model is not None:
+        with FakeTensorMode():  # needs no GPU, as long as torch does not think that there are some
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.empty(2, device=f"cuda:{of_model}"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    model = nn.Linear(2, 2)
-    if of_model is not None:
-        with FakeTensorMode():  # torch needs no GPU for these
-            model = nn.Module()
-            model.weight = nn.Parameter(torch.empty(2, device=f"cuda:{of_model}"))
     found: list[torch.device] = []
 
     def joined(*given: Any) -> Comm:

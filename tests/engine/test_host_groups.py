@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import comm as comm_module
 from shardcore import places
-from shardcore.comm import Comm
+from shardcore.comm import Comm, Traffic
 from shardcore.engine.verdicts import decides_on_device
 from shardcore.places import places_of, taken_places, timeout_of
 from tests.choice import combinations
@@ -232,6 +232,39 @@ def test_a_group_that_was_destroyed_is_named(stage: int, tmp_path: Any) -> None:
     for errors in run_ranks(2, _destroyed, stage, str(tmp_path / "store")):
         for error in errors:
             assert "the process group of this sharded model is gone (destroy_process_group)" in error
+
+
+def _elsewhere(rank: int, world_size: int, store: str) -> tuple[str, str, list[str]]:
+    """Rank 1 reads whole values, then ends a backward, where the others step."""
+    run = Run(stage=1, steps=1)
+    with nccl_alone(rank, world_size, store):
+        model, optimizer, _ = train(rank, run)
+        hashes = []
+
+        def trained() -> None:
+            hashes.append(hash_of_training(model, optimizer))
+
+        with pytest.raises(RuntimeError) as read:
+            model.state_dict() if rank == 1 else optimizer.step()
+        trained()
+        with pytest.raises(RuntimeError) as backward:
+            optimizer._engine.comm.tell(torch.zeros(1000), Traffic.BACKWARD) if rank == 1 else optimizer.step()
+        loss_of(model, batch_of(1, 0, rank)).backward()
+        with pytest.raises(ValueError, match="0: a read of whole values on rank 1 but 0: a backward on rank 0"):
+            optimizer.step()
+        optimizer.step()
+        trained()
+        return str(read.value), str(backward.value), hashes
+
+
+def test_ranks_at_different_points_all_raise(tmp_path: Any) -> None:
+    """gloo's all_gather would end their processes, or deliver the one's rows as the other's."""
+    found = run_ranks(3, _elsewhere, str(tmp_path / "store"))
+    for read, backward, hashes in found:
+        assert "ranks 0, 2 at a step (48 bytes); rank 1 at a read of whole values (24 bytes); expected every rank" in read
+        assert "ranks 0, 2 at a step (48 bytes); rank 1 at the end of a backward (4000 bytes); expected every rank" in backward
+        assert hashes == found[0][2]
+        assert len(set(hashes)) == 2, "what they were at is known, so they train on"
 
 
 def _with_gloo(rank: int, world_size: int) -> bool:

@@ -32,6 +32,16 @@ def _buffer(model: Net) -> None:
     model.register_buffer("part", model.head.weight.detach())
 
 
+def _transposed(model: Net) -> None:
+    model.register_buffer("part", model.head.weight.detach().t())
+
+
+def _assigned(model: Net) -> None:
+    """What is tied comes from a file as two tensors of one memory."""
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.load_state_dict(dict(model.state_dict()), assign=True)
+
+
 def _behind_another(model: Net) -> None:
     """The long one is not its neighbour in memory."""
     both = torch.randn(20)
@@ -40,7 +50,9 @@ def _behind_another(model: Net) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("share", [_weights, _rows, _frozen, _of_a_frozen_one, _buffer, _behind_another])
+@pytest.mark.parametrize(
+    "share", [_weights, _rows, _frozen, _of_a_frozen_one, _buffer, _transposed, _assigned, _behind_another]
+)
 def test_memory_that_two_have_is_refused(share: Callable[[Net], None], device: str) -> None:
     with torch.device(device):
         model = make_net()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
@@ -131,6 +132,21 @@ class InPlace(nn.Module):
         return self.head(x).squeeze(1)
 
 
+class Hooked(nn.Module):
+    """Hooks of units read their weights before forward, as torch's older weight_norm and prune do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = lambda width: nn.Linear(10, width)  # noqa: E731
+        made = [nn.utils.weight_norm(linear(10)), linear(10), prune.l1_unstructured(linear(10), "weight", 0.3)]
+        self.blocks, self.head = nn.ModuleList([*made, nn.utils.weight_norm(linear(10))]), linear(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
 KINDS: dict[str, Any] = {
     "net": Net,
     "checkpointed, reentrant": lambda: Checkpointed(True),
@@ -139,6 +155,7 @@ KINDS: dict[str, Any] = {
     "branching": Branching,
     "nested": Nested,
     "in place": InPlace,
+    "hooked": Hooked,
     "tiny": lambda: Net(width=1, hidden=1, depth=2),  # shards without an element
 }
 CHOSEN = [*((2, kind) for kind in KINDS), (1, "lora"), (1, "branching"), (3, "tiny"), (3, "checkpointed, reentrant")]
