@@ -1,11 +1,13 @@
-"""Ranks of the CPU whose steps are decided on as on a GPU, and whose norms come to the host as late as they may."""
+"""Ranks of the CPU that take their process group for NCCL, or decide on steps as on a GPU, with norms as late as may be."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from shardcore.comm import Comm
 from shardcore.engine import verdicts
 from shardcore.engine.verdicts import Arrival
 
@@ -36,3 +38,17 @@ def device_decides(late: bool | None = True, forced: bool = True) -> Iterator[Wa
         if late is not None:
             patch.setattr(Arrival, "here", property(lambda arrival: not late))
         yield waits
+
+
+@contextmanager
+def as_on_nccl() -> Iterator[pytest.MonkeyPatch]:
+    """Let models that are sharded inside take their group for one of NCCL; yields a patch that ends with it."""
+    init = Comm.__init__
+
+    def as_on_gpus(comm: Comm, *given: Any) -> None:
+        init(comm, *given)
+        comm.uses_nccl = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "__init__", as_on_gpus)
+        yield patch

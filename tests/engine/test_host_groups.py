@@ -24,7 +24,7 @@ from shardcore.comm import Comm, Traffic
 from shardcore.engine.verdicts import decides_on_device
 from shardcore.places import places_of, taken_places, timeout_of
 from tests.choice import combinations
-from tests.engine.forced import device_decides
+from tests.engine.forced import as_on_nccl, device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -42,13 +42,9 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     dist.init_process_group(
         "standin", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
     )
-    init, tell, all_gather = Comm.__init__, Comm.tell, comm_module._all_gather
+    tell, all_gather = Comm.tell, comm_module._all_gather
     counted, telling = Counter[tuple[str, bool]](), [False]
     hosts = lambda: [place.host for place in taken_places()]  # noqa: E731
-
-    def as_on_gpus(comm: Comm, *given: Any) -> None:
-        init(comm, *given)
-        comm.uses_nccl = True
 
     def told(*given: Any) -> Any:
         telling[0] = True
@@ -61,8 +57,7 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
         counted["gloo" if group in hosts() else "standin", telling[0]] += 1
         return all_gather(*given, group=group, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "__init__", as_on_gpus)
+    with as_on_nccl() as patch:
         patch.setattr(Comm, "tell", told)
         patch.setattr(comm_module, "_all_gather", gathered)
         yield counted
@@ -269,14 +264,7 @@ def test_ranks_at_different_points_all_raise(tmp_path: Any) -> None:
 
 def _with_gloo(rank: int, world_size: int) -> bool:
     """Groups that have gloo for the CPU make none."""
-    init = Comm.__init__
-
-    def as_on_gpus(comm: Comm, *given: Any) -> None:
-        init(comm, *given)
-        comm.uses_nccl = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "__init__", as_on_gpus)
+    with as_on_nccl():
         _, optimizer, _ = train(rank, Run(steps=1))
     assert _needs_no_device(optimizer._engine.comm)
     return all(place.host is None for place in places_of(dist.group.WORLD))

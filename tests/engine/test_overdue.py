@@ -10,20 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from shardcore import overdue
-from shardcore.comm import Comm
 from shardcore.overdue import Overdue
+from tests.engine.forced import as_on_nccl
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 
 
 def _late(rank: int, world_size: int) -> tuple[str, str]:
     """Rank 1 begins its step when the others have said that they wait for it."""
-    init, report = Comm.__init__, Overdue._report
-
-    def as_on_gpus(comm: Comm, *given: Any) -> None:
-        init(comm, *given)
-        comm.uses_nccl = True
-
+    report = Overdue._report
     store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
 
     def reported(self: Overdue, *wait: Any) -> None:
@@ -31,8 +26,7 @@ def _late(rank: int, world_size: int) -> tuple[str, str]:
         store.set(str(rank), "reported")
 
     said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(Comm, "__init__", as_on_gpus)
+    with as_on_nccl() as patch, contextlib.redirect_stderr(said):
         patch.setattr(overdue, "PART", 0.02)  # of 60 s
         patch.setattr(overdue, "ANSWERS_S", 1.0)
         patch.setattr(Overdue, "_report", reported)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.comm import Comm
+from tests.engine.forced import as_on_nccl
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 
@@ -88,14 +88,7 @@ class Ordered(Net):
 
 def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
     """Units of one size, gathered as often on each rank: what is matched by its order alone takes one for another."""
-    init = Comm.__init__
-
-    def as_on_gpus(comm: Comm, *given: Any) -> None:
-        init(comm, *given)
-        comm.uses_nccl = True
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "__init__", as_on_gpus)
+    with as_on_nccl():
         torch.manual_seed(0)
         model, optimizer, _ = train(rank, Run(stage=3, steps=0, shard={"reshard_after_forward": False}), Ordered())
         before = hash_of_training(model, optimizer)
