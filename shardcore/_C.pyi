@@ -109,8 +109,8 @@ class AdamLists:
         self, idle: Sequence[torch.Tensor], given: Sequence[object] | None = None
     ) -> tuple[torch.Tensor, ...] | None:
         """The gradients of params (those in `given`, one for each, if it is not None), or None if a step would have to look
-        closer: one is missing, not contiguous, of another shape or device, or not of a dtype for gradients, params have another
-        dtype or device than when the lists were made, or one of idle has a gradient."""
+        closer: one is missing, of another shape, device or order in memory, or not of a dtype for gradients, params changed
+        their dtype or device, or whether they are contiguous, since the lists were made, or one of idle has a gradient."""
 
 class AdamStepper:
     """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls.
@@ -137,15 +137,15 @@ class AdamStepper:
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
-        All tensors: contiguous, on one device, equal numel at equal index. params, grads: float32 | bfloat16 | float16,
-        each independent. exp_avgs and exp_avg_sqs: both float32, both bfloat16 (the second always rounded stochastically),
-        or int8 and uint8 codes with exp_avg_scales and exp_avg_sq_scales, float32, one for 256 elements (maps:
-        csrc/adam/state_codec.h). masters[i]: float32, then it is what the formula reads and writes, and params[i] is only
-        written (rounded from it); or int16, the remainder that makes a bfloat16 params[i] a float32 master, lossless.
-        max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the scalars of tensor i. keys[i] =
-        (parameter index, index in the whole parameter of element 0): the random key of stochastic rounding. What is written
-        shares no memory with another argument; only a float32 params[i] may be its own masters[i]. device_step: its numbers
-        and counts take the place of the hypers' step and grad_scale.
+        All tensors: on one device; at equal index is_dense, of one shape and order in memory (elements count in it). params,
+        grads: float32 | bfloat16 | float16, each independent. exp_avgs and exp_avg_sqs: both float32, both bfloat16 (the
+        second always rounded stochastically), or int8 and uint8 codes with exp_avg_scales and exp_avg_sq_scales, float32,
+        contiguous, one for 256 elements (maps: csrc/adam/state_codec.h). masters[i]: float32, then it is what the formula
+        reads and writes, and params[i] is only written (rounded from it); or int16, the remainder that makes a bfloat16
+        params[i] a float32 master, lossless. max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the
+        scalars of tensor i. keys[i] = (parameter index, index in the whole parameter of element 0): the random key of
+        stochastic rounding. What is written shares no memory with another argument; only a float32 params[i] may be its own
+        masters[i]. device_step: its numbers and counts take the place of the hypers' step and grad_scale.
         """
     def repeat(
         self,
@@ -162,7 +162,7 @@ class AdamStepper:
 def sq_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of squares as a float64 tensor (2,) = (high, low) in double-double, on the tensors' device.
 
-    Each aligned 256-element block of each tensor is summed in one fixed order; a non-finite element makes high non-finite.
+    Each aligned 256-element block of a tensor's memory (is_dense) has one fixed order; what is not finite makes high so.
     """
 
 def sq_norm_add(parts: torch.Tensor) -> torch.Tensor:
@@ -210,12 +210,14 @@ def join_split(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bfloat16 weight (to nearest, ties away from zero) and the int16 remainder of a float32 master (n,) on the CPU."""
 
-def dense(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, with a copy for each that is not contiguous or has torch's negative bit set."""
+def dense(tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """The tensors, with a copy for each that has torch's negative bit, or lies in memory neither as likes[i] (None: it) nor, if
+    that is not is_dense and of its shape, contiguously."""
 
 def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The same in one list for each device, in the order of their first tensors."""
+    """dense(tensors) in one list for each device, in the order of their first tensors."""
 
+def is_dense(tensor: torch.Tensor) -> bool: ...  # no gaps or overlaps in memory, its dimensions in any order (channels_last)
 def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether both hold the very same objects, in one order."""
 

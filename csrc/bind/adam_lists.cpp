@@ -83,18 +83,22 @@ class SegmentReader {
   Where at(const char* name) const { return {kStepOp, name, static_cast<int64_t>(i_)}; }
   bool given(const TensorList& list) const { return !list.empty() && list[i_].defined(); }
 
-  // What every tensor but a scale must be: memory of its own on this device, of the parameter's shape.
+  // What every tensor but a scale must be: memory of its own on this device, of the parameter's shape and order.
   Where check_shaped(const char* name, const at::Tensor& tensor) const {
     const Where where = at(name);
-    check_layout(where, tensor, device_);
+    check_dense(where, tensor, device_);
     if (tensor.sizes() != param_.sizes())
       value_error(where, "shape ", tensor.sizes(), "; expected ", param_.sizes(), " (as params)");
+    if (!same_order(tensor, param_)) {
+      value_error(where, "strides ", tensor.strides(), "; expected ", param_.strides(),
+                  " (as params: an optimizer's load_state_dict(state_dict()) makes its states anew)");
+    }
     return where;
   }
 
   void read_param() {
     const Where where = at("params");
-    check_layout(where, param_, device_);
+    check_dense(where, param_, device_);
     t_.numel = param_.numel();
     t_.param_dtype = float_dtype(where, param_);
     t_.param = param_.data_ptr();
@@ -170,11 +174,13 @@ class SegmentReader {
 bool plain_float(const at::Tensor& tensor) {
   const at::ScalarType dtype = tensor.scalar_type();
   return is_plain(tensor) && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) &&
-         tensor.layout() == at::kStrided && tensor.is_contiguous();
+         tensor.layout() == at::kStrided;
 }
 
-// The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or is rounded
-// stochastically, depends on dtypes, too): the caller then goes the long way, which copies, or says what is wrong.
+PyAdamLists::ParamKind kind_of(const at::Tensor& param) { return {param.scalar_type(), param.is_contiguous()}; }
+
+// The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or may be rounded
+// stochastically, depends on kinds, too): the caller then goes the long way, which copies, or says what is wrong.
 py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, const py::object& given) {
   constexpr const char* kOp = "AdamLists.plain_grads";
   const TensorList idle = tensors_of(kOp, "idle", idle_object);
@@ -193,8 +199,9 @@ py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, c
     PyObject* const item = items.is_none() ? nullptr : PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
     if (item != nullptr && !THPVariable_Check(item)) return py::none();
     const at::Tensor& grad = item == nullptr ? param.grad() : THPVariable_Unpack(item);
-    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || param.scalar_type() != kept.param_dtypes[i] ||
-        grad.sizes() != param.sizes() || param.device() != kept.device || grad.device() != kept.device) {
+    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || kind_of(param) != kept.param_kinds[i] ||
+        grad.sizes() != param.sizes() || !same_order(grad, param) || param.device() != kept.device ||
+        grad.device() != kept.device) {
       return py::none();
     }
     PyTuple_SET_ITEM(grads.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(grad));
@@ -208,7 +215,7 @@ PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs
   PyAdamLists kept{adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
                                  exp_avg_sq_scales)};
   const TensorList& list = kept.lists.params;
-  for (size_t i = 0; i < list.size(); ++i) kept.param_dtypes.push_back(list[i].scalar_type());
+  for (size_t i = 0; i < list.size(); ++i) kept.param_kinds.push_back(kind_of(list[i]));
   if (!list.empty()) kept.device = list[0].device();
   return kept;
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <utility>
 #include <vector>
 
 #include "adam/adam_cpu.h"
@@ -53,7 +54,8 @@ const char* why_random(const AdamSegment& t, bool stochastic_rounding);
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {
   AdamLists lists;
-  std::vector<at::ScalarType> param_dtypes;  // when the lists were read, as the device
+  using ParamKind = std::pair<at::ScalarType, bool>;  // is it contiguous
+  std::vector<ParamKind> param_kinds;                 // when the lists were read, as the device
   at::Device device = at::kCPU;
 };
 

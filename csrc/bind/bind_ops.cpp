@@ -1,5 +1,6 @@
 // sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast, stream_copy.
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
@@ -42,7 +43,7 @@ at::Tensor sq_norm(const py::handle& tensors) {
   std::vector<NormSegment> segments;
   for (size_t i = 0; i < list.size(); ++i) {
     const Where where{op, "tensors", static_cast<int64_t>(i)};
-    check_layout(where, list[i], device);
+    check_dense(where, list[i], device);
     segments.push_back({list[i].const_data_ptr(), list[i].numel(), float_dtype(where, list[i])});
   }
   const py::gil_scoped_release no_gil;
@@ -169,23 +170,33 @@ at::Tensor ordered_sum(const py::handle& pieces_object, const py::handle& world_
   return to_tensor(ordered_sum_cpu(op, torch_executor()));
 }
 
+// Whether a copy of a tensor is to lie in memory as `like` does, and not contiguous.
+bool sets_order(const at::Tensor& like, const at::Tensor& tensor) {
+  return is_plain(like) && like.layout() == at::kStrided && !like.is_contiguous() && like.sizes() == tensor.sizes() &&
+         is_dense(like);
+}
+
 // What the optimizers read gradients through: one call for the list, since two questions a tensor in Python take longer.
-py::list dense(const py::object& tensors) {
+py::list dense(const py::object& tensors, const py::object& likes) {
   const TensorList list = tensors_of("dense", "tensors", tensors);
+  const TensorList like_list = likes.is_none() ? list : tensors_of("dense", "likes", likes);
+  check_count("dense", "likes", like_list.size(), "tensors", list.size());
   py::list out(tensors);
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < list.size(); ++i) {
-    const at::Tensor& tensor = list[i];
-    if (!tensor.is_neg() && tensor.is_contiguous()) continue;
+    const at::Tensor &tensor = list[i], &like = like_list[i];
+    const bool ordered = sets_order(like, tensor);
+    if (!tensor.is_neg() && (ordered ? same_order(tensor, like) : tensor.is_contiguous())) continue;
     check_memory({"dense", "tensors", static_cast<int64_t>(i)}, tensor);
-    out[i] = py::cast(tensor.resolve_neg().contiguous());
+    out[i] = py::cast(ordered ? at::empty_strided(like.sizes(), like.strides(), tensor.options()).copy_(tensor)
+                              : tensor.resolve_neg().contiguous());
   }
   return out;
 }
 
 // The same in one list a device, in the order of their first tensors.
 py::list dense_by_device(const py::object& tensors) {
-  const py::list items = dense(tensors);
+  const py::list items = dense(tensors, py::none());
   std::vector<at::Device> devices;
   py::list groups;
   for (const py::handle item : items) {
@@ -283,7 +294,10 @@ void bind_ops(py::module_& module) {
   module.def("clipped_scale", &clipped_scale_of, py::arg("scale"), py::arg("norm"), py::arg("max_norm"));
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
-  module.def("dense", &dense, py::arg("tensors"));
+  module.def("dense", &dense, py::arg("tensors"), py::arg("likes") = py::none());
+  module.def(
+      "is_dense", [](const py::handle& tensor) { return is_dense(tensor_of("is_dense", "tensor", tensor)); },
+      py::arg("tensor"));
   module.def("dense_by_device", &dense_by_device, py::arg("tensors"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);

@@ -157,18 +157,45 @@ void check_memory(const Where& where, const at::Tensor& tensor) {
 
 bool is_plain(const at::Tensor& tensor) { return !tensor.key_set().has_any(kNotPlain); }
 
-void check_layout(const Where& where, const at::Tensor& tensor, at::Device device) {
+namespace {
+
+void check_place(const Where& where, const at::Tensor& tensor, at::Device device) {
   if (tensor.key_set().has_any(kNotPlain)) refuse_not_plain(where, tensor);
   if (tensor.layout() != at::kStrided)
     value_error(where, "layout ", tensor.layout(), "; expected a dense tensor (call to_dense())");
   if (tensor.device() != device) {
     value_error(where, "device ", tensor.device().str(), "; expected ", device.str(), " (all tensors of a call on one device)");
   }
+}
+
+}  // namespace
+
+void check_layout(const Where& where, const at::Tensor& tensor, at::Device device) {
+  check_place(where, tensor, device);
   if (!tensor.is_contiguous()) {
     value_error(where, "shape ", tensor.sizes(), " with strides ", tensor.strides(),
                 "; expected a contiguous tensor (call contiguous())");
   }
   check_memory(where, tensor);
+}
+
+void check_dense(const Where& where, const at::Tensor& tensor, at::Device device) {
+  check_place(where, tensor, device);
+  if (!is_dense(tensor)) {
+    value_error(where, "shape ", tensor.sizes(), " with strides ", tensor.strides(),
+                "; expected memory without gaps or overlaps (call contiguous())");
+  }
+  check_memory(where, tensor);
+}
+
+bool is_dense(const at::Tensor& tensor) { return tensor.is_contiguous() || tensor.is_non_overlapping_and_dense(); }
+
+bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  if (a.is_contiguous() || b.is_contiguous()) return a.is_contiguous() == b.is_contiguous();
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) != 1 && a.stride(i) != b.stride(i)) return false;  // torch gives a dimension of one element any stride
+  }
+  return true;
 }
 
 void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of) {

@@ -86,9 +86,14 @@ void check_count(const char* op, const char* name, size_t count, const char* of,
 void check_memory(const Where& where, const at::Tensor& tensor);
 // Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
-// cpu or cuda (if this build has it).
+// The same for what goes through memory element by element: no gaps or overlaps, dimensions in any order (channels_last).
+void check_dense(const Where& where, const at::Tensor& tensor, at::Device device);
+bool is_dense(const at::Tensor& tensor);
+// Whether two dense tensors of one shape have each element at the same place of their memory.
+bool same_order(const at::Tensor& a, const at::Tensor& b);
 // Whether its values lie in its own memory, as the bytes say.
 bool is_plain(const at::Tensor& tensor);
+// cpu or cuda (if this build has it).
 void check_device_supported(const Where& where, at::Device device);
 void check_numel(const Where& where, const at::Tensor& tensor, int64_t numel, const char* of);
 void check_f32(const Where& where, const at::Tensor& tensor);

@@ -52,6 +52,11 @@ def check_model(model: nn.Module, alone: bool) -> None:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
         if param.requires_grad and param.dtype not in PARAM_DTYPES:
             raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
+        if param.requires_grad and not param.is_contiguous():
+            raise ValueError(
+                f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
+                "(p.data = p.data.contiguous() first: it is cut into shards)"
+            )
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
     _check_apart(model)

@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.optim.batch import Active, Update, check_grads_list, check_new_params, collect
 from shardcore.optim.dtensor import Rows, any_sharded, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Gradients, ScalesLoss
-from shardcore.optim.exchange import adopt_torch_group, export_groups, export_state, import_groups, import_states
+from shardcore.optim.exchange import adopt_torch_group, export_groups, export_state, import_groups, import_states, take_masters
 from shardcore.optim.hooked import hooked_step
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
 from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
@@ -336,9 +336,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
                 )
         options = import_groups(self._op, self.param_groups, state_dict["param_groups"])
         states, masters = import_states(self._op, self.param_groups, state_dict, self._dtensors)
-        if masters:
-            with torch.no_grad():
-                _C.cast(list(masters), [master.detach().to(p.device).contiguous() for p, master in masters.items()])
+        take_masters(masters)
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
         self.state = States(states)
@@ -364,7 +362,8 @@ class FusedAdam(AdamOptimizer):
     Updated weights have the same bits on every device and instruction set.
 
     params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in torch.optim; float32 |
-        bfloat16 | float16, contiguous; FSDP2's DTensors too (Shard(0) and Replicate(); then step(max_norm=) is collective,
+        bfloat16 | float16, dense (contiguous, channels_last, transposed: states have the same strides, and a gradient with
+        others is copied); FSDP2's DTensors too (contiguous; Shard(0) and Replicate(); then step(max_norm=) is collective,
         and ``state`` holds this rank's parts, which state_dict() shows as DTensors). Gradients may have another dtype of
         these (``p.grad_dtype``, or ``step(grads=)``).
     lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0 by default).
@@ -376,10 +375,11 @@ class FusedAdam(AdamOptimizer):
         changed by others keep their change.
     state_dtype: how exp_avg and exp_avg_sq are kept. "fp32"; "bf16" (2 bytes each, the second rounded stochastically);
         "8bit" (1 byte each, with a float32 scale for 256 elements, rounded stochastically). Reduced moments are keyed by
-        seed as stochastic_rounding is, and exclude amsgrad. A NaN or infinity in an 8-bit moment makes its 256 elements NaN
-        (squares overflow from gradients of about 1e20 on: clip, or unscale, before that).
+        seed as stochastic_rounding is, and exclude amsgrad and parameters that are not contiguous. A NaN or infinity in an
+        8-bit moment makes its 256 elements NaN (squares overflow from gradients of about 1e20 on: clip, or unscale, before).
     stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
-        parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights are refused.
+        parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights, and bfloat16 ones
+        that are not contiguous, are refused.
     capturable: for CUDA parameters of one device, in all groups or none: step counts, scales, norm, clipping and the decision
         to skip stay on the device, and step waits for nothing, so it can be captured in a CUDA graph: the same bits as the
         ordinary step. As in torch: make a step with all gradients before the capture (states must exist), keep parameters

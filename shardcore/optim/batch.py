@@ -16,7 +16,6 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
-    check_param,
     draws_random_bits,
     dtype_name,
     hyper_of,
@@ -52,8 +51,8 @@ def collect(
 ) -> tuple[list[Active], list[torch.Tensor]]:
     """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
 
-    device_type: the only one allowed, or None. dtensors: those of the parameters that are DTensors. A gradient that is not
-    contiguous, or has torch's negative bit, is copied. Raises ValueError or TypeError.
+    device_type: the only one allowed, or None. dtensors: those of the parameters that are DTensors. A gradient that lies in
+    memory in another order than its parameter, or has torch's negative bit, is copied. Raises ValueError or TypeError.
     """
     actives: list[Active] = []
     idle: list[torch.Tensor] = []
@@ -81,13 +80,13 @@ def collect(
             ):
                 raise _bad_grad(op, index, param, grad)
             if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
-                check_param(op, f"params[{index}]", param)
+                check_tensor_param(op, f"params[{index}]", active.owners[-1])
             if device_type is not None and param.device.type != device_type:
                 check_device(op, f"params[{index}]", param, device_type)
             active.keys.append((index, first_element))
             active.params.append(param)
             active.grads.append(grad)
-        active.grads = _C.dense(active.grads)
+        active.grads = _C.dense(active.grads, active.params)
         actives.append(active)
     return actives, idle
 
@@ -283,7 +282,7 @@ class Update:
         if kind == "fp32":
             return self._extra(state, key, param, param)
         if kept is None:
-            kept = zeros(param.shape, dtype, param.device)
+            kept = zeros(param.shape, dtype, param.device, param)
             self._new_tensors.append((state, key, kept))
         return kept
 
@@ -299,7 +298,7 @@ class Update:
         else:
             adopted = ParamState()
             adopted.count = self._zero
-            adopted.update(new_moments(param.shape, state_dtype, partial(zeros, device=param.device)))
+            adopted.update(new_moments(param.shape, state_dtype, partial(zeros, device=param.device, like=param)))
         return adopted
 
     def _extra(self, state: ParamState, key: str, param: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:

@@ -127,7 +127,13 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
     """Raise unless the kernels can update param in place; return where the local part lies if it is a DTensor."""
     if is_dtensor(param):
         rows = rows_of(op, name, param)  # type: ignore[arg-type]
-        check_param(op, name, local_part(param))
+        local = local_part(param)
+        check_param(op, name, local)
+        if not local.is_contiguous():
+            raise ValueError(
+                f"{op}: {name} has a local part with strides {local.stride()} for shape {tuple(local.shape)}; expected "
+                "contiguous memory in a DTensor (contiguous() before it is distributed)"
+            )
         return rows
     if is_traceable_wrapper_subclass(param):
         raise TypeError(f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, import_dtensors, local_part
 from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
 from shardcore.optim.state import (
@@ -23,7 +24,7 @@ from shardcore.optim.state import (
     share_counts,
     step_count,
 )
-from shardcore.optim.storage import MOMENTS, SCALES, joined_master, moment_values, split_remainder, stored_moment
+from shardcore.optim.storage import MOMENTS, SCALES, in_memory, joined_master, moment_values, split_remainder, stored_moment
 
 # Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
 _TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
@@ -167,7 +168,7 @@ def import_state(
             continue
         value = check_tensor(op, f"{name}.{key}", saved[key], param.shape)
         if key in MOMENTS:
-            kept, exact = stored_moment(key, value, state_dtype, param.device)
+            kept, exact = stored_moment(key, value, state_dtype, param.device, param)
             if not exact:
                 lost.append(f"{name}.{key} is rounded from {dtype_name(value.dtype)} to {_KEPT[state_dtype]}")
             state.update(kept)
@@ -178,10 +179,18 @@ def import_state(
                 f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts again from the weights"
             )
         elif key == "master" and master == "split":
-            state["remainder"] = split_remainder(value, param.device)
+            state["remainder"] = split_remainder(value, param.device, param)
         else:
             state[key] = new_state(param, value)
     return state, lost
+
+
+def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Set the weights whose remainders import_states made from these float32 masters."""
+    params = list(masters)
+    with torch.no_grad():
+        values = _C.dense([master.detach().to(p.device) for p, master in masters.items()], params)
+        _C.cast([in_memory(p) for p in params], [in_memory(value) for value in values])
 
 
 def import_states(

@@ -59,7 +59,8 @@ def global_norm(
 ) -> float:
     """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. Waits for their devices.
 
-    tensors: float32 | bfloat16 | float16, any shapes, on any devices. A non-finite element makes it non-finite.
+    tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their memory, or of contiguous
+    copies of what is not dense. A non-finite element makes it non-finite.
     sharded: local parts of which other ranks hold the rest; squares are added over those ranks in rank order, which is
     collective: every rank of their meshes makes the same call, even without tensors, or with a refusal, which all raise.
     """
@@ -117,7 +118,8 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     () on the first gradient's device. For a module that shardcore.shard has changed the engine clips what it holds, on
     every rank. Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions
     counted once; if one rank refuses its arguments all raise, and nothing is clipped. In an optimizer's own loop
-    ``step(max_norm=...)`` does the same without rewriting the gradients.
+    ``step(max_norm=...)`` does the same, to the same norm, without rewriting the gradients. Squares are summed in the order in
+    which the parameter lies in memory (channels_last, transposed), whatever its gradient's strides.
     """
     op = "clip_grad_norm_"
     engine = getattr(model_or_params, "_shardcore_engine", None)
@@ -137,11 +139,13 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     dtensors = find_rows(op, params)
     refusal = Refusal(op, others_wait=any_sharded(dtensors))
     limit, found = math.inf, {}
+    in_order: list[torch.Tensor] = []
     with refusal:
         limit = check_max_norm(op, max_norm)
         found = {i: grad for i, p in enumerate(params) if (grad := _local_grad(op, i, p, dtensors)) is not None}
+        in_order = _C.dense(list(found.values()), [params[i] for i in found])  # so it has the bits of step(max_norm=)
     grads = list(found.values())
-    norm = global_norm(*grouped([params[i] for i in found], grads, dtensors), refusal)
+    norm = global_norm(*grouped([params[i] for i in found], in_order, dtensors), refusal)
     coefficient = _C.clip_coefficient(norm, limit)
     with torch.no_grad():
         if grads and coefficient != 1.0:

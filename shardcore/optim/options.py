@@ -162,6 +162,9 @@ def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
     if group["master"] == "split" or group["stochastic_rounding"]:
         for i, p in enumerate(group["params"]):
             check_dtype(op, f"{where}params[{i}]", p.dtype, group)
+    if draws_random_bits(group):
+        for i, p in enumerate(group["params"]):
+            _check_numbered(op, f"{where}params[{i}]", p, group)
 
 
 def check_groups(op: str, groups: Sequence[Mapping[str, Any]], device_type: str) -> None:
@@ -228,10 +231,23 @@ def check_param(op: str, name: str, param: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} has layout {param.layout}; expected a dense tensor")
     if param.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{op}: {name} has device {param.device}; expected cpu or cuda")
-    if not param.is_contiguous():
+    if not _C.is_dense(param):
         raise ValueError(
-            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
-            "(p.data = p.data.contiguous() first)"
+            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected memory without gaps or "
+            "overlaps (p.data = p.data.contiguous() first)"
+        )
+
+
+def _check_numbered(op: str, name: str, param: torch.Tensor, group: Mapping[str, Any]) -> None:
+    """Raise ValueError if the elements' numbers decide bits, and memory has them in another order (channels_last)."""
+    reduced = group["state_dtype"] != "fp32"
+    if not param.is_contiguous() and (reduced or param.dtype is torch.bfloat16):
+        option = f"state_dtype={group['state_dtype']!r}" if reduced else "stochastic_rounding=True"
+        other = "state_dtype='fp32'" if reduced else "stochastic_rounding=False"
+        raise ValueError(
+            f"{op}: {name} has strides {param.stride()} for shape {tuple(param.shape)} with {option}; expected contiguous "
+            "memory (blocks and random bits follow an element's number: p.data = p.data.contiguous() first), or a group with "
+            f"{other} for it"
         )
 
 

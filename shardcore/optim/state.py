@@ -2,8 +2,8 @@
 
 Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
 fresh tensor, as torch.optim keeps it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
-100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold contiguous
-tensors on the parameter's device: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
+100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold tensors on
+the parameter's device, with its strides: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
 float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
 remainder (int16).
 """
@@ -261,8 +261,8 @@ def _rebuild() -> ParamState:
 
 
 def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a new float32 tensor of param's shape on param's device: zeros, or a copy of source."""
-    state = zeros(param.shape, torch.float32, param.device)
+    """Return a new float32 tensor of param's shape and strides on param's device: zeros, or a copy of source."""
+    state = zeros(param.shape, torch.float32, param.device, param)
     if source is not None:
         state.copy_(source.detach())
     return state

@@ -43,12 +43,24 @@ MOMENT_DTYPES = {
 }
 
 
-def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a zero-filled state; large ones on the CPU ask for huge pages."""
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a zero-filled state; large ones on the CPU ask for huge pages.
+
+    like: of this shape; if it is dense its strides are the state's (kernels go through both as they lie in memory).
+    """
     numel = shape.numel()
     if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
-        return _C.empty_huge(numel, dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+        state = _C.empty_huge(numel, dtype).view(shape)
+    else:
+        state = torch.zeros(shape, dtype=dtype, device=device)
+    if like is None or like.is_contiguous() or not _C.is_dense(like):
+        return state
+    return state.as_strided(shape, like.stride())
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """View the elements of a dense tensor as they lie in memory: (n,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def new_moments(
@@ -73,14 +85,17 @@ def moment_values(state: Mapping[str, Any], key: str) -> torch.Tensor:
 
 
 def stored_moment(
-    key: str, values: torch.Tensor, state_dtype: str, device: torch.device
+    key: str, values: torch.Tensor, state_dtype: str, device: torch.device, like: torch.Tensor | None = None
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return what keeps a moment of these values (any floating dtype), and whether every value is kept exactly."""
+    """Return what keeps a moment of these values (any floating dtype), and whether every value is kept exactly.
+
+    like: lends its strides (zeros), but not to 8-bit codes.
+    """
     dtypes = MOMENT_DTYPES[state_dtype]
     dtype = getattr(dtypes, key)
     values = values.detach()
     if not dtypes.scaled:
-        kept = zeros(values.shape, dtype, device)
+        kept = zeros(values.shape, dtype, device, like)
         kept.copy_(values)
         return {key: kept}, dtype == values.dtype or bool((kept.to(values.dtype) == values.to(device)).all())
     flat = values.to("cpu", torch.float32).contiguous().view(-1)
@@ -98,8 +113,8 @@ def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return flat.view(param.shape).to(param.device)
 
 
-def split_remainder(master: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the remainder of a float32 master; its weight is the master rounded to nearest."""
-    remainder = zeros(master.shape, torch.int16, device)
-    remainder.view(-1).copy_(_C.split_master(master.detach().cpu().contiguous().view(-1))[1])
+def split_remainder(master: torch.Tensor, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the remainder of a float32 master, whose weight is it rounded to nearest. like: lends its strides (zeros)."""
+    remainder = zeros(master.shape, torch.int16, device, like)
+    remainder.copy_(_C.split_master(master.detach().cpu().contiguous().view(-1))[1].view(master.shape))
     return remainder

@@ -1,4 +1,4 @@
-"""Weights that something besides training changes, by sharing memory with others or in forward: they are refused by name."""
+"""Weights whose memory others change (by sharing it, or in forward), or that do not lie row by row: refused by name."""
 
 from collections.abc import Callable
 
@@ -75,6 +75,24 @@ def test_memory_side_by_side_is_not() -> None:
     model.five = nn.Parameter(model.three[2:], requires_grad=False)
     model.six = model.one  # one Parameter in both places
     shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
+
+
+@pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_in_another_order_of_memory_are_refused(make: Callable[..., torch.optim.Optimizer], stage: int) -> None:
+    """The optimizers alone take them. Frozen ones may have any order."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.Linear(6, 5)).to(memory_format=torch.channels_last)
+    model[0].requires_grad_(False)
+    before = hash_of(model.parameters())
+    with pytest.raises(ValueError, match=r"shard: 1.weight has strides \(36, 1, 12, 4\) for .* expected contiguous memory"):
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
+    assert hash_of(model.parameters()) == before
+    model[1].weight.data = model[1].weight.data.contiguous()
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"shard: 2.weight has strides \(1, 5\) for shape \(5, 6\)"):
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
+    model[2].weight.data = model[2].weight.data.contiguous()
+    shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
 
 
 def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:

@@ -47,8 +47,15 @@ STEP_VALUE_ERRORS = [
     ({"masters": [None, ONE]}, "AdamStepper.step: masters[1] has shape [4]; expected [6] (as params)"),
     ({"max_exp_avg_sqs": [ONE, ONE]}, "AdamStepper.step: max_exp_avg_sqs[1] has shape [4]; expected [6] (as params)"),
     (
-        {"params": [ONE, torch.ones(3, 2).t()]},
-        "AdamStepper.step: params[1] has shape [2, 3] with strides [1, 2]; expected a contiguous tensor (call contiguous())",
+        {"params": [ONE, torch.ones(3, 4).t()[::2]]},
+        "AdamStepper.step: params[1] has shape [2, 3] with strides [2, 4]; expected memory without gaps or overlaps (call "
+        "contiguous())",
+    ),
+    (
+        {key: [ONE, torch.ones(2, 3)] for key in ("params", "grads", "exp_avgs", "exp_avg_sqs")}
+        | {"exp_avg_sqs": [ONE, torch.ones(3, 2).t()]},
+        "AdamStepper.step: exp_avg_sqs[1] has strides [1, 2]; expected [3, 1] (as params: an optimizer's "
+        "load_state_dict(state_dict()) makes its states anew)",
     ),
     (
         {"grads": [ONE, torch.ones(6).to_sparse()]},
@@ -228,7 +235,7 @@ OPS = [
     (
         lambda: _C.sq_norm([torch.ones(4, 4)[:, 1]]),
         ValueError,
-        "sq_norm: tensors[0] has shape [4] with strides [4]; expected a contiguous tensor (call contiguous())",
+        "sq_norm: tensors[0] has shape [4] with strides [4]; expected memory without gaps or overlaps (call contiguous())",
     ),
     (lambda: _C.sq_norm_add(torch.zeros(3)), TypeError, "sq_norm_add: parts has dtype Float; expected Double"),
     (

@@ -124,10 +124,69 @@ def test_ordinary_tensors_with_odd_storages_are_accepted():
 
 
 def test_dense_copies_only_what_it_must():
-    plain, strided = torch.ones(4), torch.arange(8.0).view(2, 4).t()
-    got = _C.dense((plain, strided, flipped()))
+    plain, gaps, turned = torch.ones(4), torch.arange(8.0).view(2, 4)[:, ::2], torch.arange(8.0).view(2, 4).t()
+    got = _C.dense((plain, gaps, flipped(), turned))
     assert got[0] is plain
     assert got[1].is_contiguous()
-    assert torch.equal(got[1], strided)
+    assert torch.equal(got[1], gaps)
     assert not got[2].is_neg()
     assert got[2].tolist() == [-1.0] * 4
+    assert got[3] is turned
+
+
+LIKES = {  # tensor, like, the copy's strides (None: no copy)
+    "both contiguous": (torch.arange(12.0).view(3, 4), torch.ones(3, 4), None),
+    "contiguous, like transposed": (torch.arange(12.0).view(3, 4), torch.ones(4, 3).t(), (1, 3)),
+    "transposed, like contiguous": (torch.arange(12.0).view(4, 3).t(), torch.ones(3, 4), (4, 1)),
+    "both transposed": (torch.arange(12.0).view(4, 3).t(), torch.ones(4, 3).t(), None),
+    "like with gaps": (torch.arange(12.0).view(4, 3).t(), torch.ones(4, 6).t()[::2], (4, 1)),
+    "like with gaps, contiguous": (torch.arange(12.0).view(3, 4), torch.ones(4, 6).t()[::2], None),
+    "gaps": (torch.arange(24.0).view(3, 8)[:, ::2], torch.ones(4, 3).t(), (1, 3)),
+    "expanded": (torch.arange(3.0).view(3, 1).expand(3, 4), torch.ones(4, 3).t(), (1, 3)),
+    "negative": (torch.ones(4, 3, dtype=torch.complex64).conj().imag.t(), torch.ones(4, 3).t(), (1, 3)),
+    "like on meta": (torch.arange(12.0).view(3, 4), torch.ones(4, 3, device="meta").t(), (1, 3)),
+    "like sparse": (torch.arange(12.0).view(3, 4), torch.ones(3, 4).to_sparse(), None),
+    "of one element": (torch.ones(1, 3, 1).as_strided((1, 3, 1), (5, 1, 7)), torch.ones(1, 3, 1), None),
+    "other strides of one element": (
+        torch.arange(12.0).as_strided((4, 1, 3), (1, 99, 4)),
+        torch.ones(12).as_strided((4, 1, 3), (1, 7, 4)),
+        None,
+    ),
+    "channels_last of one channel": (
+        torch.ones(2, 1, 3, 3).to(memory_format=torch.channels_last),
+        torch.ones(2, 1, 3, 3),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LIKES)
+def test_dense_as_others_lie(case):
+    tensor, like, strides = LIKES[case]
+    (got,) = _C.dense([tensor], [like])
+    assert torch.equal(got, tensor)
+    assert not got.is_neg()
+    if strides is None:
+        assert got is tensor
+    else:
+        assert got.stride() == strides
+        assert got.device == tensor.device
+    with pytest.raises(ValueError, match="likes has 2 items; expected 1"):
+        _C.dense([tensor], [like, like])
+
+
+def test_is_dense():
+    x = torch.ones(2, 3, 4, 5)
+    for yes in (
+        x,
+        x.transpose(0, 3),
+        x.to(memory_format=torch.channels_last),
+        x[:1],
+        x[:, :0],
+        x[0, 0, 0, 0],
+    ):
+        assert _C.is_dense(yes)
+    for no in (x[:, :2], x[..., ::2], x[:1].expand(2, 3, 4, 5), x.as_strided((3, 3), (1, 1)), x[0, 0, 0, :1].expand(3)):
+        assert not _C.is_dense(no)
+    with pytest.raises(TypeError, match="is_dense: tensor has type int; expected a tensor"):
+        _C.is_dense(3)

@@ -108,10 +108,18 @@ def other_weights(params, idle):
     params[0].grad = torch.ones(3)
 
 
+def transposed(params, idle):
+    params[1].grad = None
+    params[1].data = torch.ones(4, 3).t()
+    params[1].grad = torch.ones(4, 3).t()
+
+
 NOT_PLAIN = {
     "nothing": lambda params, idle: None,
     "missing": lambda params, idle: setattr(params[1], "grad", None),
     "not contiguous": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, 2)[..., 0]),
+    "transposed": lambda params, idle: setattr(params[1], "grad", torch.ones(4, 3).t()),
+    "params transposed": transposed,
     "negative": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, dtype=torch.complex64).conj().imag),
     "idle": lambda params, idle: setattr(idle[0], "grad", torch.ones(1)),
     "weights' dtype": other_weights,

@@ -127,6 +127,7 @@ def _refusals(rank, world_size):
     for placement in (Shard(1), Partial()):
         p = DTensor.from_local(ones.clone(), mesh, [placement])
         refused(lambda p=p: FusedAdam([p]))
+    refused(lambda: FusedAdam([DTensor.from_local(torch.ones(6, 4).t(), mesh, [Replicate()])]))
     p = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0)]))
     plain = nn.Parameter(ones.clone())
     optimizer = FusedAdam([p, plain])
@@ -156,6 +157,7 @@ def test_what_cannot_work_is_refused_and_nothing_is_written():
     expected = [
         "ValueError: FusedAdam: params[0] has placements (Shard(dim=1),); expected Replicate() and Shard(0) only",
         "ValueError: FusedAdam: params[0] has placements (Partial(sum),); expected Replicate() and Shard(0) only",
+        "ValueError: FusedAdam: params[0] has a local part with strides (1, 4) for shape (4, 6); expected contiguous",
         *["ValueError: FusedAdam: grads[0] has placements (Partial(sum),)"] * 2,
         *["ValueError: FusedAdam: grads[0] has placements (Replicate(),)"] * 2,
         *["TypeError: FusedAdam: grads[0] has type Tensor; expected a DTensor, as its parameter is one"] * 2,
