@@ -376,10 +376,7 @@ class TierSteps:
     def wait_fetched(self, count: int) -> None:
         """Wait until what the first `count` chunks need is on its way. RuntimeError if something failed."""
     def wait_updated(self, first: int, last: int) -> CopyEvent | None:
-        """Wait until the step's chunks below `last` are updated; returns the event of the last copy that leaves [first, last).
-
-        RuntimeError if something failed before they were.
-        """
+        """Wait, as wait_fetched, until chunks below `last` are updated; returns the event of the last copy of [first, last)."""
     def end(self) -> None:
         """Leave out what is not updated yet; nothing of the step goes on or reads gradients. Weights may be on their way."""
 
