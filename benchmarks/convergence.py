@@ -24,6 +24,7 @@ from examples.arguments import make_out_folder, positive
 from examples.corpus import Corpus, load_corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.machine import describe_machine, usable_cores
+from examples.pictures import new_figure, save_figure
 from examples.training import learning_rate_factor
 
 Make = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -85,11 +86,10 @@ def report(runs: list[dict[str, object]], out: Path) -> None:
         finals = [final(run) for run in runs if run["kind"] == kind]
         rows.append([kind, str(len(finals)), f"{statistics.fmean(finals):.4f}", f"{max(finals) - min(finals):.4f}"])
     print(harness.table(rows))
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    path = out / "convergence.png"
+    figure = new_figure(path, 8, 5)
+    if figure is None:
+        return
     axes = figure.add_subplot()
     for kind in kinds:
         curves = torch.tensor([run["losses"] for run in runs if run["kind"] == kind]).mean(0)
@@ -97,7 +97,7 @@ def report(runs: list[dict[str, object]], out: Path) -> None:
         axes.plot(torch.arange(1, len(windows) + 1) * LAST, windows, label=kind)
     axes.set(xlabel="step", ylabel=f"loss (mean of {LAST} steps and all seeds)", title="Reduced states beside float32")
     axes.legend()
-    figure.savefig(out / "convergence.png", dpi=120)
+    save_figure(figure, path)
 
 
 def main() -> int:

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
+from examples.pictures import new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -156,12 +152,10 @@ class Panel:
 
 def write_png(path: Path, panels: Sequence[Panel], title: str) -> None:
     """Draw panels below each other; says so, and draws nothing, where matplotlib is missing."""
-    if Figure is None:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
-        return
     heights = [len(panel.bars) + 1.5 for panel in panels]
-    figure = Figure(figsize=(9, 0.42 * sum(heights) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 9, 0.42 * sum(heights) + 0.6)
+    if figure is None:
+        return
     figure.suptitle(title, fontsize=11)
     all_axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, panel in zip(all_axes, panels, strict=True):
@@ -176,5 +170,4 @@ def write_png(path: Path, panels: Sequence[Panel], title: str) -> None:
         axes.set_title(panel.title, fontsize=10, loc="left")
         axes.set_xlabel(panel.x_label)
         axes.margins(x=0.12)
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
+    save_figure(figure, path)

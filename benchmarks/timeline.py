@@ -4,11 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
+from examples.pictures import new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -35,11 +31,9 @@ def draw(path: Path, charts: Sequence[Chart], colours: Mapping[str, str]) -> Non
 
     colours: by kind of span.
     """
-    if Figure is None:
-        print(f"no {path.name}: matplotlib is not installed (pip install matplotlib)")
+    figure = new_figure(path, 12, sum(0.6 * len(chart.lanes) + 0.6 for chart in charts) + 1.2)
+    if figure is None:
         return
-    figure = Figure(figsize=(12, sum(0.6 * len(chart.lanes) + 0.6 for chart in charts) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
     heights = [len(chart.lanes) for chart in charts]
     rows = figure.subplots(len(charts), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     for (axes,), chart in zip(rows, charts, strict=True):
@@ -55,5 +49,4 @@ def draw(path: Path, charts: Sequence[Chart], colours: Mapping[str, str]) -> Non
         rows[-1][0].broken_barh([], (0, 0), facecolors=colours[kind], label=kind)
     rows[-1][0].set_xlabel("ms")
     figure.legend(loc="outside lower center", ncols=8)
-    figure.savefig(path, dpi=120)
-    print(f"wrote {path}")
+    save_figure(figure, path)

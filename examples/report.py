@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from examples.pictures import new_figure, save_figure
 from examples.training import TAIL_STEPS, Training
 
 try:
@@ -12,12 +13,6 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 except ImportError:
     Progress = None
-
-try:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-except ImportError:
-    Figure = None
 
 
 class ProgressBar:
@@ -109,12 +104,11 @@ def write_json(path: Path, result: Mapping[str, object]) -> None:
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def write_loss_png(path: Path, trainings: list[Training], title: str) -> bool:
-    """Draw the loss of each training over the steps; returns False, and writes nothing, where matplotlib is missing."""
-    if Figure is None:
-        return False
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+def write_loss_png(path: Path, trainings: list[Training], title: str) -> None:
+    """Draw the loss of each training over the steps."""
+    figure = new_figure(path, 8, 4.5)
+    if figure is None:
+        return
     axes = figure.add_subplot()
     # Equal curves lie on each other: the first is wide and pale, the next a thin dashed line on top of it.
     styles = [{"linewidth": 5, "alpha": 0.35}, {"linewidth": 1.2, "linestyle": "--", "color": "black"}]
@@ -124,5 +118,4 @@ def write_loss_png(path: Path, trainings: list[Training], title: str) -> bool:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
-    return True
+    save_figure(figure, path)

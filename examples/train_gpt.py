@@ -204,10 +204,8 @@ def write_files(options: argparse.Namespace, corpus: Corpus, rank: Rank, trainin
     }
     report.write_json(directory / "result.json", result)
     title = f"byte-level GPT ({options.preset}), {rank.world_size} ranks, {options.precision}"
-    if report.write_loss_png(directory / "loss.png", trainings, title):
-        print(f"wrote {directory}/loss.png and {directory}/result.json")
-    else:
-        print(f"wrote {directory}/result.json; no loss.png, matplotlib is not installed (pip install matplotlib)")
+    report.write_loss_png(directory / "loss.png", trainings, title)
+    print(f"wrote {directory}/result.json")
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import timeline, trace_step
 from benchmarks.timeline import Chart, Span
+from examples import pictures
 
 
 def event(name, category, start, end, tid=7):
@@ -67,6 +68,6 @@ def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
 
 
 def test_without_matplotlib_it_says_so(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(timeline, "Figure", None)
+    monkeypatch.setattr(pictures, "Figure", None)
     timeline.draw(tmp_path / "x.png", [Chart("title", trace_step.spans_of(TRACE), ["engine"])], {})
     assert "no x.png: matplotlib is not installed" in capsys.readouterr().out
