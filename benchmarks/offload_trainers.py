@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -144,10 +145,12 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def last_adam(store: Any) -> dict[str, float]:
-    """Return what CPU Adam of the last step took, and how long it rested between its first chunk and its last."""
-    spans = [(begin, end) for what, begin, end, _ in getattr(store, "on_cpu", store)._steps.events if what == "adam"]
-    spent = sum(end - begin for begin, end in spans)
-    return {"chunks": len(spans), "seconds": spent, "idle_seconds": spans[-1][1] - spans[0][0] - spent if spans else 0.0}
+    """Return how long CPU Adam of the last step worked, and rested between its first chunk and its last."""
+    events = getattr(store, "on_cpu", store)._steps.events
+    spans = [(begin, end) for what, begin, end, _ in events if what == "adam"]  # a chunk may begin before the last one ends
+    idle = sum(max(0.0, begin - end) for (_, end), (begin, _) in pairwise(spans))
+    spent = spans[-1][1] - spans[0][0] - idle if spans else 0.0
+    return {"chunks": len(spans), "seconds": spent, "idle_seconds": idle}
 
 
 def shardcore_trainer(preset: str, device: torch.device, options: dict[str, Any]) -> Trainer:

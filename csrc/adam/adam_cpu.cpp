@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/block_walk.h"
 #include "core/cpu_isa.h"
 #include "core/executor.h"
 #include "core/fp_env.h"
@@ -13,18 +12,6 @@ namespace {
 constexpr int64_t kGrainBlocks =
     128;  // 32K elements, as torch has it: below that waking a second thread costs more than it brings
 constexpr int64_t kPieceNumel = 64 * kBlock;  // with all its streams a third of a second-level cache of 1 MiB
-
-// span(i, first, last) over disjoint ranges of elements of the segments, on the executor's threads.
-template <typename Span>
-void for_each_span(const AdamSegment* segments, int64_t num_segments, Executor& executor, const Span& span) {
-  const BlockWalk walk(num_segments, [&](int64_t i) { return segments[i].numel; });
-  executor.parallel_for(0, walk.num_blocks(), kGrainBlocks, [&](int64_t begin, int64_t end) {
-    const SubnormalGuard guard;
-    walk.visit(begin, end, [&](int64_t i, int64_t first_block, int64_t last_block) {
-      span(i, first_block * kBlock, std::min(segments[i].numel, last_block * kBlock));
-    });
-  });
-}
 
 // Elements [first, first + numel) of a segment; first starts a block.
 AdamSegment part_of(const AdamSegment& segment, int64_t first, int64_t numel) {
@@ -50,37 +37,55 @@ AdamSegment part_of(const AdamSegment& segment, int64_t first, int64_t numel) {
 
 }  // namespace
 
-void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
-  const auto adam_span = SHARDCORE_PICK(adam_span);
-  for_each_span(segments, num_segments, executor, [&](int64_t i, int64_t first, int64_t last) {
-    adam_span(segments[i], scalars[segments[i].hyper_index], first, last);
+AdamLine::AdamLine(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, const AdamHome* homes,
+                   const AdamCopies* copies)
+    : segments_(segments),
+      scalars_(scalars),
+      homes_(homes),
+      copies_(copies),
+      adam_span_(SHARDCORE_PICK(adam_span)),
+      walk_(num_segments, [segments](int64_t i) { return segments[i].numel; }) {}
+
+void AdamLine::update(int64_t first_block, int64_t last_block) const {
+  const SubnormalGuard guard;
+  walk_.visit(first_block, last_block, [this](int64_t i, int64_t begin, int64_t end) {
+    const AdamSegment& segment = segments_[i];
+    const int64_t first = begin * kBlock, last = std::min(segment.numel, end * kBlock);
+    if (homes_ == nullptr) {
+      adam_span_(segment, scalars_[segment.hyper_index], first, last);
+    } else {
+      pass(segment, homes_[i], first, last);
+    }
   });
 }
 
-void adam_cpu_passing(const AdamSegment* segments, const AdamHome* homes, int64_t num_segments, const AdamScalars* scalars,
-                      const AdamCopies& copies, Executor& executor) {
-  const auto adam_span = SHARDCORE_PICK(adam_span);
-  for_each_span(segments, num_segments, executor, [&](int64_t i, int64_t first, int64_t last) {
-    const AdamHome& home = homes[i];
-    const AdamSegment place = part_of(segments[i], first, 0);  // all pieces use that of the first one, so it stays in cache
-    for (int64_t at = first; at < last; at += kPieceNumel) {
-      AdamSegment piece = part_of(segments[i], at, std::min(kPieceNumel, last - at));
-      const int64_t grad_bytes = piece.numel * itemsize(piece.grad_dtype);
-      const int64_t param_item = itemsize(piece.param_dtype), param_bytes = piece.numel * param_item;
-      if (home.grad != nullptr) {
-        piece.grad = place.grad;
-        copies.to_place(const_cast<void*>(place.grad), static_cast<const char*>(home.grad) + at * itemsize(piece.grad_dtype),
+void AdamLine::pass(const AdamSegment& segment, const AdamHome& home, int64_t first, int64_t last) const {
+  const AdamSegment place = part_of(segment, first, 0);  // all pieces use that of the first one, so it stays in cache
+  for (int64_t at = first; at < last; at += kPieceNumel) {
+    AdamSegment piece = part_of(segment, at, std::min(kPieceNumel, last - at));
+    const int64_t grad_bytes = piece.numel * itemsize(piece.grad_dtype);
+    const int64_t param_item = itemsize(piece.param_dtype), param_bytes = piece.numel * param_item;
+    if (home.grad != nullptr) {
+      piece.grad = place.grad;
+      copies_->to_place(const_cast<void*>(place.grad), static_cast<const char*>(home.grad) + at * itemsize(piece.grad_dtype),
                         grad_bytes);
-      }
-      char* const param_home = home.param == nullptr ? nullptr : static_cast<char*>(home.param) + at * param_item;
-      if (param_home != nullptr) {
-        piece.param = place.param;
-        if (piece.master_kind != Master::f32) copies.to_place(piece.param, param_home, param_bytes);
-      }
-      adam_span(piece, scalars[piece.hyper_index], 0, piece.numel);
-      if (param_home != nullptr) copies.to_home(param_home, piece.param, param_bytes);
     }
-  });
+    char* const param_home = home.param == nullptr ? nullptr : static_cast<char*>(home.param) + at * param_item;
+    if (param_home != nullptr) {
+      piece.param = place.param;
+      if (piece.master_kind != Master::f32) copies_->to_place(piece.param, param_home, param_bytes);
+    }
+    adam_span_(piece, scalars_[piece.hyper_index], 0, piece.numel);
+    if (param_home != nullptr) copies_->to_home(param_home, piece.param, param_bytes);
+  }
+}
+
+void AdamLine::update(Executor& executor) const {
+  executor.parallel_for(0, num_blocks(), kGrainBlocks, [this](int64_t first, int64_t last) { update(first, last); });
+}
+
+void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
+  AdamLine(segments, num_segments, scalars).update(executor);
 }
 
 }  // namespace shardcore

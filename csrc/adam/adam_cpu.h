@@ -6,6 +6,7 @@
 
 #include "adam/adam_scalars.h"
 #include "adam/adam_segment.h"
+#include "core/block_walk.h"
 
 namespace shardcore {
 
@@ -30,10 +31,31 @@ struct AdamCopies {
   Copy to_place, to_home;
 };
 
-// The same, where homes[i] are those of segment i: piece by piece what it reads comes, is updated while it is in the caches,
-// and the new weights go. A piece may use the place of any other; what lies in the places afterwards means nothing.
-void adam_cpu_passing(const AdamSegment* segments, const AdamHome* homes, int64_t num_segments, const AdamScalars* scalars,
-                      const AdamCopies& copies, Executor& executor);
+// The same work as one line of 256-element blocks, for who splits it over threads himself. What the arguments point to must
+// live as long. With homes and copies, those of segment i are homes[i]: piece by piece what it reads comes, is updated while it
+// is in the caches, and the new weights go. A piece may use the place of any other; what lies in the places afterwards means
+// nothing.
+class AdamLine {
+ public:
+  AdamLine(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, const AdamHome* homes = nullptr,
+           const AdamCopies* copies = nullptr);
+
+  int64_t num_blocks() const { return walk_.num_blocks(); }
+  void update(int64_t first_block, int64_t last_block) const;
+  void update(Executor& executor) const;  // all
+
+ private:
+  using Span = void (*)(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
+
+  void pass(const AdamSegment& segment, const AdamHome& home, int64_t first, int64_t last) const;
+
+  const AdamSegment* segments_;
+  const AdamScalars* scalars_;
+  const AdamHome* homes_;
+  const AdamCopies* copies_;
+  const Span adam_span_;
+  const BlockWalk walk_;
+};
 
 // Elements [first, last) of one segment, per instruction set (adam_cpu_loop.h).
 namespace isa_avx512 {

@@ -11,11 +11,14 @@
 #include <utility>
 
 #include "core/thread_pool.h"
+#include "offload/open_chunk.h"
 
 namespace shardcore {
 namespace {
 
-using Clock = std::chrono::steady_clock;
+// A thread takes so many blocks of a chunk at a time: long enough for the streams that it reads, short enough that all end
+// together.
+constexpr int64_t kPartBlocks = 256;
 
 double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
@@ -23,21 +26,29 @@ double seconds(Clock::time_point time) { return std::chrono::duration<double>(ti
 
 struct TierSteps::State {
   State(std::shared_ptr<HostTier> owner, int places, bool passing, double rate)
-      : tier(std::move(owner)), passes(passing), adam_per_second(rate), place_left(static_cast<size_t>(places), 0) {}
+      : tier(std::move(owner)),
+        passes(passing),
+        adam_per_second(rate),
+        passing_copies{copy_now(Direction::to_tier), copy_now(Direction::from_tier)},
+        place_left(static_cast<size_t>(places), 0) {}
 
   const std::shared_ptr<HostTier> tier;
   const bool passes;
   const double adam_per_second;
+  const AdamCopies passing_copies;
+  Step step;  // written while nobody makes one
 
-  // Of whoever makes the step.
-  Step step;
+  // Of whoever fetches, opens or sends a chunk: one thread at a time.
   std::vector<int64_t> place_left;  // the last copy that leaves each place
   std::vector<int64_t> arrived;     // the last copy that comes for each chunk; 0: none
+  Clock::time_point adam_is_free;   // if it is slowed
 
-  std::mutex mutex;  // guards what follows; step is written while nobody makes one
+  std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  int64_t fetched = 0, updated = 0;  // chunks
-  std::vector<int64_t> left;         // the last copy that leaves each chunk; 0: none
+  int64_t fetched = 0, opened = 0, updated = 0;  // chunks
+  std::unique_ptr<OpenChunk> open_chunks[2];     // from `updated` to `opened`, by their number
+  bool is_tended = false;                        // a thread fetches, opens or sends one
+  std::vector<int64_t> left;                     // the last copy that leaves each chunk; 0: none
   std::vector<TierEvent> events;
   std::exception_ptr error;
   bool running = false, abandoned = false, quit = false;  // running: on the thread
@@ -47,14 +58,23 @@ struct TierSteps::State {
   pid_t pid = 0;  // that started the thread; 0: none
 
   int64_t count() const { return static_cast<int64_t>(step.chunks.size()); }
+  bool is_ending() const { return abandoned || error != nullptr; }
+  OpenChunk& chunk(int64_t number) { return *open_chunks[number % 2]; }
 
   void begin(Step next);
-  void work();
   void advance(Executor& executor);
-  void fetch(size_t index);
-  void update(size_t index, Executor& executor);
+  void work();
+  void take_parts();
+  bool tend(std::unique_lock<std::mutex>& lock);
+  OpenChunk* with_parts();
+  bool may_open();
+  void fetch(int64_t number);
+  void open(int64_t number);
+  void send(int64_t number);
   int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes);
+  AdamCopies::Copy copy_now(Direction direction);
   void wait_for(Direction direction, int64_t number);
+  void note(const char* what, Clock::time_point begin, Clock::time_point end, int64_t amount);
   void stop();
 
   // Calls `act` and notes that it happened.
@@ -65,21 +85,24 @@ struct TierSteps::State {
       const char* what;
       int64_t amount;
       Clock::time_point begin = Clock::now();
-      ~Note() {
-        const std::lock_guard<std::mutex> lock(state.mutex);
-        state.events.push_back({what, seconds(begin), seconds(Clock::now()), amount});
-      }
+      ~Note() { state.note(what, begin, Clock::now(), amount); }
     } note{*this, what, amount};
     return act();
   }
 };
 
+void TierSteps::State::note(const char* what, Clock::time_point begin, Clock::time_point end, int64_t amount) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  events.push_back({what, seconds(begin), seconds(end), amount});
+}
+
 void TierSteps::State::begin(Step next) {
   const std::lock_guard<std::mutex> lock(mutex);
+  for (auto& open_chunk : open_chunks) open_chunk.reset();
   step = std::move(next);
   arrived.assign(step.chunks.size(), 0);
   left.assign(step.chunks.size(), 0);
-  fetched = updated = 0;
+  fetched = opened = updated = 0;
   events.clear();
   size_t most = 0;  // three copies of each span, two waits and Adam of each chunk: with room for all, to note one cannot fail
   for (const TierChunk& chunk : step.chunks) most += 3 + 3 * chunk.spans.size();
@@ -88,80 +111,162 @@ void TierSteps::State::begin(Step next) {
   abandoned = false;
 }
 
-// Makes what comes next: every chunk is fetched before the one before it is updated.
+// What whoever waits makes next: every chunk is fetched before the one before it is updated.
 void TierSteps::State::advance(Executor& executor) {
   const bool fetches = fetched < std::min(updated + 2, count());
-  if (fetches && fetched == 0 && step.weights_leave) tier->synchronize();
   if (fetches) {
-    fetch(static_cast<size_t>(fetched));
+    fetch(fetched);
   } else {
-    update(static_cast<size_t>(updated), executor);
+    open(updated);
+    OpenChunk& open_chunk = chunk(updated);
+    open_chunk.line->update(executor);
+    open_chunk.end = Clock::now();
+    send(updated);
   }
   const std::lock_guard<std::mutex> lock(mutex);
+  if (!fetches) opened = updated + 1;
   ++(fetches ? fetched : updated);
   changed.notify_all();
 }
 
-void TierSteps::State::fetch(size_t index) {
+// One of the threads that make a step together. No thread waits for others at the end of a chunk: whoever finds no part left
+// goes on with the next chunk, and between two parts someone sends, fetches and opens what can be.
+void TierSteps::State::take_parts() {
+  tier->enter_thread();
+  std::unique_lock<std::mutex> lock(mutex);
+  for (;;) {
+    if (tend(lock)) continue;
+    OpenChunk* const taken = with_parts();
+    if (taken == nullptr) {
+      const bool all_are_taken = opened == count() && !is_tended;
+      if (all_are_taken || is_ending()) return;  // who is at the last parts sends them
+      changed.wait(lock);
+      continue;
+    }
+    const int64_t first = taken->taken;
+    taken->taken = std::min(first + kPartBlocks, taken->line->num_blocks());
+    const int64_t last = taken->taken;
+    if (first == 0) taken->begin = Clock::now();
+    lock.unlock();
+    std::exception_ptr problem;
+    try {
+      taken->line->update(first, last);
+    } catch (...) {
+      problem = std::current_exception();
+    }
+    lock.lock();
+    if (problem != nullptr) {
+      error = problem;
+    } else {
+      taken->done += last - first;
+    }
+    if (taken->is_done()) taken->end = Clock::now();
+  }
+}
+
+// An opened chunk with parts that nobody has taken yet, or null. Of a step that ends, those of a chunk that was begun.
+OpenChunk* TierSteps::State::with_parts() {
+  for (int64_t number = updated; number < opened; ++number) {
+    OpenChunk& next = chunk(number);
+    if (!next.is_taken() && (next.taken > 0 || !is_ending())) return &next;
+  }
+  return nullptr;
+}
+
+// Sends, fetches or opens a chunk, if one can be and nobody else is at it; returns whether it did.
+bool TierSteps::State::tend(std::unique_lock<std::mutex>& lock) {
+  if (is_tended) return false;
+  const bool sends = updated < opened && chunk(updated).is_done() && error == nullptr;
+  const bool fetches = !sends && !is_ending() && fetched < std::min(updated + 2, count());
+  // Places that values pass through are those of one chunk.
+  const bool opens = !sends && !fetches && !is_ending() && opened < std::min(fetched, updated + (passes ? 1 : 2));
+  std::exception_ptr problem;
+  try {
+    if (!sends && !fetches && (!opens || !may_open())) return false;
+    is_tended = true;
+    const int64_t number = sends ? updated : fetches ? fetched : opened;
+    lock.unlock();
+    sends ? send(number) : fetches ? fetch(number) : open(number);
+  } catch (...) {
+    problem = std::current_exception();
+  }
+  if (!lock.owns_lock()) lock.lock();
+  is_tended = false;
+  if (problem != nullptr) {
+    error = problem;
+  } else {
+    ++(sends ? updated : fetches ? fetched : opened);
+  }
+  changed.notify_all();
+  return true;
+}
+
+// Whether to open the next chunk now: soon there are no parts left for all, and it has come. Who waits for that has none.
+bool TierSteps::State::may_open() {
+  const OpenChunk* const current = with_parts();
+  if (current == nullptr) return true;
+  const int64_t parts_left = (current->line->num_blocks() - current->taken) / kPartBlocks;
+  return parts_left <= 2 * num_threads && tier->stream(Direction::to_tier).query(arrived[opened]);
+}
+
+// Lets a chunk come to its places, if it has any.
+void TierSteps::State::fetch(int64_t number) {
+  if (number == 0 && step.weights_leave) tier->synchronize();
   if (passes) return;
-  const TierChunk& chunk = step.chunks[index];
+  const TierChunk& chunk = step.chunks[static_cast<size_t>(number)];
   bool place_is_free = false;
   for (const TierSpan& span : chunk.spans) {
     const AdamSegment& t = span.segment;
+    int64_t& last = arrived[static_cast<size_t>(number)];
     if (span.weight != nullptr && !std::exchange(place_is_free, true)) {
       wait_for(Direction::from_tier, place_left[static_cast<size_t>(chunk.place)]);
     }
     if (span.grad_comes) {
-      arrived[index] = copy(Direction::to_tier, const_cast<void*>(t.grad), span.grad, t.numel * itemsize(t.grad_dtype));
+      last = copy(Direction::to_tier, const_cast<void*>(t.grad), span.grad, t.numel * itemsize(t.grad_dtype));
     }
     if (span.weight != nullptr && t.master_kind != Master::f32) {
-      arrived[index] = copy(Direction::to_tier, t.param, span.weight, t.numel * itemsize(t.param_dtype));
+      last = copy(Direction::to_tier, t.param, span.weight, t.numel * itemsize(t.param_dtype));
     }
   }
 }
 
-void TierSteps::State::update(size_t index, Executor& executor) {
+// Waits until a chunk has come, and lets Adam work on it.
+void TierSteps::State::open(int64_t number) {
+  const auto index = static_cast<size_t>(number);
   wait_for(Direction::to_tier, arrived[index]);
-  const TierChunk& chunk = step.chunks[index];
-  std::vector<AdamSegment> segments;
-  std::vector<AdamHome> homes;
-  int64_t numel = 0;
-  for (const TierSpan& span : chunk.spans) {
-    segments.push_back(span.segment);
-    if (!span.grad_comes) segments.back().grad = span.grad;
-    homes.push_back({span.grad_comes ? span.grad : nullptr, span.weight});
-    numel += span.segment.numel;
+  auto opening = std::make_unique<OpenChunk>(step.chunks[index], step.scalars, passes ? &passing_copies : nullptr);
+  const std::lock_guard<std::mutex> lock(mutex);
+  open_chunks[number % 2] = std::move(opening);
+}
+
+// Lets the weights of a chunk go, which is updated.
+void TierSteps::State::send(int64_t number) {
+  OpenChunk& sent = chunk(number);
+  if (adam_per_second > 0) {
+    const std::chrono::duration<double> takes(static_cast<double>(sent.numel) / adam_per_second);
+    sent.begin = std::max(sent.begin, adam_is_free);
+    adam_is_free = sent.end = sent.begin + std::chrono::duration_cast<Clock::duration>(takes);
+    std::this_thread::sleep_until(sent.end);
   }
-  const auto num_segments = static_cast<int64_t>(segments.size());
-  noted("adam", numel, [&] {
-    const Clock::time_point begin = Clock::now();
-    if (passes) {
-      const auto copies = [this](Direction direction) {
-        return [this, direction](void* dst, const void* src, int64_t size) { tier->copy_now(direction, dst, src, size); };
-      };
-      adam_cpu_passing(segments.data(), homes.data(), num_segments, step.scalars.data(),
-                       {copies(Direction::to_tier), copies(Direction::from_tier)}, executor);
-    } else {
-      adam_cpu(segments.data(), num_segments, step.scalars.data(), executor);
-    }
-    if (adam_per_second > 0) {
-      const std::chrono::duration<double> takes(static_cast<double>(numel) / adam_per_second);
-      std::this_thread::sleep_until(begin + std::chrono::duration_cast<Clock::duration>(takes));
-    }
-  });
+  note("adam", sent.begin, sent.end, sent.numel);
   if (passes) return;
+  const TierChunk& chunk = step.chunks[static_cast<size_t>(number)];
   for (const TierSpan& span : chunk.spans) {
     const AdamSegment& t = span.segment;
     if (span.weight == nullptr) continue;
-    const int64_t number = copy(Direction::from_tier, span.weight, t.param, t.numel * itemsize(t.param_dtype));
-    place_left[static_cast<size_t>(chunk.place)] = number;
+    const int64_t last = copy(Direction::from_tier, span.weight, t.param, t.numel * itemsize(t.param_dtype));
+    place_left[static_cast<size_t>(chunk.place)] = last;
     const std::lock_guard<std::mutex> lock(mutex);
-    left[index] = number;
+    left[static_cast<size_t>(number)] = last;
   }
 }
 
 int64_t TierSteps::State::copy(Direction direction, void* dst, const void* src, int64_t size_bytes) {
   return noted(direction_name(direction), size_bytes, [&] { return tier->copy(direction, dst, src, size_bytes, step.stream); });
+}
+
+AdamCopies::Copy TierSteps::State::copy_now(Direction direction) {
+  return [this, direction](void* dst, const void* src, int64_t size) { tier->copy_now(direction, dst, src, size); };
 }
 
 void TierSteps::State::wait_for(Direction direction, int64_t number) {
@@ -176,21 +281,19 @@ void TierSteps::State::work() {
   for (;;) {
     changed.wait(lock, [this] { return quit || running; });
     if (quit) return;
-    while (!abandoned && error == nullptr && updated < count()) {
-      lock.unlock();
-      std::exception_ptr problem;
-      try {
-        if (pool == nullptr) {
-          tier->enter_thread();
-          pool = std::make_unique<ThreadPool>(num_threads);
-        }
-        advance(*pool);
-      } catch (...) {
-        problem = std::current_exception();
+    lock.unlock();
+    std::exception_ptr problem;
+    try {
+      if (pool == nullptr) {
+        tier->enter_thread();
+        pool = std::make_unique<ThreadPool>(num_threads);
       }
-      lock.lock();
-      error = problem;
+      pool->parallel_for(0, num_threads, 1, [this](int64_t, int64_t) { take_parts(); });
+    } catch (...) {
+      problem = std::current_exception();
     }
+    lock.lock();
+    if (problem != nullptr) error = problem;
     running = false;
     changed.notify_all();
   }

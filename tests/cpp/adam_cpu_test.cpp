@@ -281,8 +281,8 @@ std::array<int64_t, 2> run_passing(AdamProblem& problem, Executor& executor, int
     };
   };
   const std::vector<AdamScalars> scalars = AdamProblem::scalars_of(various_hypers());
-  adam_cpu_passing(segments.data(), homes.data(), static_cast<int64_t>(segments.size()), scalars.data(),
-                   {copy(to_place), copy(to_home)}, executor);
+  const AdamCopies copies{copy(to_place), copy(to_home)};
+  AdamLine(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), homes.data(), &copies).update(executor);
   return {to_place, to_home};
 }
 
