@@ -13,14 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
-from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
+from shardcore.arguments import (
+    DTYPES,
+    accept_optimizer,
+    check_options,
+    loss_scaler,
+    offload_options,
+    reduce_policy,
+    replace_optimizer,
+)
 from shardcore.comm import Comm
 from shardcore.engine import build, model_io
-from shardcore.engine.bucket import LIFETIMES, ReducePolicy
+from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
-from shardcore.engine.loss_scale import LossScale, LossScaler
+from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.materialize import FromFiles, Materialize, plan_materialize
 from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
@@ -200,10 +208,7 @@ def shard(
         buckets = builder.plan(model, specs, adam)
         updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
-        sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
-        sync = stage >= 2 if sync_each is None else sync_each
-        policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
-        scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+        policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
         far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
         if tiers.optimizer is not None:
             needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)

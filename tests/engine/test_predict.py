@@ -205,6 +205,13 @@ def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, eve
             assert differences(predicted(rank, world_size, run), measured) == [], run
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_keeps_gradients_as_they_are(stage: int) -> None:
+    run = Run(stage=stage, precision="bf16", shard={"reduce_dtype": "fp32"})  # nothing travels, so this says nothing
+    [measured] = run_ranks(1, _measured, [run])
+    assert differences(predicted(0, 1, run), measured[0]) == []
+
+
 @pytest.mark.parametrize(("stage",), some(zip(range(4)), [(3,)]))
 def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
     runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
