@@ -18,7 +18,8 @@ from shardcore.api import shard
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, loss_scaler, offload_options, reduce_policy
 from shardcore.comm import Comm
 from shardcore.engine import build
-from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
+from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, take_full
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.gather import keepers_of
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
@@ -190,7 +191,7 @@ class _Rehearsal:
             self._move_weights()
             self._backward(reducing=self.policy.sync_each or micro == self.policy.accumulate)
         self._send("agree on the norm", NORM_ROW_BYTES * self.comm.world_size, self._everyone)
-        if self.lifetimes.full_weight_resident and not self.lifetimes.owns_everything:
+        if self.lifetimes.gathers_new_weights:
             for bucket in self.buckets:
                 if bucket.group is not None:
                     self._send("gather weights after the step", bucket.layout.numel * bucket.dtype.itemsize, self.comm.sharers)

@@ -15,7 +15,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.meeting import Meetings, Notice
 
 MAX_IN_FLIGHT = 2

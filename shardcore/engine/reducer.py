@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_dropped_grads, warn_of_old_grads, watch
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, refuse_grads, take_full
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy, refuse_grads, take_full
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads

@@ -188,7 +188,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         for managed in bucket.params:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
-        if engine.lifetimes.full_weight_resident and not engine.lifetimes.owns_everything:
+        if engine.lifetimes.gathers_new_weights:
             wait_all(engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers))
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.buffers import allocate
 from shardcore.engine.kinds import Kept, kept_values, range_of, values_of
 from shardcore.engine.trace import scope
 from shardcore.optim import PARAM_DTYPES, SCALES

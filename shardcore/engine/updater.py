@@ -72,7 +72,7 @@ class Updater:
         self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
-        self._gathers = lifetimes.full_weight_resident and not lifetimes.owns_everything and len(comm.sharers) > 1
+        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
         self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
 

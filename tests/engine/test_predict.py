@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.comm import Comm, Traffic
-from shardcore.engine.bucket import BufferPool
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.store import DeviceStore
 from shardcore.predict import Prediction, _Rehearsal, predict
