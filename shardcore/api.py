@@ -39,7 +39,7 @@ from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
-from shardcore.places import NotAMemberError, own_gpu
+from shardcore.process_groups import NotAMemberError, own_gpu
 from shardcore.telling import first_difference
 from shardcore.units import UnitPolicy, plan_units
 
@@ -177,7 +177,8 @@ def shard(
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
             "other's; expected None, or a group of all ranks that train this model, unless it is to train alone",
-            *(dist.get_rank(), dist.get_world_size()),
+            dist.get_rank(),
+            dist.get_world_size(),
         )
     options: dict[str, Any] = {
         "stage": stage,
@@ -288,10 +289,10 @@ def shard(
         home: GradHome | None = None
         if host is not None and tiers.gradients is not None:
             home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        pacing: list[Any] = []
+        pace, resplit = None, None
         if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
-            pacing.append(host.resplit)
+            pace = Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
+            resplit = host.resplit
         engine = Engine(
             model,
             buckets,
@@ -307,7 +308,8 @@ def shard(
             scaler,
             lazy,
             home,
-            *pacing,
+            pace,
+            resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):
         engine.state_io.carry(carried)
