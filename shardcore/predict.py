@@ -18,7 +18,7 @@ from shardcore.api import shard
 from shardcore.arguments import DTYPES, accept_optimizer, check_options, loss_scaler, offload_options, reduce_policy
 from shardcore.comm import Comm
 from shardcore.engine import build
-from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, take_full
+from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, give_full, take_full
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.gather import keepers_of
@@ -360,11 +360,8 @@ class _Rehearsal:
         self._note(bucket)
 
     def _release(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        if self.lifetimes.full_grad_resident and whole.dtype not in bucket.resident:
-            bucket.resident[whole.dtype] = whole
-            self._count(bucket)
-        else:
-            self.pool.give(whole)
+        give_full(bucket, whole, self.pool, self.lifetimes)
+        self._count(bucket)
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.cuts)

@@ -74,13 +74,15 @@ _NOWHERE = torch.empty(0, device="cpu")
 class Managed:
     """One parameter of the model under the engine, with what must be remembered about it between backward and step.
 
+    index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of its slot in the bucket.
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
-    step: how many updates it has had; skips: steps that were skipped; pending: bits of those steps of which the host does not
-    know yet (engine/verdicts.py, Note [Counts]). grad_view: what stage 0 handed out as `param.grad`.
-    place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
-    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
-    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it. part: the digest of this rank's
-    part of edited weights that nobody has whole, for those who own the same (hybrid sharding).
+    grad_view: what stage 0 handed out as `param.grad`.
+    step: how many updates it has had. skips: how many steps were skipped. pending: a bit for each step of which the host does
+        not know yet (engine/verdicts.py, Note [Counts]).
+    place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    changes: in words, how its weights were loaded and edited since the last step, with digests; ranks compare it, and a load
+        makes up for what was before it. part: the digest of this rank's part of edited weights that no rank has whole; those
+        who own the same part (hybrid sharding) compare it.
     """
 
     name: str
@@ -342,3 +344,11 @@ def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: boo
         bucket.grad = None
         return grad
     return (pool.take if passing else pool.keep)(bucket.layout.numel, dtype)
+
+
+def give_full(bucket: Bucket, buffer: torch.Tensor, pool: BufferPool, lifetimes: Lifetimes) -> None:
+    """Give back what `take_full` took: one of each dtype stays with the bucket where these are resident, the rest is pooled."""
+    if lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
+        bucket.resident[buffer.dtype] = buffer
+    else:
+        pool.give(buffer)

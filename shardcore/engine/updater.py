@@ -106,10 +106,11 @@ class Updater:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP)
             scalars, outcome = self._verdicts.decide(squares, hypers, since, grad_scale, max_norm)
             return outcome, Plan(spans, scalars, list(self._with_grad(spans)), same_order)
-        norm = _C.norm_from_sq(_C.sq_norm_add(squares)) * abs(grad_scale)
-        if not math.isfinite(norm):
+        norm = _C.norm_from_sq(_C.sq_norm_add(squares))
+        scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
+        norm *= abs(grad_scale)
+        if scale is None:
             return norm, None
-        scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers, _ = self._plan(active, scale)
         return norm, Plan(spans, hypers, list(self._with_grad(spans)), same_order)
 
