@@ -8,7 +8,6 @@ protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is i
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -23,7 +22,7 @@ from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
-from shardcore.optim import step_tensor
+from shardcore.optim import step_tensor, warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -243,9 +242,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 kept = engine.store.read(bucket, key, piece.start, piece.numel)
                 if name not in rounded and not torch.equal(kept.to(values), values):
                     rounded.append(name)
-    if rounded:
-        more = f" (and {len(rounded) - 1} more like it)" if len(rounded) > 1 else ""
-        warnings.warn(f"{_OP}: {rounded[0]} is rounded to what this optimizer keeps{more}", UserWarning, stacklevel=3)
+    warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,7 +5,15 @@ and clipping have one meaning.
 """
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
-from shardcore.optim.exchange import export_groups, export_state, import_groups, import_state, joined_state
+from shardcore.optim.exchange import (
+    export_groups,
+    export_state,
+    import_groups,
+    import_state,
+    joined_state,
+    saved_states,
+    warn_of_lost,
+)
 from shardcore.optim.norm import clip_grad_norm_, global_norm
 from shardcore.optim.options import (
     MASTERED_DTYPES,
@@ -56,7 +64,9 @@ __all__ = [
     "joined_state",
     "moment_values",
     "new_moments",
+    "saved_states",
     "split_remainder",
     "step_tensor",
     "stored_moment",
+    "warn_of_lost",
 ]
