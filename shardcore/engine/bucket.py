@@ -280,6 +280,10 @@ class Bucket:
             if end > 0 and first < flat.numel():
                 yield self.params[piece.slot], piece, flat[max(0, first) : end]
 
+    def pieces_of(self, managed: Managed) -> list[Piece]:
+        """Return the owned pieces of one parameter, in order."""
+        return [piece for piece in self.pieces if self.params[piece.slot] is managed]
+
     def _views_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """View each parameter's slot, and each gap between them, of a long-lived whole-bucket buffer.
 

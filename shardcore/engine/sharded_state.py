@@ -121,11 +121,7 @@ ReadOwned = Callable[[int, int], torch.Tensor]
 
 def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
     """Copy what this rank has of a parameter."""
-    ranges = [
-        (piece.param_start, read(piece.start, piece.numel).clone())
-        for piece in bucket.pieces
-        if bucket.params[piece.slot] is managed
-    ]
+    ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
     shape, none = managed.param.shape, read(0, 0)
     return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
 
@@ -235,13 +231,12 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
             managed.step = int(state[name])
             continue
         read = _reader(state[name])
-        for piece in bucket.pieces:
-            if bucket.params[piece.slot] is managed:
-                values = read(piece.param_start, piece.numel)
-                engine.store.write(bucket, key, piece.start, values)
-                kept = engine.store.read(bucket, key, piece.start, piece.numel)
-                if name not in rounded and not torch.equal(kept.to(values), values):
-                    rounded.append(name)
+        for piece in bucket.pieces_of(managed):
+            values = read(piece.param_start, piece.numel)
+            engine.store.write(bucket, key, piece.start, values)
+            kept = engine.store.read(bucket, key, piece.start, piece.numel)
+            if name not in rounded and not torch.equal(kept.to(values), values):
+                rounded.append(name)
     warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
 
 
@@ -274,9 +269,9 @@ def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
-    pieces = [piece for piece in bucket.pieces if bucket.params[piece.slot] is managed]
+    expected = [(piece.param_start, piece.numel) for piece in bucket.pieces_of(managed)]
     given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
-    if given != [(piece.param_start, piece.numel) for piece in pieces] or values.shape != managed.param.shape:
+    if given != expected or values.shape != managed.param.shape:
         raise ValueError(f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on this rank")
 
 

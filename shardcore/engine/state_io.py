@@ -130,7 +130,6 @@ class OptimizerStateIO:
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue
-            for owner, piece, _ in bucket.owned_views(bucket.owned_weight):
-                if owner is managed:
-                    part = flat[piece.param_start : piece.param_start + piece.numel]
-                    self.updater.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))
+            for piece in bucket.pieces_of(managed):
+                part = flat[piece.param_start : piece.param_start + piece.numel]
+                self.updater.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))
