@@ -1,4 +1,4 @@
-"""shard(): the native door. Checks everything on every rank, then lays the model out and attaches the engine."""
+"""shard(): checks everything on every rank, then lays the model out in shards and attaches the engine."""
 
 import hashlib
 import json

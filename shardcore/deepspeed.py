@@ -1,4 +1,4 @@
-"""initialize(): DeepSpeed's door to shardcore.shard.
+"""initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
 Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the
 configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed.

@@ -50,9 +50,9 @@ class Engine:
         weights: Weights | None,
         scaler: LossScaler,
         lazy: LazyStep | None,
-        home: GradHome | None = None,
-        pace: Pace | None = None,
-        resplit: Callable[[float], Mapping[Bucket, int]] | None = None,
+        home: GradHome | None,
+        pace: Pace | None,
+        resplit: Callable[[float], Mapping[Bucket, int]] | None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 

@@ -67,7 +67,7 @@ class Exchange:
         finish: Callable[[Bucket, torch.Tensor, Parts], None],
         meetings: Meetings,
         buckets: Sequence[Bucket],
-        backend_sums: bool = False,
+        backend_sums: bool,
     ) -> None:
         """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
         self.comm, self.pool, self._finish, self._meetings = comm, pool, finish, meetings

@@ -52,7 +52,7 @@ class Reducer:
         scaler: LossScaler,
         meetings: Meetings,
         lazy: LazyStep | None,
-        home: GradHome | None = None,
+        home: GradHome | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 

@@ -53,8 +53,8 @@ class Updater:
         comm: Comm,
         lifetimes: Lifetimes,
         groups: Sequence[Mapping[str, Any]],
-        constant: Sequence[Managed] = (),
-        verdicts: DeviceVerdicts | None = None,
+        constant: Sequence[Managed],
+        verdicts: DeviceVerdicts | None,
     ) -> None:
         """Serve the buckets that the optimizer's `groups` (live param_groups) update.
 

@@ -33,7 +33,7 @@ class WholeUnits:
         comm: Comm,
         device: torch.device,
         reshard_after_forward: bool | int,
-        lazy: LazyStep | None = None,
+        lazy: LazyStep | None,
     ) -> None:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy
