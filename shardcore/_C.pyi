@@ -225,9 +225,8 @@ def records_functions() -> bool:
     """Whether anybody listens to torch's record_function: a profiler, of this thread or of all."""
 
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
-    """dsts[i][:] = srcs[i] between float32, bfloat16 and float16 with the rounding that the Adam kernel uses for weights
-
-    (bfloat16: to nearest, ties away from zero; float16: to nearest, ties to even). dsts share no memory, with srcs neither."""
+    """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
+    away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""
 
 def stream_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     """dst.copy_(src); on the CPU past the caches if it is large: for what is read once, later."""
@@ -236,9 +235,8 @@ def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 
 def closed(shape: Sequence[int], like: torch.Tensor, message: str) -> torch.Tensor:
-    """A contiguous tensor of this shape, with the dtype and device of `like`, whose own storage is closed: it has no memory,
-
-    and whatever reads or writes elements gets a RuntimeError that says `message`."""
+    """A contiguous tensor of this shape, with the dtype and device of `like`, without memory (its storage is closed): whatever
+    reads or writes elements gets a RuntimeError that says `message`."""
 
 def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
     """Put memory[offsets[i] : offsets[i] + tensors[i].numel()] behind tensors[i], and behind all views of it, without a copy.

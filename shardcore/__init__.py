@@ -34,7 +34,7 @@ __all__ = [
 if not TYPE_CHECKING:  # else type checkers would believe in every name
 
     def __getattr__(name):
-        """Import the DeepSpeed door when it is first used: most programs never do, and it is a good part of the import time."""
+        """Import what `initialize` needs at its first use: most programs never use it, and it is much of the import time."""
         if name not in ("initialize", "deepspeed", "config", "training_engine"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()["initialize"] = import_module("shardcore.deepspeed").initialize

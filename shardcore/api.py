@@ -1,4 +1,4 @@
-"""shard(): the native door. Checks everything on every rank, then lays the model out and attaches the engine."""
+"""shard(): checks everything on every rank, then lays the model out in shards and attaches the engine."""
 
 import hashlib
 import json
@@ -13,14 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
-from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options, replace_optimizer
+from shardcore.arguments import (
+    DTYPES,
+    accept_optimizer,
+    check_options,
+    loss_scaler,
+    offload_options,
+    reduce_policy,
+    replace_optimizer,
+)
 from shardcore.comm import Comm
 from shardcore.engine import build, model_io
-from shardcore.engine.bucket import LIFETIMES, ReducePolicy
+from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
-from shardcore.engine.loss_scale import LossScale, LossScaler
+from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.materialize import FromFiles, Materialize, plan_materialize
 from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
@@ -31,7 +39,7 @@ from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
-from shardcore.places import NotAMemberError, own_gpu
+from shardcore.process_groups import NotAMemberError, own_gpu
 from shardcore.telling import first_difference
 from shardcore.units import UnitPolicy, plan_units
 
@@ -64,98 +72,104 @@ def shard(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, AdamOptimizer]:
-    """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use.
+    """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use. Collective.
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
     optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
         shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
-        state_dtype and master say: None is "fp32" here; with "split" the bfloat16 weights are the upper half of the masters;
-        with stochastic_rounding there is no master, and weights start rounded to nearest. To the bits of the unsharded step.
+        its options say, to the bits of the unsharded step. master=None is "fp32" here; with "split" the bfloat16 weights are
+        the upper half of the masters; with stochastic_rounding there is no master, and weights start rounded to nearest.
+
+    What is sharded:
+
     stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
-    units: what is reduced together: "auto" (the repeated blocks), a module class or several, a list of modules, or the least
-        number of parameters of a unit. What lies inside torch's MultiheadAttention or TransformerEncoderLayer, which read the
-        weights of their parts without calling them, belongs to these.
-    offload: {"optimizer": "cpu"} keeps states and masters in host memory and steps there: the same bits, fewer device bytes.
-        Beside them each rank takes up to 360 MiB there for what is on its way in a step (20 bytes an element of the largest
-        unit's shard; `memory_report`).
-        "gradients": "cpu" (from stage 1 on) lets each unit's reduced gradient leave for host memory in backward, too, and adds
-        later ones to it there.
-        "params": "cpu" (at stage 3) keeps the shards of weights there, frozen ones too: each comes ahead of its unit's use, so
-        on one GPU the model streams through it, layer by layer.
-        "ratio": the share of each shard that the CPU updates, whose states (and gradients) are there, 0 to 1 (default 1), as
-        DeepSpeed's; the rest stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
-        "auto" starts with 1, times three steps and forwards, and then lets the device keep the least share that hides the CPU's
-        part behind a forward (with overlap_step; the same on all ranks, from the next zero_grad() on), but at most
-        "device_memory_limit" bytes of states.
-        "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
-        copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
-        not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
-        that the ranks of this machine may use, each rank keeps one, and the workers share the rest; at least one). On Linux
-        they stay on this rank's share of these cores, where that has one core more than threads.
-    precision: "bf16" or "fp16" makes such weights from the masters, which start from the weights as given; "fp32" trains
-        in float32. keep_fp32 names module classes, or parameters by name, that stay float32. cast_inputs casts floating inputs
-        of the root forward as the weights; outputs are not cast.
-    loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`, which multiplies; the reduction divides, so that
-        every gradient you see is unscaled. None is `LossScale()`, which follows the gradients; a number is fixed; 1.0 leaves
-        scaling to you (step(grad_scale=1 / s), or torch's GradScaler at stage 0).
-    grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send to be
-        reduced (sums are float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally.
-        One rank alone sends nothing, and its gradients stay as they are.
-    clip_grad_norm: global norm to clip to in every step.
-    accumulate: how many backwards make a step. sync_each reduces each of them and adds the results (default from stage 2 on);
-        False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
-    overlap_step: let `step()` return once norm, clipping and options are fixed, and update weights while training goes on: the
-        same bits, unit by unit in the order of the last forward. Each unit's forward waits for its own weights, backward and
-        the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict, deepcopy,
-        eval(), full_params, the "params" of `optimizer.param_groups`, ...; schedulers, which read and set options, do not
-        wait). Only references to parameters that were taken before the step need `optimizer.synchronize()`, and so does
-        `destroy_process_group`. An error of such a step is raised by the next call that waits, and by all later ones. With
-        states on a GPU steps are asynchronous anyway, and nothing changes. On NCCL at stages 1 and 2 every rank has to use the
-        weights, or call `synchronize`, before any waits for another in a way of its own.
-    reshard_after_forward: at stage 3, whether a unit's weights are let go between its forward and its backward (fewer bytes)
-        or kept (one gather less); a number: kept by so many consecutive ranks together, a part each (a gather among them).
-        At other stages nothing is let go, and no number is accepted.
-    reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
-        leaves the sum to NCCL (reduce_scatter): in the dtype that travels, rounded at each addition, in an order that it picks.
-        So its bits may depend on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
-    broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
-    materialize: makes what the model has on the meta device (built under `torch.device("meta")`, the optimizer over it),
-        straight into shards: beside what the stage keeps, never more than one unit is in memory. Either a callable that is
-        given each module with such parameters or buffers of its own, on the rank's device and full of NaN, to fill in
-        place; by default the module's `reset_parameters()`. Modules come in the model's order, on every rank (`broadcast`
-        then takes rank 0's values): so with one seed the bits are those of building the model on that device, if building
-        draws its random numbers in the same order. It does not where a model initializes again what its modules did, or
-        sets a weight of one module in another. A tied weight takes what the first of its modules makes. Or .safetensors
-        files: a path, a list of them, or a folder in Hugging Face's layout. Each rank reads what it keeps, so no collective
-        is needed, and all need the same files; masters start from the files' values. Names are the model's; of tied weights
-        one is enough. What no file has must be in memory already, and stays, or comes from a callable in the list
-        (`[folder, fill]`), which is given the modules that own it, with stand-ins for parameters that the files have:
-        non-persistent buffers are such, as a rule.
+    units: what is gathered and reduced together: "auto" (the repeated blocks), a module class or several, a list of modules,
+        or the least number of parameters of a unit. The parts of torch's MultiheadAttention and TransformerEncoderLayer,
+        which read the weights of their parts without calling them, are no units of their own.
+    reshard_after_forward: at stage 3, True frees a unit's whole weights between its forward and its backward (fewer bytes),
+        False keeps them (one gather less); a number: so many consecutive ranks keep them together, a part each. At other
+        stages nothing is freed, and no number is accepted.
     process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
         shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
     ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
-        says). It is part of the numerics: other values give other bits, everything else (stage, mesh, tier, units) does not.
+        says). It is part of the numerics: other values give other bits; stage, mesh, tier and units do not.
 
-    Afterwards backward reduces gradients as it goes. At stage 0 `p.grad` is then the averaged gradient (once it is reduced: not
-    between micro-steps that add locally), a view that the next backward reuses: clone what you keep, edit it in place (not
-    through `p.grad.data`, where nobody notices: norm and step may miss it). From stage 1 on it is None (`full_grad`),
-    torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so (`clip_grad_norm` and `shardcore.clip_grad_norm_` do), and
-    only `optimizer.zero_grad()` and `model.zero_grad()` forget gradients. `full_grad` and `clip_grad_norm_` reduce what was
-    only added locally, as `step` would. Weights may be edited in place; edits through `p.data` do not reach masters.
-    (Of a split master, only what the weight lacks stays, so an edited element is as given to the precision of bfloat16; after
-    `load_state_dict` exactly.) Steps with a non-finite gradient are skipped on every rank; on a GPU without offload that is
-    decided there, so `step()` does not wait: a later step logs it, or raises the error at the minimum loss scale. Every
-    rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order, and weights,
-    frozen ones too, are whole only during their unit's forward and backward, in calls of modules that lie in no unit but the
-    root, and in `full_params` (where edits through `p.data` count, too). `model.state_dict()` and `optimizer.state_dict()` are
-    whole, and collective; frozen parameters have no master, so with "bf16" they are bfloat16 in it, too. Layers that keep
-    buffers of statistics beside weights (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
+    Where it lives:
 
-    Collective. Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that
-    disagree; NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where the ranks
-    of a machine would take more host memory than it has free. RuntimeError on every rank if one cannot take memory,
-    with nothing changed if it says so; or if what `materialize` does, or a copy of weights or states, fails on one: then the
-    model is partly made, and to be built anew.
+    offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and steps there, with up to 360 MiB
+        of staging a rank (20 bytes an element of the largest unit's shard; see `memory_report`). Beside it may stand
+        "gradients": "cpu" (from stage 1 on): reduced gradients leave for host memory during backward, and add up there.
+        "params": "cpu" (stage 3): so do the shards of weights, frozen ones too; each comes ahead of its unit's use.
+        "ratio": the share of each shard that the CPU updates, 0 to 1 (default 1), as DeepSpeed's; the device updates the
+        rest meanwhile. "auto" starts with 1, times three steps and forwards, and from the next zero_grad() on lets the
+        device keep the least share that hides the CPU's part behind a forward (with overlap_step), the same on all ranks,
+        and at most "device_memory_limit" bytes of states.
+        "pin_memory": page-lock the host buffers of copies to and from a GPU, so that copies overlap (default True);
+        "pin_memory_limit": at most so many bytes on this rank. What cannot be locked is pageable, with a warning.
+        "cpu_threads": of overlap_step's worker. Default: the machine's ranks keep one core each, and their workers share the
+        rest, at least one thread each. On Linux they stay on this rank's share of the cores, if it has one to spare.
+
+    Precision:
+
+    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
+        in float32. keep_fp32: module classes, or parameters by name, that stay float32. cast_inputs: cast floating inputs
+        of the root forward to that dtype; outputs are not cast.
+    loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`; the reduction divides again, so every gradient you
+        see is unscaled. None is `LossScale()`, which follows the gradients; a number is fixed; 1.0 leaves scaling to you
+        (step(grad_scale=1 / s), or torch's GradScaler at stage 0).
+    grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send (sums are
+        float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally. One rank alone
+        sends nothing, and its gradients stay as they are.
+    reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
+        leaves the sum to NCCL (reduce_scatter), in the dtype that travels and an order of its own, so its bits may depend
+        on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
+
+    Steps:
+
+    clip_grad_norm: global norm to clip to in every step.
+    accumulate: how many backwards make a step. sync_each: reduce each of them and add the results (default from stage 2 on);
+        False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
+    overlap_step: `step()` returns once norm, clipping and options are fixed, and weights are updated while training goes on,
+        unit by unit in the order of the last forward: the same bits. Each unit's forward waits for its own weights, backward
+        and the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict,
+        deepcopy, eval(), full_params, the "params" of `optimizer.param_groups`, ...). Only references to parameters taken
+        before the step need `optimizer.synchronize()`, and so does `destroy_process_group`. An error of such a step is
+        raised by every later call that waits. With states on a GPU steps are asynchronous anyway, and nothing changes. On
+        NCCL at stages 1 and 2 every rank has to use the weights, or call `synchronize`, before any waits for another in a
+        way of its own.
+
+    How weights start:
+
+    broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
+    materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
+        one unit in memory beside them. Default: each module's `reset_parameters()`. Or a callable, which is given each
+        module that owns such parameters or buffers, on the rank's device and full of NaN, to fill in place; modules come in
+        the model's order, so one seed gives the bits of building there, unless the model draws in another order or
+        initializes again what its modules did. A tied weight takes what the first of its modules makes. Or .safetensors
+        files under the model's names: a path, a list, or a folder in Hugging Face's layout, the same on all ranks; each rank
+        reads what it keeps, and masters start from the files' values. What no file has must be in memory, or comes from a
+        callable in the list (`[folder, fill]`), as non-persistent buffers do.
+
+    Afterwards:
+
+    - Gradients are reduced during backward. At stage 0 `p.grad` is then the averaged gradient (not between micro-steps that
+      add locally), a view that the next backward reuses: clone what you keep, edit it in place, not through `.data`. From
+      stage 1 on it is None (`full_grad` gives it), torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so
+      (`clip_grad_norm` and `shardcore.clip_grad_norm_` do), and only `zero_grad()` of model or optimizer forgets gradients.
+    - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
+      unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
+      split master's weight is kept to the precision of bfloat16.
+    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters, and collective. Frozen parameters have no
+      master, so with "bf16" they are bfloat16 there.
+    - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
+      raises the error at the minimum loss scale.
+    - Every rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order.
+    - Layers with buffers of statistics (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
+
+    Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that disagree;
+    NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where a machine's ranks
+    would take more host memory than it has free. RuntimeError on every rank if one cannot take memory (nothing changed, if
+    it says so), or fails in `materialize` or a copy: then the model is partly made, and to be built anew.
     """
     gpus = _gpus_of(model)
     comm, problem = _join(process_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
@@ -163,7 +177,8 @@ def shard(
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
             "other's; expected None, or a group of all ranks that train this model, unless it is to train alone",
-            *(dist.get_rank(), dist.get_world_size()),
+            dist.get_rank(),
+            dist.get_world_size(),
         )
     options: dict[str, Any] = {
         "stage": stage,
@@ -184,6 +199,7 @@ def shard(
         "sharers": len(comm.sharers),
         "backend_sums": comm.backend_sums,
     }
+    # Check and plan on this rank; nothing changes before all ranks agree.
     entries: list[Any] = []
     needed = 0
     try:
@@ -200,10 +216,7 @@ def shard(
         buckets = builder.plan(model, specs, adam)
         updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
-        sent = None if reduce_dtype is None or comm.world_size == 1 else DTYPES[reduce_dtype]
-        sync = stage >= 2 if sync_each is None else sync_each
-        policy = ReducePolicy(accumulate, sync, DTYPES[grad_dtype], sent, backend_sums=reduction == "nccl")
-        scaler = LossScaler(LossScale() if precision == "fp16" and loss_scale is None else loss_scale)
+        policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
         far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
         if tiers.optimizer is not None:
             needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
@@ -217,6 +230,7 @@ def shard(
     short = short_of_memory(comm, needed)  # collective: every rank asks
     agree(comm, problem or short, entries)
 
+    # Take memory, on the device and in the tier.
     comm.separate()
     make_host = partial(
         host_store,
@@ -239,6 +253,7 @@ def shard(
             host = make_host()
         store = DeviceStore(updated) if host is None else host
         carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
+    # Move the weights into it.
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
@@ -260,6 +275,7 @@ def shard(
     if filler is not None:
         filler.fill(builder, buckets, store, broadcast)
 
+    # Start the engine and hand it the optimizer's states.
     parts = build.units_of(specs, buckets)
     works = overlap_step or tiers.gradients is not None
     threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
@@ -273,10 +289,10 @@ def shard(
         home: GradHome | None = None
         if host is not None and tiers.gradients is not None:
             home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        pacing: list[Any] = []
+        pace, resplit = None, None
         if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            pacing.append(Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated)))
-            pacing.append(host.resplit)
+            pace = Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
+            resplit = host.resplit
         engine = Engine(
             model,
             buckets,
@@ -292,7 +308,8 @@ def shard(
             scaler,
             lazy,
             home,
-            *pacing,
+            pace,
+            resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):
         engine.state_io.carry(carried)

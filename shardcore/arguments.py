@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.loss_scale import LossScale
+from shardcore.engine.bucket import LIFETIMES, ReducePolicy
+from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.optim import AdamOptimizer, FusedAdam
 
 logger = logging.getLogger("shardcore")
@@ -95,6 +95,24 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def reduce_policy(options: Mapping[str, Any], world_size: int) -> ReducePolicy:
+    """Return how gradients are reduced under options that `check_options` has passed."""
+    stage, sync_each, reduce_dtype = options["stage"], options["sync_each"], options["reduce_dtype"]
+    return ReducePolicy(
+        options["accumulate"],
+        stage >= 2 if sync_each is None else sync_each,
+        DTYPES[options["grad_dtype"]],
+        None if reduce_dtype is None or world_size == 1 else DTYPES[reduce_dtype],
+        backend_sums=options["reduction"] == "nccl",
+    )
+
+
+def loss_scaler(options: Mapping[str, Any]) -> LossScaler:
+    """Return what scales losses under options that `check_options` has passed."""
+    default = LossScale() if options["precision"] == "fp16" else None
+    return LossScaler(default if options["loss_scale"] is None else options["loss_scale"])
+
+
 @dataclass(frozen=True)
 class Offload:
     """What is kept in host memory, and how.
@@ -173,14 +191,14 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
     return Offload(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
 
 
-def _threads_of(threads: object) -> int | None:
+def _threads_of(threads: Any) -> int | None:
     if threads is None:
         return None
-    if isinstance(threads, bool) or not isinstance(threads, int):
+    if not _is_int(threads):
         raise TypeError(f'shard: offload["cpu_threads"] is {threads!r}; expected a whole number of threads, or None')
     if not 1 <= threads <= 4096:
         raise ValueError(f'shard: offload["cpu_threads"] is {threads}; expected 1 to 4096 threads, or None')
-    return threads
+    return int(threads)
 
 
 def _bytes_of(offload: Mapping[str, Any], key: str) -> int | None:

@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads, telling
 from shardcore.overdue import Overdue
-from shardcore.places import (
+from shardcore.process_groups import (
+    GroupSlot,
     NotAMemberError,
-    Place,
     backends_of,
     group_beside,
     group_of,
     host_group_beside,
     own_gpu,
-    places_of,
-    taken_places,
+    slots_of,
+    taken_slots,
     timeout_of,
 )
 from shardcore.tags import Tags
@@ -95,7 +95,7 @@ class Comm:
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags = Tags()
-        self._place = Place(None)
+        self._slot = GroupSlot(None)
         self._overdue: Overdue | None = None
 
     def separate(self) -> None:
@@ -103,38 +103,38 @@ class Comm:
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
         whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed. A group
-        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`told_on`).
+        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`tell_device`).
         """
         if self.group is None:
             return
-        places = places_of(self.group)
-        free = [index for index, place in enumerate(places) if not place.taken]
+        slots = slots_of(self.group)
+        free = [index for index, slot in enumerate(slots) if not slot.taken]
         common = set(free).intersection(*self.gather_json(free))
         if not common:
-            common.add(len(places))
+            common.add(len(slots))
             with _explained():
                 ranks = dist.get_process_group_ranks(self.group)
-                places.append(Place(group_beside(self.group, ranks, self.device, [self.group])))
-        self._place = place = places[min(common)]
-        self.group = place.group or self.group
-        place.taken = True
-        weakref.finalize(self, place.release)
-        if place.met or self.world_size == 1:
+                slots.append(GroupSlot(group_beside(self.group, ranks, self.device, [self.group])))
+        self._slot = slot = slots[min(common)]
+        self.group = slot.group or self.group
+        slot.taken = True
+        weakref.finalize(self, slot.release)
+        if slot.met or self.world_size == 1:
             return
-        if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in places if other.host is None):
-            place.host = host_group_beside(self.group, self.device, self.gather_json)
+        if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
+            slot.host = host_group_beside(self.group, self.device, self.gather_json)
         elif not self.uses_nccl and self._backends.get("cpu") == "gloo":
-            place.neighbours = neighbour_reads.meet(
+            slot.neighbours = neighbour_reads.meet(
                 self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
             )
-        place.met = True
+        slot.met = True
 
     @property
     def _tells_by_nccl(self) -> bool:
-        return self._place.host is None and self._backends.get("cpu") != "gloo"
+        return self._slot.host is None and self._backends.get("cpu") != "gloo"
 
     @property
-    def told_on(self) -> torch.device:
+    def tell_device(self) -> torch.device:
         """Where what ranks `tell` each other travels: the CPU, which waits for no device, wherever gloo is there for that."""
         return self.device if self.world_size > 1 and self._tells_by_nccl else torch.device("cpu")
 
@@ -164,28 +164,28 @@ class Comm:
     @property
     def broken(self) -> bool:
         """Whether a wait failed: nothing that is in flight may be waited for."""
-        return bool(self._place.broken)
+        return bool(self._slot.broken)
 
     def refuse_if_broken(self) -> None:
         """Raise again what a wait that failed raised."""
-        if self._place.broken:
-            raise RuntimeError(self._place.broken)
+        if self._slot.broken:
+            raise RuntimeError(self._slot.broken)
 
     def start_anew(self) -> None:
         """Give messages other tags from now on, as every rank does at this point: some of the old may never be taken."""
-        self._place.spoiled = True
-        self._place.in_backward = False
+        self._slot.spoiled = True
+        self._slot.in_backward = False
         self.tags.part()
 
     def start_backward(self) -> None:
         """Give the messages of the backward that begins tags of their own."""
-        self._place.spoiled |= self._place.in_backward
-        self._place.in_backward = True
+        self._slot.spoiled |= self._slot.in_backward
+        self._slot.in_backward = True
         self.tags.start_backward(Traffic.BACKWARD)
 
     def end_backward(self) -> None:
         """Say that every message of this backward was sent and taken."""
-        self._place.in_backward = False
+        self._slot.in_backward = False
 
     def all_to_all(
         self,
@@ -262,7 +262,7 @@ class Comm:
         me, size = ranks.index(self.rank), len(ranks)
         works: list[Any] = []
         operations: list[tuple[Any, torch.Tensor, int]] = []
-        neighbours = self._place.neighbours
+        neighbours = self._slot.neighbours
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
             for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
@@ -292,13 +292,13 @@ class Comm:
         return whole
 
     def tell(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
-        """Return what each rank says in `row` (small, on the CPU), stacked in rank order on the CPU. It goes by `told_on`."""
-        if self._place.host is None:
-            return self.gather_rows(row.to(self.told_on, non_blocking=True), kind).cpu()
+        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `tell_device`."""
+        if self._slot.host is None:
+            return self.gather_rows(row.to(self.tell_device, non_blocking=True), kind).cpu()
         return telling.tell(row, kind or 0, self.rank, self.world_size, self._gather_on_host)
 
     def _gather_on_host(self, whole: torch.Tensor) -> None:
-        wait_all(self._gather_into(whole, self._place.host))
+        wait_all(self._gather_into(whole, self._slot.host))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -355,6 +355,6 @@ def _explained() -> Iterator[None]:
             "group leaves the rest waiting, at most for the process group's timeout (init_process_group(timeout=...)). "
             f"The reason given: {error}"
         )
-        for place in taken_places():
-            place.broken, place.spoiled = failure, True
+        for slot in taken_slots():
+            slot.broken, slot.spoiled = failure, True
         raise RuntimeError(failure) from error

@@ -7,6 +7,7 @@ Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs
 
 import difflib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -97,16 +98,30 @@ def _has(where: str, value: Any, expected: str) -> str:
     return f"{_OP}: config {where} has {value!r}; expected {expected}"
 
 
-def _count(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_has(where, value, "a whole number"))
-    if value < 1:
-        raise ValueError(_has(where, value, "at least 1"))
-    return value
+def _whole(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
+    def check(where: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(_has(where, value, kind))
+        if not least <= value <= most:
+            raise ValueError(_has(where, value, expected))
+        return value
+
+    return check
 
 
-def _count_or_never(where: str, value: Any) -> int | None:
-    return None if value is None else _count(where, value)
+def _word(*known: str, expected: str, otherwise: str = "") -> Check:
+    def check(where: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(_has(where, value, expected))
+        if value.lower() not in known:
+            raise ValueError(_has(where, value, expected + otherwise))
+        return value.lower()
+
+    return check
+
+
+def _or_none(check: Check) -> Check:
+    return lambda where, value: None if value is None else check(where, value)
 
 
 def _number(where: str, value: Any) -> float:
@@ -129,14 +144,6 @@ def _share(where: str, value: Any) -> float:
     return float(value)
 
 
-def _power(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_has(where, value, "a whole number"))
-    if not 0 <= value <= 127:
-        raise ValueError(_has(where, value, "0 to 127 (the scale is 2 to that power, in float32)"))
-    return value
-
-
 def _betas(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise TypeError(_has(where, value, "two numbers [beta1, beta2]"))
@@ -152,38 +159,12 @@ def _flag(where: str, value: Any) -> bool:
     return value
 
 
-def _stage(where: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(_has(where, value, "0, 1, 2 or 3"))
-    if value not in (0, 1, 2, 3):
-        raise ValueError(_has(where, value, "0, 1, 2 or 3"))
-    return value
-
-
 def _offload_device(where: str, value: Any) -> str | None:
     if value == "nvme":
         raise NotImplementedError(f'{_OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
     if value not in ("cpu", "none"):
         raise (ValueError if isinstance(value, str) else TypeError)(_has(where, value, '"cpu" or "none"'))
     return "cpu" if value == "cpu" else None
-
-
-def _optimizer_type(where: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(_has(where, value, '"Adam" or "AdamW"'))
-    if value.lower() not in ("adam", "adamw"):
-        raise ValueError(_has(where, value, '"Adam" or "AdamW" (another optimizer: pass initialize(optimizer=...))'))
-    return value.lower()
-
-
-def _wire_dtype(where: str, value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise TypeError(_has(where, value, '"fp32", "bf16" or "fp16"'))
-    if value.lower() not in ("fp32", "bf16", "fp16"):
-        raise ValueError(_has(where, value, '"fp32", "bf16" or "fp16"'))
-    return value.lower()
 
 
 def _refused(why: str) -> Check:
@@ -193,6 +174,12 @@ def _refused(why: str) -> Check:
     return check
 
 
+_count = _whole(1, math.inf, "at least 1")
+_power = _whole(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
+_stage = _whole(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+_dtype = _word("fp32", "bf16", "fp16", expected='"fp32", "bf16" or "fp16"')
+_adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (another optimizer: pass initialize(optimizer=...))")
+
 Section = Mapping[str, "Check | Section"]
 
 _SECTIONS: Section = {
@@ -200,7 +187,7 @@ _SECTIONS: Section = {
     "train_micro_batch_size_per_gpu": _count,
     "gradient_accumulation_steps": _count,
     "gradient_clipping": _number,
-    "communication_data_type": _wire_dtype,
+    "communication_data_type": _or_none(_dtype),
     "bf16": {"enabled": _flag},
     "fp16": {
         "enabled": _flag,
@@ -218,7 +205,7 @@ _SECTIONS: Section = {
         "offload_param": {"device": _offload_device, "pin_memory": _flag},
     },
     "optimizer": {
-        "type": _optimizer_type,
+        "type": _adam,
         "params": {
             "lr": _number,
             "betas": _betas,
@@ -230,7 +217,7 @@ _SECTIONS: Section = {
             "max_grad_norm": _refused("clip with gradient_clipping"),
         },
     },
-    "steps_per_print": _count_or_never,
+    "steps_per_print": _or_none(_count),
 }
 
 

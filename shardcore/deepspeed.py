@@ -1,4 +1,4 @@
-"""initialize(): DeepSpeed's door to shardcore.shard.
+"""initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
 Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the
 configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed.
@@ -20,7 +20,7 @@ from shardcore.api import agree, shard
 from shardcore.comm import Comm
 from shardcore.config import BatchSizes, Config, read_config
 from shardcore.engine.materialize import Materialize
-from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
 from shardcore.training_engine import ShardedLoader, TrainingEngine
 
 logger = logging.getLogger("shardcore")
@@ -48,9 +48,11 @@ def initialize(
     optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
         configuration names one.
     training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
-    materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
+        collate_fn: the loader's.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
+    materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
 
+    The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
     Starts torch.distributed from the environment (as torchrun sets it) unless it is started; without RANK and WORLD_SIZE the
     world is this process. With CUDA the device is LOCAL_RANK's, and the backend nccl. Collective. Raises on every rank,
     with nothing changed: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
@@ -153,7 +155,7 @@ def _check_model(model: Any, settings: Config) -> None:
     for name, param in model.named_parameters():
         if param.is_floating_point() and param.dtype != torch.float32:
             raise ValueError(
-                f"{_OP}: model parameter {name} has dtype {str(param.dtype).removeprefix('torch.')} but config enables "
+                f"{_OP}: model parameter {name} has dtype {dtype_name(param.dtype)} but config enables "
                 'neither bf16 nor fp16; expected float32 weights, or {"bf16": {"enabled": true}}'
             )
 

@@ -3,7 +3,7 @@
 Pure arithmetic: no torch, no communication. Invariants (tested for any world size):
 every parameter and every shard starts on a 256-element boundary; all shards of a buffer have the same length; parameters
 keep their order and never overlap; the pieces of all ranks together are every element of every parameter exactly once.
-The boundary is also the block of the norm and of 8-bit states, so no block is ever cut (see docs/architecture.md, Blocks).
+The boundary is also the block of the norm and of 8-bit states, so no block is ever cut (see docs/kernels.md, Blocks).
 """
 
 from collections.abc import Iterable, Sequence

@@ -27,7 +27,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.kinds import Kept, kept_values, range_of
 from shardcore.engine.store import Scalars, Span, lists_of, read_part
 from shardcore.engine.worker import own_thread_count
-from shardcore.layout import BLOCK
+from shardcore.layout import BLOCK, round_up
 
 logger = logging.getLogger("shardcore")
 
@@ -232,7 +232,7 @@ class CpuStore:
             else:
                 params.append(weight)
             weights.append(weight if self._weights else None)
-            cursor += _whole_blocks(span.numel)
+            cursor += round_up(span.numel, BLOCK)
         return self._steps.chunk(
             params=params,
             grads=grads,
@@ -245,8 +245,8 @@ class CpuStore:
 
     def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries into as few lists as can be, of about equal size."""
-        numel = sum(_whole_blocks(span.numel) for span in spans)
-        most = _whole_blocks(-(-numel // -(-numel // self._chunk_numel)))
+        numel = sum(round_up(span.numel, BLOCK) for span in spans)
+        most = round_up(-(-numel // -(-numel // self._chunk_numel)), BLOCK)
         chunk: list[Span] = []
         room = most
         for span in spans:
@@ -254,7 +254,7 @@ class CpuStore:
             while done < span.numel:
                 part = span.part(done, min(span.numel - done, room))
                 chunk.append(part)
-                done, room = done + part.numel, room - _whole_blocks(part.numel)
+                done, room = done + part.numel, room - round_up(part.numel, BLOCK)
                 if room <= 0:
                     yield chunk
                     chunk, room = [], most
@@ -267,10 +267,6 @@ def _grad_of(bucket: Bucket) -> torch.Tensor:
     grad = bucket.grad if bucket.host_grad is None else bucket.host_grad
     assert grad is not None
     return grad
-
-
-def _whole_blocks(numel: int) -> int:
-    return -(-numel // BLOCK) * BLOCK
 
 
 def warn_of_pageable(copies: _C.HostTier) -> None:

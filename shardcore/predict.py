@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.arguments import DTYPES, accept_optimizer, check_options, offload_options
+from shardcore.arguments import DTYPES, accept_optimizer, check_options, loss_scaler, offload_options, reduce_policy
 from shardcore.comm import Comm
 from shardcore.engine import build
-from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, take_full
+from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, give_full, take_full
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import MAX_IN_FLIGHT
 from shardcore.engine.gather import keepers_of
 from shardcore.engine.memory import MemoryReport, gradient_bytes, memory_lines
@@ -126,21 +127,14 @@ def predict(
         for param in model.parameters()
         if not param.requires_grad and param not in in_buckets
     ]
-    sync_each = stage >= 2 if chosen["sync_each"] is None else chosen["sync_each"]
     rehearsal = _Rehearsal(
         buckets,
         build.units_of(specs, buckets),
         lifetimes,
         comm,
-        ReducePolicy(
-            chosen["accumulate"],
-            sync_each,
-            DTYPES[chosen["grad_dtype"]],
-            DTYPES.get(chosen["reduce_dtype"]),
-            chosen["reduction"] == "nccl",
-        ),
+        reduce_policy(chosen, world_size),
         keepers_of(chosen["reshard_after_forward"]),
-        chosen["precision"] == "fp16" and chosen["loss_scale"] != 1.0,
+        loss_scaler(chosen).active,
         MetaStates(updated, tiers),
         frozen,
         cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
@@ -197,7 +191,7 @@ class _Rehearsal:
             self._move_weights()
             self._backward(reducing=self.policy.sync_each or micro == self.policy.accumulate)
         self._send("agree on the norm", NORM_ROW_BYTES * self.comm.world_size, self._everyone)
-        if self.lifetimes.full_weight_resident and not self.lifetimes.owns_everything:
+        if self.lifetimes.gathers_new_weights:
             for bucket in self.buckets:
                 if bucket.group is not None:
                     self._send("gather weights after the step", bucket.layout.numel * bucket.dtype.itemsize, self.comm.sharers)
@@ -342,19 +336,21 @@ class _Rehearsal:
     def _finish(self, bucket: Bucket, sent: torch.Tensor) -> None:
         as_sums = sent.dtype == self.policy.grad_dtype
         alone = self.comm.world_size == 1
+        unchanged = alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums)
         if bucket in self.cuts:
-            self._leave(
-                bucket, sent, alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums)
-            )
+            source = self._host.reduce(bucket, sent, unchanged, partial(self._release, bucket))
+            self._send("gather gradients", source.nbytes, self.comm.topology.owners(self.comm.rank))
+            bucket.reduced = True
+            self._note(bucket)
             return
-        if alone and not self.scaled and not bucket.reduced and (self.policy.accumulate == 1 or as_sums):
-            self._replace_grad(bucket, sent)
+        if unchanged:
+            bucket.replace_grad(sent, self.pool)
         else:
-            if as_sums and self.lifetimes.owns_everything and not bucket.reduced and not (alone and self.scaled):
-                self._replace_grad(bucket, sent)
+            if as_sums and self.lifetimes.owns_everything and not bucket.reduced and not alone:
+                bucket.replace_grad(sent, self.pool)
             old, dtype = bucket.grad, self.policy.grad_dtype
             if old is None or old.dtype != dtype:
-                self._replace_grad(bucket, self.pool.keep(bucket.owned_numel, dtype))
+                bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
             topology, rank = self.comm.topology, self.comm.rank
             owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
             self._send("gather gradients", bucket.owned_numel * dtype.itemsize, owners)
@@ -363,23 +359,9 @@ class _Rehearsal:
             self._release(bucket, sent)
         self._note(bucket)
 
-    def _leave(self, bucket: Bucket, sent: torch.Tensor, as_it_is: bool) -> None:
-        source = self._host.reduce(bucket, sent, as_it_is, partial(self._release, bucket))
-        self._send("gather gradients", source.nbytes, self.comm.topology.owners(self.comm.rank))
-        bucket.reduced = True
-        self._note(bucket)
-
     def _release(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        if self.lifetimes.full_grad_resident and whole.dtype not in bucket.resident:
-            bucket.resident[whole.dtype] = whole
-            self._count(bucket)
-        else:
-            self.pool.give(whole)
-
-    def _replace_grad(self, bucket: Bucket, grad: torch.Tensor) -> None:
-        if bucket.grad is not None:
-            self.pool.give(bucket.grad)
-        bucket.grad = grad
+        give_full(bucket, whole, self.pool, self.lifetimes)
+        self._count(bucket)
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.cuts)

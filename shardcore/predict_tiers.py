@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from shardcore.arguments import Offload
-from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
+from shardcore.engine.bucket import Bucket, ReducePolicy
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.host_grads import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.store import DeviceStore
 from shardcore.offload import staging_bytes

@@ -1,8 +1,9 @@
-"""Pure: the tags of messages, by which gloo tells apart what ranks send.
+"""The tags of messages, by which gloo tells apart what ranks send. Pure.
 
-Ranks that left a backward early never pair the next one's messages with those of the old. Until ranks part (`Tags.part`) one
-half of a kind's tags is for messages of something by its number: so what differs never meets, not even before ranks notice that
-they go different ways (gloo ends the process where sizes differ).
+A tag has the message's kind, how often ranks have parted (`Tags.part`), and a number. Each backward has numbers of its own, so
+a rank that left one early never pairs the next one's messages with the old ones. One half of the numbers is for messages about
+something that has a number itself (a bucket): ranks on different ways never pair messages about different things, which gloo,
+where sizes differ, would answer by ending the process.
 """
 
 from collections import Counter

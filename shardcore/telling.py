@@ -1,4 +1,4 @@
-"""Pure: how ranks tell each other, by one kind of collective, what may differ; and how they say where it does."""
+"""How ranks compare what may differ between them, and the errors that say where it does. Pure: callers bring the collective."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,10 +15,10 @@ _AT = {  # by Traffic
 
 
 def tell(row: torch.Tensor, kind: int, rank: int, world_size: int, gather: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """Return the rows of all ranks stacked, by `gather`, which fills a tensor of which each rank has its own row.
+    """Return the rows of all ranks stacked; `gather` fills a tensor of which each rank has set its own row.
 
-    gloo's all_gather has no tags, and ends the process where sizes differ. So each row comes with a head: its kind and its
-    bytes, of the same size everywhere, and where these differ all ranks raise. Short rows lie behind it in the same message.
+    gloo's all_gather has no tags, and ends the process where sizes differ. So each row comes with a head of fixed size that
+    has the row's kind and size; where heads differ all ranks raise. Short rows travel in the same message as their head.
     """
     said = as_bytes(row.contiguous())
     size = said.numel()

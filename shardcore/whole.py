@@ -21,22 +21,31 @@ def _engine_of(op: str, thing: Any) -> Engine:
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the averaged gradient of a sharded model's parameter, whole (in the gradient dtype), or None. Collective."""
+    """Return the averaged, unscaled gradient of a sharded model's parameter, whole. Collective: all ranks ask for the same one.
+
+    A new tensor of the parameter's shape on the rank's device, in shard's `grad_dtype` (one rank alone may have the weight's
+    dtype); None if no rank has a gradient for it. What was only added locally (`no_sync`, `accumulate`) is reduced first.
+    Raises ValueError or TypeError, on every rank, for a frozen parameter and where ranks ask for different ones.
+    """
     return _engine_of("full_grad", param).full_grad(param)
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """Return an optimizer state of a sharded model's parameter, whole ("step", "exp_avg", "master", ...). Collective."""
+    """Return an optimizer state of a sharded model's parameter, whole. Collective: all ranks ask for the same one.
+
+    key: "exp_avg", "exp_avg_sq", "master" where there is one, "max_exp_avg_sq" with amsgrad: a new tensor of the parameter's
+    shape where the states live, float32 (bfloat16 moments as they are). "step": the count, a tensor of shape () on the CPU.
+    Raises ValueError, TypeError or KeyError, on every rank, for a frozen parameter, another key and where ranks differ.
+    """
     return _engine_of("full_state", param).full_state(param, key)
 
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
-    """Make a sharded model's weights whole and readable inside the context. Collective.
+    """Make a sharded model's weights whole inside the context, to read or to edit in place. Collective.
 
-    model: what shard returned, or a module of it, or the engine that initialize returned. At stages 0 to 2 weights always are
-    whole. Edits in place reach the masters at the next step, and at stage 3 the shards at the end of the context; every rank
-    makes the same ones.
+    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are always
+    whole. Every rank makes the same edits; they reach the shards at the end of the context (stage 3), masters at the next step.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
@@ -77,6 +86,9 @@ def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: M
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Add gradients of backwards inside locally in float32, without reduction; the next reduction takes the sum."""
+    """Let backwards inside the context add their gradients locally in float32; the next reduction sends the sum.
+
+    model: what shard returned, or the engine that initialize returned. Not collective, but every rank does the same.
+    """
     with _engine_of("no_sync", model).no_sync():
         yield

@@ -8,19 +8,6 @@
 
 namespace shardcore::bind {
 
-struct __attribute__((visibility("hidden"))) PyAdamHyper;
-struct __attribute__((visibility("hidden"))) PyAdamLists;
-struct __attribute__((visibility("hidden"))) PyDeviceStep;
-struct __attribute__((visibility("hidden"))) PyDeviceScalars;
-struct __attribute__((visibility("hidden"))) PyLossScaleRule;
-class __attribute__((visibility("hidden"))) AdamStepper;
-class __attribute__((visibility("hidden"))) PyHostTier;
-class __attribute__((visibility("hidden"))) PyCopyEvent;
-class __attribute__((visibility("hidden"))) PyNeighbourReads;
-class __attribute__((visibility("hidden"))) PyTicket;
-class __attribute__((visibility("hidden"))) PyTierChunk;
-class __attribute__((visibility("hidden"))) PyTierSteps;
-
 template <typename T>
 class __attribute__((visibility("hidden"))) InitializedCaster : public py::detail::type_caster_base<T> {
  public:
@@ -39,32 +26,26 @@ class __attribute__((visibility("hidden"))) InitializedCaster : public py::detai
 
 }  // namespace shardcore::bind
 
-namespace pybind11::detail {
-template <>
-class type_caster<shardcore::bind::PyAdamHyper> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamHyper> {};
-template <>
-class type_caster<shardcore::bind::PyAdamLists> : public shardcore::bind::InitializedCaster<shardcore::bind::PyAdamLists> {};
-template <>
-class type_caster<shardcore::bind::PyDeviceStep> : public shardcore::bind::InitializedCaster<shardcore::bind::PyDeviceStep> {};
-template <>
-class type_caster<shardcore::bind::PyDeviceScalars>
-    : public shardcore::bind::InitializedCaster<shardcore::bind::PyDeviceScalars> {};
-template <>
-class type_caster<shardcore::bind::PyLossScaleRule>
-    : public shardcore::bind::InitializedCaster<shardcore::bind::PyLossScaleRule> {};
-template <>
-class type_caster<shardcore::bind::AdamStepper> : public shardcore::bind::InitializedCaster<shardcore::bind::AdamStepper> {};
-template <>
-class type_caster<shardcore::bind::PyHostTier> : public shardcore::bind::InitializedCaster<shardcore::bind::PyHostTier> {};
-template <>
-class type_caster<shardcore::bind::PyCopyEvent> : public shardcore::bind::InitializedCaster<shardcore::bind::PyCopyEvent> {};
-template <>
-class type_caster<shardcore::bind::PyNeighbourReads>
-    : public shardcore::bind::InitializedCaster<shardcore::bind::PyNeighbourReads> {};
-template <>
-class type_caster<shardcore::bind::PyTicket> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTicket> {};
-template <>
-class type_caster<shardcore::bind::PyTierChunk> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTierChunk> {};
-template <>
-class type_caster<shardcore::bind::PyTierSteps> : public shardcore::bind::InitializedCaster<shardcore::bind::PyTierSteps> {};
-}  // namespace pybind11::detail
+// Gives a class of shardcore::bind that caster; before any use of it in a file.
+#define SHARDCORE_REFUSE_UNINITIALIZED(kind, name)           \
+  namespace shardcore::bind {                                \
+  kind __attribute__((visibility("hidden"))) name;           \
+  }                                                          \
+  template <>                                                \
+  class pybind11::detail::type_caster<shardcore::bind::name> \
+      : public shardcore::bind::InitializedCaster<shardcore::bind::name> {}
+
+SHARDCORE_REFUSE_UNINITIALIZED(struct, PyAdamHyper);
+SHARDCORE_REFUSE_UNINITIALIZED(struct, PyAdamLists);
+SHARDCORE_REFUSE_UNINITIALIZED(struct, PyDeviceStep);
+SHARDCORE_REFUSE_UNINITIALIZED(struct, PyDeviceScalars);
+SHARDCORE_REFUSE_UNINITIALIZED(struct, PyLossScaleRule);
+SHARDCORE_REFUSE_UNINITIALIZED(class, AdamStepper);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyHostTier);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyCopyEvent);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyNeighbourReads);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyTicket);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyTierChunk);
+SHARDCORE_REFUSE_UNINITIALIZED(class, PyTierSteps);
+
+#undef SHARDCORE_REFUSE_UNINITIALIZED

@@ -28,8 +28,8 @@ std::optional<SharedMemory> OverlapCheck::find(std::vector<MemoryRange> written,
     given_ = std::move(written);
   }
   sort_by_address(read);
-  auto next =
-      sorted_.begin();  // the first that does not lie wholly before the range read: they are disjoint, so ends ascend too
+  // next: the first that does not lie wholly before the range read. They are disjoint, so ends ascend, too.
+  auto next = sorted_.begin();
   for (const MemoryRange& range : read) {
     while (next != sorted_.end() && next->end <= range.begin) ++next;
     if (next == sorted_.end()) break;

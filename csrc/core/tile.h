@@ -1,6 +1,6 @@
 // The 256-element tile: dtypes are converted a tile at a time, so they do not multiply the loops that compute.
 //
-// The same 256 is the block of the norm, the alignment of shards and (later) the block of 8-bit states.
+// The same 256 is the block of the norm, the alignment of shards and the block of 8-bit states.
 #pragma once
 
 #include <cstdint>

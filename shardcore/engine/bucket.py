@@ -4,19 +4,18 @@ A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it
 (`Lifetimes`), the only place where ZeRO stages differ.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shardcore._native import _C
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.digest import digest_of
 from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
-from shardcore.telling import as_bytes
 
-_HUGE_BYTES = 1 << 21
 _SMALL_BYTES = 1 << 16  # a copy of its own takes longer to start than to run
 _WAIT_AT_MOST = 32
 
@@ -33,6 +32,11 @@ class Lifetimes:
     owns_everything: bool
     full_grad_resident: bool
     full_weight_resident: bool
+
+    @property
+    def gathers_new_weights(self) -> bool:
+        """Whether a step's new weights are gathered at its end (stages 1 and 2): resident, and made in shards."""
+        return self.full_weight_resident and not self.owns_everything
 
 
 LIFETIMES = {
@@ -70,13 +74,15 @@ _NOWHERE = torch.empty(0, device="cpu")
 class Managed:
     """One parameter of the model under the engine, with what must be remembered about it between backward and step.
 
+    index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of its slot in the bucket.
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
-    step: how many updates it has had; skips: steps that were skipped; pending: bits of those steps of which the host does not
-    know yet (engine/verdicts.py, Note [Counts]). grad_view: what stage 0 handed out as `param.grad`.
-    place, version: where the parameter's data lies, and its version counter when the engine last knew its value (in-place
-    edits by the user move it). changes: in words, how its weights were loaded and edited since the last step, and with what
-    (`digest_of`), which all ranks have to do alike; a load makes up for what was before it. part: the digest of this rank's
-    part of edited weights that nobody has whole, for those who own the same (hybrid sharding).
+    grad_view: what stage 0 handed out as `param.grad`.
+    step: how many updates it has had. skips: how many steps were skipped. pending: a bit for each step of which the host does
+        not know yet (engine/verdicts.py, Note [Counts]).
+    place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    changes: in words, how its weights were loaded and edited since the last step, with digests; ranks compare it, and a load
+        makes up for what was before it. part: the digest of this rank's part of edited weights that no rank has whole; those
+        who own the same part (hybrid sharding) compare it.
     """
 
     name: str
@@ -230,13 +236,13 @@ class Bucket:
         """View the owned range of a whole-bucket buffer."""
         return whole[self.owned[0] : self.owned[1]]
 
-    def replace_grad(self, grad: torch.Tensor, pool: "BufferPool") -> None:
+    def replace_grad(self, grad: torch.Tensor, pool: BufferPool) -> None:
         """Let `grad` be the reduced gradient; what was before goes to the pool."""
         if self.grad is not None:
             pool.give(self.grad)
         self.grad = grad
 
-    def sum_buffer(self, dtype: torch.dtype, pool: "BufferPool") -> torch.Tensor:
+    def sum_buffer(self, dtype: torch.dtype, pool: BufferPool) -> torch.Tensor:
         """Return the reduced gradient in the dtype that sums have; a first gradient kept as it was is converted."""
         old = self.grad
         if old is None or old.dtype != dtype:
@@ -273,6 +279,10 @@ class Bucket:
             first, end = piece.start - start, piece.start - start + piece.numel
             if end > 0 and first < flat.numel():
                 yield self.params[piece.slot], piece, flat[max(0, first) : end]
+
+    def pieces_of(self, managed: Managed) -> list[Piece]:
+        """Return the owned pieces of one parameter, in order."""
+        return [piece for piece in self.pieces if self.params[piece.slot] is managed]
 
     def _views_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """View each parameter's slot, and each gap between them, of a long-lived whole-bucket buffer.
@@ -326,53 +336,6 @@ class Bucket:
             torch._foreach_zero_([*gaps, *unused])
 
 
-class BufferPool:
-    """Lends a few buffers to many buckets, whatever their sizes, and counts what exists.
-
-    A buffer is lent to whoever fits in; where none is large enough, the largest free one makes room for a larger one. So
-    there are as many as are in use at once, and none is larger than the largest use.
-    """
-
-    def __init__(self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None) -> None:
-        """Make an empty pool of buffers on `device`. `dropped` is told of memory that is given up: views keep it alive."""
-        self.device, self._dropped = device, dropped
-        self._free: list[torch.Tensor] = []  # bytes
-        self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by storage (on meta there are no addresses)
-        self.allocated_bytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer (numel,) with undefined content, for a short time."""
-        size = numel * dtype.itemsize
-        fitting = [(memory.numel(), index) for index, memory in enumerate(self._free) if memory.numel() >= size]
-        if fitting:
-            memory = self._free.pop(min(fitting)[1])
-        else:
-            if self._free:
-                self._drop(max((memory.numel(), index) for index, memory in enumerate(self._free))[1])
-            memory = as_bytes(self.keep(numel, dtype))
-        if size:
-            self._lent[memory.untyped_storage()._cdata] = memory
-        return memory[:size].view(dtype)
-
-    def keep(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of exactly this size with undefined content, for a long time; it may be given to the pool later."""
-        for index, memory in enumerate(self._free):
-            if memory.numel() == numel * dtype.itemsize:
-                return self._free.pop(index).view(dtype)
-        self.allocated_bytes += numel * dtype.itemsize
-        return allocate(numel, dtype, self.device)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back; the caller must not touch it again."""
-        if buffer.numel():
-            self._free.append(self._lent.pop(buffer.untyped_storage()._cdata, as_bytes(buffer)))
-
-    def _drop(self, index: int) -> None:
-        memory = self._free.pop(index)
-        self.allocated_bytes -= memory.numel()
-        self._dropped(memory)
-
-
 def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:
     """Take a whole-bucket buffer: the bucket's resident one, its idle gradient's memory, or one of the pool.
 
@@ -387,8 +350,9 @@ def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: boo
     return (pool.take if passing else pool.keep)(bucket.layout.numel, dtype)
 
 
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a zero-filled flat tensor; large ones on the CPU ask for huge pages."""
-    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
-        return _C.empty_huge(numel, dtype)
-    return torch.zeros(numel, dtype=dtype, device=device)
+def give_full(bucket: Bucket, buffer: torch.Tensor, pool: BufferPool, lifetimes: Lifetimes) -> None:
+    """Give back what `take_full` took: one of each dtype stays with the bucket where these are resident, the rest is pooled."""
+    if lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
+        bucket.resident[buffer.dtype] = buffer
+    else:
+        pool.give(buffer)

@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.comm import Comm
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, closed_message
+from shardcore.engine.buffers import allocate
 from shardcore.engine.kinds import NO_STATES, kind_of
 from shardcore.engine.membership import check_unwrapped
 from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
-from shardcore.optim import PARAM_DTYPES, check_dtype, export_state, import_state
+from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, export_state, import_state
 from shardcore.telling import plain
 from shardcore.units import UnitSpec
 
@@ -51,7 +52,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
         if param.requires_grad and param.dtype not in PARAM_DTYPES:
-            raise TypeError(f"shard: {name} has dtype {_name(param.dtype)}; expected float32, bfloat16 or float16")
+            raise TypeError(f"shard: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
         if param.requires_grad and not param.is_contiguous():
             raise ValueError(
                 f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
@@ -158,15 +159,15 @@ def signature(
     for spec in specs:
         for name, param in spec.params:
             kind = "trainable" if param.requires_grad else "frozen"
-            place = f"unit={spec.name} group={places.get(param)} becoming {_name(builder.dtype_of(param))}"
+            place = f"unit={spec.name} group={places.get(param)} becoming {dtype_name(builder.dtype_of(param))}"
             entries.append(
-                f"{name} {tuple(param.shape)} {_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
+                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
             )
     first_names = {param: name for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
         if first_names[param] != name:
             entries.append(f"{name} is {first_names[param]}")
-    entries += [f"buffer {name} {tuple(buffer.shape)} {_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
+    entries += [f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
     for index, group in enumerate(optimizer.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
         entries += [f"param_groups[{index}].{key}={plain(value)}" for key, value in group.items() if key != "params"]
@@ -329,10 +330,6 @@ def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
     tensor.data = data
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +21,7 @@ from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
 from shardcore.engine.pace import Pace
+from shardcore.engine.reads import agree_on_read
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore, StepError
@@ -30,17 +30,6 @@ from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.optim import check_max_norm, step_tensor
-
-# What users call on every rank to read whole values.
-_READS = (
-    "optimizer.state_dict",
-    "state_dict",
-    "full_grad",
-    "full_state",
-    "clip_grad_norm_",
-    "sharded_state_dict",
-    "load_sharded_state_dict",
-)
 
 
 class Engine:
@@ -61,9 +50,9 @@ class Engine:
         weights: Weights | None,
         scaler: LossScaler,
         lazy: LazyStep | None,
-        home: GradHome | None = None,
-        pace: Pace | None = None,
-        resplit: Callable[[float], Mapping[Bucket, int]] | None = None,
+        home: GradHome | None,
+        pace: Pace | None,
+        resplit: Callable[[float], Mapping[Bucket, int]] | None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
@@ -302,30 +291,17 @@ class Engine:
         self.reducer.settle()
         self.settle()
         problem: Exception | None = None
-        what = None
+        what = ""
         try:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
         self.meetings.meet(READ)
         try:
-            what = None if problem is not None else check()
+            what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error
-        here = zlib.crc32((what or "").encode())
-        row = torch.tensor([_READS.index(op), problem is not None, here], device="cpu")
-        others = self.comm.tell(row, Traffic.READ).tolist()
-        if problem is not None:
-            raise problem
-        for rank, (read, refuses, there) in enumerate(others):
-            if read != _READS.index(op):
-                raise ValueError(
-                    f"{op}: rank {rank} calls {_READS[read]}; expected every rank to make the same calls in one order"
-                )
-            if refuses:
-                raise ValueError(f"{op}: rank {rank} refused; its own error says why")
-            if there != here:
-                raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
+        agree_on_read(self.comm, op, what, problem)
 
     def read_all(self, op: str, what: str) -> None:
         """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""

@@ -15,7 +15,8 @@ import torch
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.meeting import Meetings, Notice
 
 MAX_IN_FLIGHT = 2
@@ -66,7 +67,7 @@ class Exchange:
         finish: Callable[[Bucket, torch.Tensor, Parts], None],
         meetings: Meetings,
         buckets: Sequence[Bucket],
-        backend_sums: bool = False,
+        backend_sums: bool,
     ) -> None:
         """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
         self.comm, self.pool, self._finish, self._meetings = comm, pool, finish, meetings

@@ -54,14 +54,11 @@ class Gatherer:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if arrived is not None:
                 arrived.wait()
-            return self._gather_from(bucket, self._comm.sharers, 2 * self._number[bucket])
+            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._comm.sharers, of=2 * self._number[bucket])
 
     def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
         """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
-        return self._gather_from(bucket, keepers, 2 * self._number[bucket] + 1)
-
-    def _gather_from(self, bucket: Bucket, ranks: Sequence[int], number: int) -> list[Any]:
-        return [*self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, ranks, of=number)]
+        return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, keepers, of=2 * self._number[bucket] + 1)
 
     def wait(self, gathers: Iterable[Any]) -> None:
         """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""

@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from shardcore._native import _C
 from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
+from shardcore.engine.bucket import Bucket, ReducePolicy
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import Parts
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 

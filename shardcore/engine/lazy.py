@@ -90,7 +90,7 @@ class LazyStep:
         self._lock = threading.RLock()
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
-        self._gathers = lifetimes.full_weight_resident and len(comm.sharers) > 1 and not lifetimes.owns_everything
+        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._worker_gathers = self._gathers and not comm.uses_nccl
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self._readers: dict[Bucket, list[_Reader]] = {bucket: [] for unit in units for bucket in unit.buckets}

@@ -119,7 +119,7 @@ class FromInit:
                 try:
                     with torch.no_grad():
                         self._init(module)
-                    self._check(name, module, fresh, has_values=builder.comm.rank == 0 or not broadcast)
+                    self._check(name, fresh, has_values=builder.comm.rank == 0 or not broadcast)
                 finally:
                     for table, key, tensor in kept:
                         table[key] = tensor
@@ -134,9 +134,7 @@ class FromInit:
                     set_weights(store, *place_of[tensor], part_of(values))
                     builder.place(*place_of[tensor])
 
-    def _check(
-        self, name: str, module: nn.Module, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool
-    ) -> None:
+    def _check(self, name: str, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool) -> None:
         """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
         for table, key, tensor in fresh:
             found, what = table.get(key), f"{name}.{key}".lstrip(".")

@@ -1,13 +1,12 @@
-"""Points that every rank comes to in the same order. Each tells the others where it is, so that ranks which go different ways
-all get the same error at once, and none waits for the process group's timeout.
+"""Announcements: before each collective every rank says what it comes to, so that ranks which go different ways all get the
+same error at once, and none waits for the process group's timeout.
 
 Note [Parting]: announcements are checked in the order in which they were made, so every rank finds the same first one at which
 ranks differ. From there all start anew: with tags of their own, and with nothing learned. What was announced before it was sent
 by all, and comes. What was announced from there on may come late or never: nobody waits for it, and its memory is kept.
-
-Messages of NCCL cannot be told apart by tags: there nothing is told (`start` returns None), and its own watchdog ends the
-wait, after Comm.watch has said where. Where ranks say something on gloo beside it (telling.py), what they say tells where they
-are. Where nobody waits, since as many collectives of the same sizes ran in another order, a step finds that (`untold`).
+Note [NCCL]: its messages have no tags, so nothing is announced there (`start` returns None). Its watchdog ends a wait, after
+Comm.watch has said where. With gloo beside it, what ranks compare says where each is (telling.py). Where nobody waits, since
+equally many collectives of the same sizes ran in another order, the next step finds that (`untold`).
 """
 
 import zlib

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes
+from shardcore.engine.bucket import Bucket, Lifetimes
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.engine import Engine
 from shardcore.engine.store import StateStore
 
@@ -23,7 +24,10 @@ class MemoryLine:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes allocated by shardcore on this rank now, padding included; frozen weights count, activations do not."""
+    """Bytes that shardcore has allocated on this rank, padding and frozen weights included, activations not.
+
+    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums, and print() shows a table in MiB.
+    """
 
     lines: tuple[MemoryLine, ...]
 
@@ -57,7 +61,10 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module) -> MemoryReport:
-    """Return what the sharded `model` keeps in memory on this rank. ValueError if it was not sharded."""
+    """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
+
+    Waits for a step that is on its way. shardcore.predict says the same before training.
+    """
     engine = getattr(model, "_shardcore_engine", None)
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
@@ -98,7 +105,7 @@ def memory_lines(
     for bucket in buckets:
         unit = bucket.unit or "root"
         kept = bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight
-        yield MemoryLine(unit, "weights", bucket.weight_tier, _bytes(kept))
+        yield MemoryLine(unit, "weights", bucket.weight_tier, kept.nbytes)
         in_grads = gradient_bytes(bucket, shown(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)
@@ -107,7 +114,7 @@ def memory_lines(
         if bucket.group is not None:
             for tier, key, size in store.stored(bucket):
                 yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
-    yield MemoryLine("frozen", "weights", "device", sum(_bytes(param) for param in frozen))
+    yield MemoryLine("frozen", "weights", "device", sum(param.nbytes for param in frozen))
     if gathered is not None:
         yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
@@ -118,11 +125,7 @@ def memory_lines(
 def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:
     """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
     held = {id(t): t for t in (bucket.grad, bucket.wire, shown, *bucket.resident.values()) if t is not None}
-    return sum(_bytes(t) for t in held.values())
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(t.nbytes for t in held.values())
 
 
 def _mib(count: int) -> str:

@@ -26,10 +26,10 @@ def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
     model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
     if engine.weights is not None:
         for index, unit in enumerate(engine.weights.units):
+            if unit.module._forward_pre_hooks and unit.module is not model:  # the user's
+                unit.module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
             unit.module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
             unit.module.register_forward_hook(_AfterUnit(engine, index))
-            if unit.module._forward_pre_hooks and unit.module is not model:
-                unit.module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
             for part in callable_parts(unit, engine.weights.units):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))

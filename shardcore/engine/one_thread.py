@@ -1,4 +1,4 @@
-"""One pass over a sharded model at a time: another thread's would find weights that come and go, and mix its gradients in."""
+"""Refuses a forward while another thread is inside one (stage 3): it would find weights that come and go."""
 
 import sys
 import threading

@@ -1,5 +1,5 @@
-"""Passes over a model: the order in which units are used, learned in one and expected in the next; whether it is a backward;
-the tensors that go in and come out.
+"""What hooks ask about a pass over a model: the order in which units are used, whether it is a backward, and which tensors go
+in and come out.
 """
 
 from collections.abc import Iterator, Mapping

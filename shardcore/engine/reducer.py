@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_dropped_grads, warn_of_old_grads, watch
-from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, refuse_grads, take_full
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
@@ -51,7 +52,7 @@ class Reducer:
         scaler: LossScaler,
         meetings: Meetings,
         lazy: LazyStep | None,
-        home: GradHome | None = None,
+        home: GradHome | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
@@ -286,10 +287,7 @@ class Reducer:
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        if self.lifetimes.full_grad_resident and buffer.dtype not in bucket.resident:
-            bucket.resident[buffer.dtype] = buffer
-        else:
-            self.pool.give(buffer)
+        give_full(bucket, buffer, self.pool, self.lifetimes)
 
     @held_back_interrupts()  # what is launched is sent
     def _launch_next(self) -> None:

@@ -8,7 +8,6 @@ protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is i
 """
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
@@ -23,7 +22,7 @@ from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
-from shardcore.optim import step_tensor
+from shardcore.optim import step_tensor, warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -122,11 +121,7 @@ ReadOwned = Callable[[int, int], torch.Tensor]
 
 def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
     """Copy what this rank has of a parameter."""
-    ranges = [
-        (piece.param_start, read(piece.start, piece.numel).clone())
-        for piece in bucket.pieces
-        if bucket.params[piece.slot] is managed
-    ]
+    ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
     shape, none = managed.param.shape, read(0, 0)
     return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
 
@@ -188,7 +183,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         for managed in bucket.params:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
-        if engine.lifetimes.full_weight_resident and not engine.lifetimes.owns_everything:
+        if engine.lifetimes.gathers_new_weights:
             wait_all(engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers))
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
@@ -236,16 +231,13 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
             managed.step = int(state[name])
             continue
         read = _reader(state[name])
-        for piece in bucket.pieces:
-            if bucket.params[piece.slot] is managed:
-                values = read(piece.param_start, piece.numel)
-                engine.store.write(bucket, key, piece.start, values)
-                kept = engine.store.read(bucket, key, piece.start, piece.numel)
-                if name not in rounded and not torch.equal(kept.to(values), values):
-                    rounded.append(name)
-    if rounded:
-        more = f" (and {len(rounded) - 1} more like it)" if len(rounded) > 1 else ""
-        warnings.warn(f"{_OP}: {rounded[0]} is rounded to what this optimizer keeps{more}", UserWarning, stacklevel=3)
+        for piece in bucket.pieces_of(managed):
+            values = read(piece.param_start, piece.numel)
+            engine.store.write(bucket, key, piece.start, values)
+            kept = engine.store.read(bucket, key, piece.start, piece.numel)
+            if name not in rounded and not torch.equal(kept.to(values), values):
+                rounded.append(name)
+    warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -277,9 +269,9 @@ def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
 
 
 def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
-    pieces = [piece for piece in bucket.pieces if bucket.params[piece.slot] is managed]
+    expected = [(piece.param_start, piece.numel) for piece in bucket.pieces_of(managed)]
     given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
-    if given != [(piece.param_start, piece.numel) for piece in pieces] or values.shape != managed.param.shape:
+    if given != expected or values.shape != managed.param.shape:
         raise ValueError(f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on this rank")
 
 

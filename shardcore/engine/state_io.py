@@ -1,6 +1,5 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from torch import nn
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.digest import digest_of
 from shardcore.engine.updater import Updater
-from shardcore.optim import export_groups, export_state, import_groups, import_state, step_tensor
+from shardcore.optim import export_groups, export_state, import_groups, import_state, saved_states, step_tensor, warn_of_lost
 
 _OP = "load_state_dict"
 
@@ -56,13 +55,10 @@ class OptimizerStateIO:
         """Serve `updater`; parameters are numbered as `groups` (live) list them; `whole` gathers an owned range. Collective."""
         self.updater, self.groups, self.whole = updater, groups, whole
 
-    def _numbered(self) -> list[tuple[int, torch.Tensor]]:
-        return list(enumerate(p for group in self.groups for p in group["params"]))
-
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
-        number_of = {param: number for number, param in self._numbered()}
+        number_of = {param: number for number, param in enumerate(p for group in self.groups for p in group["params"])}
         found: dict[int, dict[str, Any]] = {}
         for bucket in self.updater.buckets:
             stepped = [managed for managed in bucket.params if managed.step > 0]
@@ -78,21 +74,16 @@ class OptimizerStateIO:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit."""
-        for key in ("state", "param_groups"):
-            if key not in state_dict:
-                raise ValueError(f"{_OP}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
         groups = self.groups
-        options = import_groups(_OP, groups, state_dict["param_groups"])
+        options = import_groups(_OP, groups, state_dict)
         self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
-        saved = self._by_param(groups, state_dict)
+        saved = {param: state for param, (_, state) in saved_states(_OP, groups, state_dict).items()}
         lost: list[str] = []
         taken: dict[Managed, Mapping[str, Any]] = {}
         for managed, bucket in self._optimized():
             taken[managed], lost_here = self._import(managed, bucket, saved)
             lost += lost_here
-        if lost:
-            more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
-            warnings.warn(f"{_OP}: {lost[0]}{more}", UserWarning, stacklevel=4)
+        warn_of_lost(_OP, lost, stacklevel=4)
         for group, new_options in zip(groups, options, strict=True):
             group.update(new_options)
         for managed, bucket in self._optimized():
@@ -115,20 +106,6 @@ class OptimizerStateIO:
 
     def _optimized(self) -> list[tuple[Managed, Bucket]]:
         return [(managed, bucket) for bucket in self.updater.buckets for managed in bucket.params]
-
-    def _by_param(
-        self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-    ) -> dict[torch.Tensor, Mapping[str, Any]]:
-        if not isinstance(state_dict["state"], Mapping):
-            raise TypeError(f'{_OP}: state_dict["state"] has type {type(state_dict["state"]).__name__}; expected a dict')
-        numbers = [n for given in state_dict["param_groups"] for n in given["params"]]
-        if len(set(numbers)) != len(numbers):
-            raise ValueError(f'{_OP}: state_dict["param_groups"] names a parameter twice; expected each once')
-        params = {n: param for n, (_, param) in zip(numbers, self._numbered(), strict=True)}
-        for key in state_dict["state"]:
-            if key not in params:
-                raise ValueError(f'{_OP}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
-        return {params[key]: value for key, value in state_dict["state"].items()}
 
     def _import(
         self, managed: Managed, bucket: Bucket, saved: Mapping[torch.Tensor, Mapping[str, Any]]
@@ -153,7 +130,6 @@ class OptimizerStateIO:
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue
-            for owner, piece, _ in bucket.owned_views(bucket.owned_weight):
-                if owner is managed:
-                    part = flat[piece.param_start : piece.param_start + piece.numel]
-                    self.updater.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))
+            for piece in bucket.pieces_of(managed):
+                part = flat[piece.param_start : piece.param_start + piece.numel]
+                self.updater.store.write(bucket, key, piece.start, part.to(bucket.owned_weight.device))

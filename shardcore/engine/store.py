@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.buffers import allocate
 from shardcore.engine.kinds import Kept, kept_values, range_of, values_of
 from shardcore.engine.trace import scope
 from shardcore.optim import PARAM_DTYPES, SCALES
@@ -223,12 +224,11 @@ def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadP
 def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
     """Set the part of a parameter and its master that this rank owns."""
     master = bucket.kind.master is not None
-    for piece in bucket.pieces:
-        if bucket.params[piece.slot] is managed:
-            part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
-            assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)
-            if master:
-                store.write(bucket, "master", piece.start, part)
+    for piece in bucket.pieces_of(managed):
+        part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
+        assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)
+        if master:
+            store.write(bucket, "master", piece.start, part)
     managed.version = managed.param._version
 
 

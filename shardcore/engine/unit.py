@@ -15,13 +15,14 @@ from shardcore.engine.meeting import Notice
 class Unit:
     """A unit at run time.
 
-    stays: it holds other units, or is the root (engine/weights.py, Note [Letting go in backward]). held: how many
-    `full_params` hold it.
-    gathers: the collectives under way that nobody waited for, None if there are none; notice: what announced them.
-    open: its parameters have memory. calls: backwards of it that have begun and not ended. incomplete: its buckets whose
-    gradients are not all there. kept: this rank's parts, one a bucket, of what a few ranks kept from forward to backward; None
-    if nothing is kept. guest: a module inside, called on its own while the unit was not whole; the unit is whole for its sake.
-    began: what autograd numbers its nodes from, in the forward under way.
+    stays: it is the root or holds other units, so it stays whole through a backward (engine/weights.py, Note [Letting go in
+        backward]).
+    open: its parameters have memory. held: how many `full_params` keep it so. guest: the module inside, called on its own, for
+        whose sake alone it is open.
+    gathers: the collectives under way that nobody has waited for, None if there are none. notice: what announced them.
+    kept: this rank's parts, one a bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
+    calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
+    began: the sequence number of autograd's next node when the forward under way began.
     """
 
     name: str

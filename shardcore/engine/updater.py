@@ -53,8 +53,8 @@ class Updater:
         comm: Comm,
         lifetimes: Lifetimes,
         groups: Sequence[Mapping[str, Any]],
-        constant: Sequence[Managed] = (),
-        verdicts: DeviceVerdicts | None = None,
+        constant: Sequence[Managed],
+        verdicts: DeviceVerdicts | None,
     ) -> None:
         """Serve the buckets that the optimizer's `groups` (live param_groups) update.
 
@@ -72,7 +72,7 @@ class Updater:
         self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
-        self._gathers = lifetimes.full_weight_resident and not lifetimes.owns_everything and len(comm.sharers) > 1
+        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
         self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
 
@@ -106,10 +106,11 @@ class Updater:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP)
             scalars, outcome = self._verdicts.decide(squares, hypers, since, grad_scale, max_norm)
             return outcome, Plan(spans, scalars, list(self._with_grad(spans)), same_order)
-        norm = _C.norm_from_sq(_C.sq_norm_add(squares)) * abs(grad_scale)
-        if not math.isfinite(norm):
+        norm = _C.norm_from_sq(_C.sq_norm_add(squares))
+        scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
+        norm *= abs(grad_scale)
+        if scale is None:
             return norm, None
-        scale = grad_scale if max_norm is None else grad_scale * _C.clip_coefficient(norm, max_norm)
         spans, hypers, _ = self._plan(active, scale)
         return norm, Plan(spans, hypers, list(self._with_grad(spans)), same_order)
 

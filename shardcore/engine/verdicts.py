@@ -33,8 +33,8 @@ _STEPS = 64  # of which the device knows whether they counted
 
 
 def decides_on_device(device: torch.device, tier: str, comm: Comm, lazy: bool) -> bool:
-    """Whether a step needs nothing of the host: states on the device, and ranks that agree without it (Comm.told_on)."""
-    return device.type == "cuda" and tier == "device" and not lazy and comm.told_on.type == "cpu"
+    """Whether a step needs nothing of the host: states on the device, and ranks that agree without it (Comm.tell_device)."""
+    return device.type == "cuda" and tier == "device" and not lazy and comm.tell_device.type == "cpu"
 
 
 class Arrival:

@@ -48,7 +48,7 @@ class Weights(WholeUnits):
         comm: Comm,
         device: torch.device,
         reshard_after_forward: bool | int,
-        lazy: LazyStep | None = None,
+        lazy: LazyStep | None,
     ) -> None:
         """Serve `units`, whose parameters are closed and whose shards are in place.
 

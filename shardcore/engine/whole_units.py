@@ -13,7 +13,8 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.comm import Comm
-from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
+from shardcore.engine.bucket import Bucket, Managed, closed_message
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.gather import Gatherer, keepers_of
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
@@ -32,7 +33,7 @@ class WholeUnits:
         comm: Comm,
         device: torch.device,
         reshard_after_forward: bool | int,
-        lazy: LazyStep | None = None,
+        lazy: LazyStep | None,
     ) -> None:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy

@@ -5,20 +5,27 @@ and clipping have one meaning.
 """
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
-from shardcore.optim.engine import Engine, Gradients
-from shardcore.optim.exchange import export_groups, export_state, import_groups, import_state, import_states, joined_state
+from shardcore.optim.exchange import (
+    export_groups,
+    export_state,
+    import_groups,
+    import_state,
+    joined_state,
+    saved_states,
+    warn_of_lost,
+)
 from shardcore.optim.norm import clip_grad_norm_, global_norm
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
     check_dtype,
     check_options,
-    check_param,
     draws_random_bits,
+    dtype_name,
     hyper_of,
 )
 from shardcore.optim.scale import check_max_norm
-from shardcore.optim.state import ParamState, StepCount, new_state, step_tensor
+from shardcore.optim.state import ParamState, StepCount, step_tensor
 from shardcore.optim.storage import (
     MASTER_STORAGE,
     MOMENTS,
@@ -38,30 +45,28 @@ __all__ = [
     "SCALES",
     "AdamOptimizer",
     "CPUAdam",
-    "Engine",
     "FusedAdam",
-    "Gradients",
     "ParamState",
     "StepCount",
     "check_dtype",
     "check_max_norm",
     "check_options",
-    "check_param",
     "clip_grad_norm_",
     "draws_random_bits",
+    "dtype_name",
     "export_groups",
     "export_state",
     "global_norm",
     "hyper_of",
     "import_groups",
     "import_state",
-    "import_states",
     "joined_master",
     "joined_state",
     "moment_values",
     "new_moments",
-    "new_state",
+    "saved_states",
     "split_remainder",
     "step_tensor",
     "stored_moment",
+    "warn_of_lost",
 ]

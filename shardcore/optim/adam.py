@@ -329,12 +329,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             post_hook(self)
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
-        for key in ("state", "param_groups"):
-            if key not in state_dict:
-                raise ValueError(
-                    f"{self._op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns"
-                )
-        options = import_groups(self._op, self.param_groups, state_dict["param_groups"])
+        options = import_groups(self._op, self.param_groups, state_dict)
         states, masters = import_states(self._op, self.param_groups, state_dict, self._dtensors)
         take_masters(masters)
         for group, new_options in zip(self.param_groups, options, strict=True):

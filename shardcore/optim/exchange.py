@@ -75,13 +75,17 @@ def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
         )
 
 
-def import_groups(op: str, groups: Sequence[Mapping[str, Any]], saved: object) -> list[dict[str, Any]]:
-    """Return, for each group, the options that loading ``saved`` (torch's or ours) gives it; nothing is changed.
+def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
 
     decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
     how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
     TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
     """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"{op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
+    saved = state_dict["param_groups"]
     if not isinstance(saved, Sequence) or not all(
         isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in saved
     ):
@@ -193,6 +197,34 @@ def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
         _C.cast([in_memory(p) for p in params], [in_memory(value) for value in values])
 
 
+def saved_states(
+    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[torch.Tensor, tuple[Any, Any]]:
+    """Return (id, state) of each parameter that a state dict has a state of; it must have passed import_groups.
+
+    Raises TypeError or ValueError for states or ids that are no parameter's.
+    """
+    saved = state_dict["state"]
+    if not isinstance(saved, Mapping):
+        raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
+    params: dict[Any, torch.Tensor] = {}
+    for group, given in zip(groups, state_dict["param_groups"], strict=True):
+        params.update(zip(given["params"], group["params"], strict=True))
+    if len(params) != sum(len(group["params"]) for group in groups):
+        raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
+    for key in saved:
+        if key not in params:
+            raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+    return {params[key]: (key, state) for key, state in saved.items()}
+
+
+def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
+    """Give one UserWarning for all that was lost, each in words. stacklevel: as the caller's own warning would have."""
+    if lost:
+        more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
+        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=stacklevel + 1)
+
+
 def import_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], dtensors: Mapping[torch.Tensor, Rows]
 ) -> tuple[dict[torch.Tensor, ParamState], dict[torch.Tensor, torch.Tensor]]:
@@ -202,25 +234,16 @@ def import_states(
     float32 masters of parameters (their local parts) whose state has a remainder. Their weights are part of the master and must
     be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
     """
-    saved = state_dict["state"]
-    if not isinstance(saved, Mapping):
-        raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
-    targets: dict[Any, tuple[torch.Tensor, str | None, str]] = {}
-    for group, given in zip(groups, state_dict["param_groups"], strict=True):
-        for key, param in zip(given["params"], group["params"], strict=True):
-            targets[key] = param, group["master"] if param.dtype in MASTERED_DTYPES else None, group["state_dtype"]
-    if len(targets) != sum(len(group["params"]) for group in groups):
-        raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
+    group_of = {param: group for group in groups for param in group["params"]}
     states: dict[torch.Tensor, ParamState] = {}
     masters: dict[torch.Tensor, torch.Tensor] = {}
     lost: list[str] = []
-    for key, value in saved.items():
-        if key not in targets:
-            raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
-        param, master, state_dtype = targets[key]
+    for param, (key, value) in saved_states(op, groups, state_dict).items():
+        group = group_of[param]
+        master = group["master"] if param.dtype in MASTERED_DTYPES else None
         name, local = f"state[{key!r}]", local_part(param)
         value = import_dtensors(op, name, value, dtensors.get(param))
-        state, lost_here = import_state(op, name, value, local, master, state_dtype)
+        state, lost_here = import_state(op, name, value, local, master, group["state_dtype"])
         lost += lost_here
         if state:
             states[param] = state
@@ -231,7 +254,5 @@ def import_states(
             state.count = count
     else:
         share_counts(states.values())
-    if lost:
-        more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
-        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=4)
+    warn_of_lost(op, lost, stacklevel=4)
     return states, masters

@@ -253,7 +253,7 @@ def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
         stale.backward()
 
 
-def test_gradients_that_nothing_forgot_after_a_step_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_nothing_forgot_after_a_step_are_tell_devicece(caplog: pytest.LogCaptureFixture) -> None:
     """From stage 1 on `p.grad = None` forgets nothing, which would otherwise show in the loss alone."""
     for stage, forgets, told in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
         model, optimizer, _ = train(0, Run(steps=0, stage=stage))

@@ -17,7 +17,7 @@ from shardcore import api
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.offload import CpuStore
-from shardcore.places import NotAMemberError
+from shardcore.process_groups import NotAMemberError
 from tests.engine.models import batch_of, hash_of, hash_of_training, loss_of, make_net
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}

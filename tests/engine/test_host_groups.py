@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import comm as comm_module
-from shardcore import places
+from shardcore import process_groups
 from shardcore.comm import Comm, Traffic
 from shardcore.engine.verdicts import decides_on_device
-from shardcore.places import places_of, taken_places, timeout_of
+from shardcore.process_groups import slots_of, taken_slots, timeout_of
 from tests.choice import combinations
 from tests.engine.forced import as_on_nccl, device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
@@ -44,7 +44,7 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     )
     tell, all_gather = Comm.tell, comm_module._all_gather
     counted, telling = Counter[tuple[str, bool]](), [False]
-    hosts = lambda: [place.host for place in taken_places()]  # noqa: E731
+    hosts = lambda: [place.host for place in taken_slots()]  # noqa: E731
 
     def told(*given: Any) -> Any:
         telling[0] = True
@@ -67,8 +67,8 @@ def _needs_no_device(comm: Comm) -> bool:
     """Whether the host would not wait for a GPU, where the stand-in's data lies."""
     comm.device, device = GPU, comm.device
     try:
-        assert decides_on_device(GPU, "device", comm, False) == (comm.told_on == CPU)
-        return comm.told_on == CPU
+        assert decides_on_device(GPU, "device", comm, False) == (comm.tell_device == CPU)
+        return comm.tell_device == CPU
     finally:
         comm.device = device
 
@@ -112,7 +112,7 @@ def _several(rank: int, world_size: int, store: str) -> tuple[int, int]:
         run = Run(stage=1, steps=1)
         first, one, _ = train(rank, run)
         second, two, _ = train(rank, run)
-        beside = [model._engine.comm._place.host for model in (one, two)]
+        beside = [model._engine.comm._slot.host for model in (one, two)]
         assert len(set(beside)) == 2, "each engine has its own, as their backwards may interleave"
         for group in beside:
             assert group is not None
@@ -122,7 +122,7 @@ def _several(rank: int, world_size: int, store: str) -> tuple[int, int]:
         del first, one, second, two
         gc.collect()
         _, again, _ = train(rank, run)
-        assert again._engine.comm._place.host in beside
+        assert again._engine.comm._slot.host in beside
         return count, len(dist.distributed_c10d._world.pg_names)
 
 
@@ -146,7 +146,7 @@ def _part(rank: int, world_size: int, store: str, shape: list[list[int]]) -> str
         assert world.bound_device_id == GPU
         world.bound_device_id = None
         assert _needs_no_device(optimizer._engine.comm)
-        host = optimizer._engine.comm._place.host
+        host = optimizer._engine.comm._slot.host
         assert dist.get_process_group_ranks(host) == [0, 2]
         return hash_of_training(model, optimizer)
 
@@ -180,7 +180,7 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
 
     with nccl_alone(rank, world_size, store), pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", fails)
-        patch.setattr(places, "MAKING", timedelta(seconds=1))
+        patch.setattr(process_groups, "MAKING", timedelta(seconds=1))
         began = time.monotonic()
         models = [train(rank, Run(stage=stage, steps=4)) for stage in (2, 3)]
         assert time.monotonic() - began < 30, "of 40"
@@ -267,7 +267,7 @@ def _with_gloo(rank: int, world_size: int) -> bool:
     with as_on_nccl():
         _, optimizer, _ = train(rank, Run(steps=1))
     assert _needs_no_device(optimizer._engine.comm)
-    return all(place.host is None for place in places_of(dist.group.WORLD))
+    return all(place.host is None for place in slots_of(dist.group.WORLD))
 
 
 def test_gloo_beside_nccl_needs_no_other() -> None:

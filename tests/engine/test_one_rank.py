@@ -222,7 +222,7 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
     return found
 
 
-def test_memory_that_one_rank_lacks_is_told_on_all() -> None:
+def test_memory_that_one_rank_lacks_is_tell_device_all() -> None:
     for answers in run_ranks(2, _out_of_memory):
         for text, at_once in answers:
             assert "failed on rank 1: MemoryError: planted" in text

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.comm import Comm, Traffic
-from shardcore.engine.bucket import BufferPool
+from shardcore.engine.buffers import BufferPool
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.store import DeviceStore
 from shardcore.predict import Prediction, _Rehearsal, predict
@@ -203,6 +203,13 @@ def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, eve
     for rank, answers in enumerate(run_ranks(world_size, _measured, runs)):
         for run, measured in zip(runs, answers, strict=True):
             assert differences(predicted(rank, world_size, run), measured) == [], run
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_one_rank_keeps_gradients_as_they_are(stage: int) -> None:
+    run = Run(stage=stage, precision="bf16", shard={"reduce_dtype": "fp32"})  # nothing travels, so this says nothing
+    [measured] = run_ranks(1, _measured, [run])
+    assert differences(predicted(0, 1, run), measured[0]) == []
 
 
 @pytest.mark.parametrize(("stage",), some(zip(range(4)), [(3,)]))

@@ -168,6 +168,13 @@ def test_stages_train_alike(kind: str, world_size: int) -> None:
     assert len(hashes[3]) == 1
 
 
+def test_only_units_with_hooks_of_their_own_have_one_in_front_of_them() -> None:
+    model = Hooked()
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
+    hooked = [any(type(hook).__name__ == "_BeforeHooks" for hook in b._forward_pre_hooks.values()) for b in model.blocks]
+    assert hooked == [True, False, True, True]
+
+
 def test_frozen_weights_are_sharded_too() -> None:
     def shares(stage: int) -> list[int]:
         return run_ranks(2, _frozen_bytes, stage)

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardcore
 from shardcore import comm
-from shardcore.places import places_of
+from shardcore.process_groups import slots_of
 from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
@@ -276,9 +276,9 @@ def _many_models(rank: int, world_size: int) -> tuple[int, int]:
         if rank == 0:
             gc.collect()  # the other rank's are collected whenever they are
     gc.collect()
-    before = len(places_of(dist.group.WORLD))
+    before = len(slots_of(dist.group.WORLD))
     _model, _, _ = train(rank, Run(steps=1))
-    return before, len(places_of(dist.group.WORLD))
+    return before, len(slots_of(dist.group.WORLD))
 
 
 def test_groups_of_engines_that_are_gone_are_used_again() -> None:
@@ -308,7 +308,7 @@ def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:
     for left, again in ((False, False), (True, False), (True, True)):
         one = comm.Comm()
         one.separate()
-        place = one._place
+        slot = one._slot
         one.start_backward()
         if again:
             one.start_backward()  # the next backward, after one that was left
@@ -316,7 +316,7 @@ def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:
             one.end_backward()
         del one
         gc.collect()
-        free.append(not place.taken)
+        free.append(not slot.taken)
     return free
 
 

@@ -1,4 +1,4 @@
-"""Process groups: those of meshes, and those that engines take one after the other, beside the one that the user gave."""
+"""Process groups: of meshes, and those made beside the user's group, each of which one engine at a time takes."""
 
 import logging
 import os
@@ -25,7 +25,7 @@ class NotAMemberError(ValueError):
 
 
 @dataclass
-class Place:
+class GroupSlot:
     """A process group that one engine at a time takes; `group` is None for the one that the user gave.
 
     neighbours: the ranks on it that read each other's memory, once they have met. host: the group of the same ranks on which
@@ -66,17 +66,17 @@ def own_gpu() -> torch.device:
 
 
 # The groups made beside each user's group, in the same order on every rank.
-_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[Place]]" = weakref.WeakKeyDictionary()
+_slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[GroupSlot]]" = weakref.WeakKeyDictionary()
 
 
-def places_of(group: dist.ProcessGroup) -> list[Place]:
-    """Return the places beside the user's `group`, which comes first; new ones are added to this list."""
-    return _places.setdefault(group, [Place(None)])
+def slots_of(group: dist.ProcessGroup) -> list[GroupSlot]:
+    """Return the slots of the user's `group`: itself first, then the groups made beside it; new ones are added to this list."""
+    return _slots.setdefault(group, [GroupSlot(None)])
 
 
-def taken_places() -> Iterator[Place]:
-    """Iterate over all that engines have taken."""
-    return (place for places in _places.values() for place in places if place.taken)
+def taken_slots() -> Iterator[GroupSlot]:
+    """Iterate over the slots that engines have taken."""
+    return (slot for slots in _slots.values() for slot in slots if slot.taken)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -134,7 +134,10 @@ def host_group_beside(
             "shard: the process group has NCCL alone, and no gloo group of its ranks could be made beside it (on %d of %d "
             "ranks; on rank %d: %s): what ranks tell each other goes over NCCL, so the host waits for the device in a backward "
             "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network interface)",
-            *(len(failed), len(said), failed[0], said[failed[0]]),
+            len(failed),
+            len(said),
+            failed[0],
+            said[failed[0]],
         )
     return None
 
