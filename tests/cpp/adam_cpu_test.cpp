@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <deque>
 
@@ -217,6 +218,22 @@ TEST(adam_cpu, the_hash_of_a_fixed_problem_is_the_same_on_every_architecture) {
   EXPECT_EQ(hash_after_a_step(every_reduced_mix(600, 0)), 6416916903457974761ull);
 }
 
+// Tables on the device are kept while segments are equal.
+TEST(adam_cpu, segments_differ_if_any_of_their_bytes_does) {
+  constexpr size_t kPadding = sizeof(AdamSegment) - offsetof(AdamSegment, aligned16) - sizeof(bool);
+  const AdamSegment zero{};
+  size_t unseen = 0;
+  for (size_t byte = 0; byte < sizeof(AdamSegment); ++byte) {
+    alignas(AdamSegment) unsigned char bytes[sizeof(AdamSegment)];
+    std::memcpy(bytes, &zero, sizeof zero);
+    bytes[byte] = 1;
+    AdamSegment other;
+    std::memcpy(&other, bytes, sizeof other);
+    unseen += other == zero;
+  }
+  EXPECT_EQ(unseen, kPadding);
+}
+
 TEST(adam_cpu, a_dropped_tail_and_a_skipped_tensor_are_rejected) {
   AdamProblem problem({{257}, {3}}, 31);
   run_reference(problem, various_hypers());
@@ -328,6 +345,18 @@ TEST(adam_cpu, each_copy_to_a_place_and_back_counts) {
 }
 
 #if SHARDCORE_X86
+TEST(adam_cpu, flush_to_zero_of_the_caller_changes_no_scalar) {
+  AdamHyper h;
+  h.lr = 1e-42, h.eps = 1e-43, h.weight_decay = 1e-44, h.adam_w_mode = false;  // subnormal as float32
+  const AdamScalars want = make_adam_scalars(h);
+  const unsigned saved = _mm_getcsr();
+  _mm_setcsr(saved | 0x8040u);
+  const AdamScalars got = make_adam_scalars(h);
+  _mm_setcsr(saved);
+  EXPECT_EQ(std::memcmp(&got, &want, sizeof got), 0);
+  EXPECT_NE(got.eps, 0.0f);
+}
+
 TEST(adam_cpu, flush_to_zero_of_the_caller_changes_nothing) {
   AdamProblem problem(every_mix(100, 0), 35, AdamProblem::Values::with_specials);
   problem.run_cpu(various_hypers());

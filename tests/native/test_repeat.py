@@ -121,6 +121,7 @@ NOT_PLAIN = {
     "transposed": lambda params, idle: setattr(params[1], "grad", torch.ones(4, 3).t()),
     "params transposed": transposed,
     "negative": lambda params, idle: setattr(params[1], "grad", torch.ones(3, 4, dtype=torch.complex64).conj().imag),
+    "negative, contiguous": lambda params, idle: setattr(params[1], "grad", torch._neg_view(torch.ones(3, 4))),
     "idle": lambda params, idle: setattr(idle[0], "grad", torch.ones(1)),
     "weights' dtype": other_weights,
 }
