@@ -268,7 +268,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             return scale
         clipped = _C.clipped_scale(scale, norm, max_norm)
         if clipped is None:
-            self._skip(f"the gradients' norm is {norm * abs(scale)}")
+            self._skip(f"the gradients' norm is {norm}")
         return clipped
 
     def _skip(self, why: str) -> None:

@@ -298,6 +298,7 @@ def broken_state_dicts():
             TypeError,
             r"state\[1\].exp_avg has dtype int32",
         ),
+        ("memory", lambda sd: sd["state"][1]["exp_avg"].untyped_storage().resize_(15), ValueError, "exp_avg has no memory"),
         ("type", lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4), TypeError, r"state\[1\].exp_avg has type list"),
         ("step", lambda sd: sd["state"][1].update(step=1.5), ValueError, r"state\[1\].step has 1.5"),
         ("step 2**60", lambda sd: sd["state"][1].update(step=2**60), ValueError, r"state\[1\].step has 1.15.*at most 2\*\*53"),
