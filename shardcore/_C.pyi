@@ -218,8 +218,8 @@ def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]
     """dense(tensors) in one list for each device, in the order of their first tensors."""
 
 def is_dense(tensor: torch.Tensor) -> bool: ...  # no gaps or overlaps in memory, its dimensions in any order (channels_last)
-def same_objects(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether both hold the very same objects, in one order."""
+def same_objects(a: object, b: object) -> bool:
+    """Whether both are lists or tuples, and hold the very same objects, in one order."""
 
 def records_functions() -> bool:
     """Whether anybody listens to torch's record_function: a profiler, of this thread or of all."""

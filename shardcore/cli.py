@@ -62,6 +62,9 @@ def _bench(names: Sequence[str], out: Path, options: Sequence[str], suites: Mapp
     if options and len(names) != 1:
         print("shardcore bench: options after -- need one suite; expected its name before them", file=sys.stderr)
         return 2
+    if any(option.partition("=")[0] == "--out" for option in options):
+        print("shardcore bench: --out after --; expected it before (the table says where results are)", file=sys.stderr)
+        return 2
     chosen = names or list(suites)
     rows, failed = [["suite", "result", "time", "figures"]], False
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(_CHECKOUT), os.environ.get("PYTHONPATH")]))}

@@ -20,8 +20,9 @@ SHARDCORE_HD void set_code(uint32_t (&words)[2], int k, uint8_t code) {
   words[k / 4] = k % 4 == 0 ? shifted : words[k / 4] | shifted;
 }
 
-// One step of the lane's elements, those from i + numel on left out: 0 weighs nothing in the largest magnitudes. Every
-// lane of the warp calls it.
+// One step of the lane's elements, those from i + numel on left out: 0 weighs nothing in the largest magnitudes. (They are 0
+// anyhow, since their streams are; where it is not said nvcc 13.0 spills in the kernel for mixtures.) Every lane of the warp
+// calls it.
 template <typename Warp>
 SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i, Octet at, int numel, int lane,
                             const Warp& warp, const float (&g)[8], float (&p)[8], Q8Moments& q) {

@@ -48,11 +48,12 @@ struct DeviceDecision {
   int64_t* skipped = nullptr;             // counts skipped steps
 };
 
-// A scale that the host would refuse (not finite, a loss scale of 0) skips the step: on the device nobody can raise.
+// A scale that the host would refuse (not finite, as float32 not, a loss scale of 0) skips the step: on the device nobody can
+// raise.
 SHARDCORE_HD StepScale decide(const DeviceDecision& d) {
   const double multiplier = read_number(d.grad_scale), divisor = read_number(d.loss_scale);
   const double scale = multiplier / divisor;
-  const bool usable = is_finite(multiplier) && is_finite(divisor) && divisor != 0.0 && read_number(d.found_inf) == 0.0;
+  const bool usable = is_finite(static_cast<float>(scale)) && is_finite(divisor) && read_number(d.found_inf) == 0.0;
   if (!usable || d.sq_norm == nullptr) return {scale, !usable};
   return clipped_scale(scale, static_cast<double>(norm_from_sq(*d.sq_norm)), d.max_norm);
 }

@@ -80,7 +80,7 @@ class SegmentReader {
   }
 
  private:
-  Where at(const char* name) const { return {kStepOp, name, static_cast<int64_t>(i_)}; }
+  Where at(const char* name) const { return {kStepOp, name, lists_.place_of(i_)}; }
   bool given(const TensorList& list) const { return !list.empty() && list[i_].defined(); }
 
   // What every tensor but a scale must be: memory of its own on this device, of the parameter's shape and order.
@@ -272,8 +272,8 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
   return SegmentReader(lists, grads[i], i, device).read();
 }
 
-void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
-                   const std::vector<AdamHome>& homes, OverlapCheck& overlap) {
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
+                   const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap) {
   enum Name {
     params,
     grads,
@@ -322,9 +322,14 @@ void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<i
   }
   add(skip, count, skipped, sizeof(int64_t));
   if (const auto found = overlap.find(std::move(written), std::move(read))) {
+    const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
+    const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);
+    // A parameter that is there twice shares all its memory: that says more than which of it was found.
+    const bool twice =
+        first != second && std::max(first, second) < segments.size() && segments[first].param == segments[second].param;
     const auto at = [&](int64_t tag) {
-      const int64_t name = tag >> kIndexBits, i = tag & ((int64_t{1} << kIndexBits) - 1);
-      return Where{kStepOp, kNames[name], i < count ? i : -1};
+      const size_t i = index_of(tag);
+      return Where{kStepOp, kNames[twice ? params : tag >> kIndexBits], i < segments.size() ? lists.place_of(i) : -1};
     };
     refuse_shared(at(found->second_tag), at(found->first_tag));
   }

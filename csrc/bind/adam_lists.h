@@ -26,6 +26,9 @@ struct __attribute__((visibility("hidden"))) AdamLists {
   std::vector<int64_t> hyper_index;
   std::vector<AdamKey> keys;  // empty: none
 
+  // How errors number index i: as its parameter, which is another one where parameters before it have no gradient.
+  int64_t place_of(size_t i) const { return static_cast<int64_t>(keys.empty() ? i : keys[i].param_index); }
+
   std::array<const TensorList*, 7> all() const {
     return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales};
   }
@@ -43,10 +46,11 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
-// Refuses tensors that share memory which the step writes. counts and homes (empty, or one a segment) and skipped (or null):
-// counts and skipped are int64; where a gradient has a home, the place that it passes through is written, too.
-void check_overlap(const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts, const int64_t* skipped,
-                   const std::vector<AdamHome>& homes, OverlapCheck& overlap);
+// Refuses tensors of these segments of `lists` that share memory which the step writes. counts and homes (empty, or one a
+// segment) and skipped (or null): counts and skipped are int64; where a gradient has a home, the place that it passes through
+// is written, too.
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
+                   const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap);
 
 // Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
 const char* why_random(const AdamSegment& t, bool stochastic_rounding);

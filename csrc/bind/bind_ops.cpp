@@ -212,10 +212,10 @@ py::list dense_by_device(const py::object& tensors) {
   return groups;
 }
 
-// == would compare tensors.
-bool same_objects(const py::handle& a_object, const py::handle& b_object) {
-  const py::object a = items_of({"same_objects", "a"}, a_object, "a list");
-  const py::object b = items_of({"same_objects", "b"}, b_object, "a list");
+// == would compare tensors. What is no list or tuple has no objects to be the same.
+bool same_objects(const py::handle& a, const py::handle& b) {
+  const auto is_list = [](const py::handle& object) { return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr()); };
+  if (!is_list(a) || !is_list(b)) return false;
   PyObject* const* const first = PySequence_Fast_ITEMS(a.ptr());
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(a.ptr());
   return count == PySequence_Fast_GET_SIZE(b.ptr()) && std::equal(first, first + count, PySequence_Fast_ITEMS(b.ptr()));

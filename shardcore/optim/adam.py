@@ -90,8 +90,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise ValueError(
                 f"{self._op}: add_param_group came after shard; expected all groups before it (shards are laid out once)"
             )
-        if not isinstance(param_group, dict) or "params" not in param_group:
-            raise TypeError(f'{self._op}: param_group has type {type(param_group).__name__}; expected a dict with "params"')
         params = as_list(self._op, param_group)
         plain = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
         check_new_params(self._op, self.param_groups, plain, self._device_type)
@@ -175,7 +173,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         queued on the current stream; max_norm waits for it, but with capturable, where grad_scale may be a tensor on the
         device: then a scale that is not finite skips, too, and a skipped step is not logged.
         """
-        capturable = self._engine is None and self.param_groups[0]["capturable"] is True
+        capturable = self._engine is None and any(group["capturable"] is True for group in self.param_groups[:1])
         by_mesh = max_norm is not None and not capturable and any_sharded(self._dtensors)
         refusal, limit = Refusal(self._op, by_mesh or self._engine is not None), None
         scale: float | DeviceScale = 1.0
@@ -200,7 +198,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         loss_scale = getattr(self, "grad_scale", None)
         if self._engine is not None:
             return host_scale(self._op, grad_scale, loss_scale)
-        device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
+        params = (p for group in self.param_groups for p in group.get("params", ()) if isinstance(p, torch.Tensor))
+        device = next((p.device for p in params), torch.device("cpu"))
         if capturable:
             found_inf, skipped = getattr(self, "found_inf", None), self._skip_counter(device)
             return device_scale(self._op, grad_scale, loss_scale, found_inf, max_norm, skipped)
@@ -269,7 +268,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             return scale
         clipped = _C.clipped_scale(scale, norm, max_norm)
         if clipped is None:
-            self._skip(f"the gradients' norm is {norm * abs(scale)}")
+            self._skip(f"the gradients' norm is {norm}")
         return clipped
 
     def _skip(self, why: str) -> None:

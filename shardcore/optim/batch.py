@@ -16,7 +16,6 @@ from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
-    draws_random_bits,
     dtype_name,
     hyper_of,
 )
@@ -156,7 +155,6 @@ class Call:
     with_masters: bool = False
     with_max: bool = False
     with_scales: bool = False
-    with_keys: bool = False
 
     def lists(self) -> dict[str, Any]:
         """Return all lists but the gradients, as AdamStepper.step and AdamLists name them."""
@@ -167,7 +165,7 @@ class Call:
             "hyper_index": self.hyper_index,
             "masters": self.masters if self.with_masters else None,
             "max_exp_avg_sqs": self.max_exp_avg_sqs if self.with_max else None,
-            "keys": self.keys if self.with_keys else None,
+            "keys": self.keys,
             "exp_avg_scales": self.exp_avg_scales if self.with_scales else None,
             "exp_avg_sq_scales": self.exp_avg_sq_scales if self.with_scales else None,
         }
@@ -222,7 +220,6 @@ class Update:
                 call.with_masters |= master is not None
                 call.with_max |= amsgrad
                 call.with_scales |= dtypes.scaled
-                call.with_keys |= draws_random_bits(group)
             state = states.get(owner)
             if type(state) is not ParamState or len(state) < 3:
                 state = self._new_states[owner] = self._adopt(key[0], param, state, state_dtype)

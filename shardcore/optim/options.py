@@ -159,11 +159,16 @@ def _check_device_options(op: str, group: Mapping[str, Any], where: str) -> None
 def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError or TypeError for options that no step can use with the group's parameters."""
     check_options(op, group, where)
-    if group["master"] == "split" or group["stochastic_rounding"]:
-        for i, p in enumerate(group["params"]):
+    params = group.get("params")
+    if not isinstance(params, list | tuple):
+        raise TypeError(f"{op}: {where}params has type {type(params).__name__}; expected a list of tensors")
+    keeps, draws = group["master"] == "split" or group["stochastic_rounding"], draws_random_bits(group)
+    for i, p in enumerate(params):
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"{op}: {where}params[{i}] has type {type(p).__name__}; expected a tensor")
+        if keeps:
             check_dtype(op, f"{where}params[{i}]", p.dtype, group)
-    if draws_random_bits(group):
-        for i, p in enumerate(group["params"]):
+        if draws:
             _check_numbered(op, f"{where}params[{i}]", p, group)
 
 
@@ -306,8 +311,11 @@ def listed(op: str, params: object) -> list[Any]:
     return given
 
 
-def as_list(op: str, group: dict[str, Any]) -> list[Any]:
+def as_list(op: str, group: object) -> list[Any]:
     """Make a group's params a list (an iterator can be read only once), and return it. Raises TypeError for what is none."""
+    if not isinstance(group, dict) or "params" not in group:
+        has = f"the keys {list(group)}" if isinstance(group, dict) else f"type {type(group).__name__}"
+        raise TypeError(f'{op}: param_group has {has}; expected a dict with "params"')
     params = group["params"]
     if isinstance(params, torch.Tensor):
         params = [params]

@@ -71,7 +71,7 @@ class Repeat:
                 if _kind(group) != self._kinds[i]:
                     return None
                 self._checked[i] = CheckedOptions(group)
-            if not _C.same_objects(group["params"], params):
+            if not _C.same_objects(group.get("params"), params):
                 return None
         if given is not None and sum(grad is None for grad in given) != len(self._idle):
             return None

@@ -13,6 +13,8 @@ import torch
 from shardcore._native import _C
 from shardcore.optim.options import device_number, number, on_device
 
+_LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceScale:
@@ -43,8 +45,11 @@ def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
     """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale if there is one."""
     scale = 1.0 if grad_scale is None else number(op, "grad_scale", grad_scale)
     divisor = 1.0 if loss_scale is None else number(op, "optimizer.grad_scale", loss_scale)
-    if not math.isfinite(scale) or not (math.isfinite(divisor) and divisor != 0.0):
-        raise ValueError(f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers")
+    if not (math.isfinite(divisor) and divisor != 0.0 and abs(scale / divisor) <= _LARGEST):
+        raise ValueError(
+            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers, and a quotient that "
+            "float32 holds"
+        )
     return scale / divisor
 
 

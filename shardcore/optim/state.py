@@ -84,10 +84,6 @@ class States(defaultdict[torch.Tensor, Any]):
         Changes.note()
         super().update(*args, **kwargs)
 
-    def setdefault(self, *args: Any) -> Any:
-        Changes.note()
-        return super().setdefault(*args)
-
     def __ior__(self, other: Any) -> "States":  # type: ignore[override, misc]
         Changes.note()
         super().update(other)

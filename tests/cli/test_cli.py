@@ -165,6 +165,9 @@ def test_options_go_to_one_suite(checkout, capfd):
     assert "['--rounds', '3', '--', 'x']" in capfd.readouterr().out
     assert cli.main(["bench", "--", "--rounds", "3"]) == 2
     assert "options after -- need one suite" in capfd.readouterr().err
+    for option in (["--out", "x"], ["--out=x"]):  # the table would name another folder
+        assert cli.main(["bench", "a", "--", *option]) == 2
+        assert "--out after --; expected it before" in capfd.readouterr().err
 
 
 def test_info_takes_no_options(capsys):

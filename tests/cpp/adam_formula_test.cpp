@@ -2,6 +2,7 @@
 #include <functional>
 
 #include "adam/adam_math.h"
+#include "adam/adam_roots.h"
 #include "adam/make_scalars.h"
 #include "cpp/common.h"
 
@@ -164,6 +165,47 @@ TEST(adam_formula, amsgrad_propagates_nan_and_keeps_the_larger) {
   e.v = 1.0f;
   adam_element<false, true>(s, e.grad, e.p, e.m, e.v, &e.vmax);
   EXPECT_TRUE(std::isnan(e.vmax));
+}
+
+// What CUDA's threads call (adam_roots.h), with the host's instructions. fast: as sure_scalars says.
+bool four_at_once_have_the_bits_of_one(const AdamHyper& h, bool fast) {
+  const AdamScalars s = make_adam_scalars(h);
+  Random random(21);
+  bool same = true;
+  for (int trial = 0; trial < 20000; ++trial) {
+    float g[4], p[4], m[4], v[4];
+    for (int k = 0; k < 4; ++k) {
+      const auto any = [&](int least, int most) {  // of both signs, with every exponent as often
+        const double magnitude = std::ldexp(random.uniform() + 1.0, least + static_cast<int>(random.integer(most - least)));
+        return static_cast<float>(random.bits() & 1 ? magnitude : -magnitude);
+      };
+      const bool wide = trial % 4 == 0;  // most trials lie in the ranges of the short way
+      g[k] = 0.0f, p[k] = any(-140, 0), m[k] = wide ? any(-149, 127) : any(-96, 58);
+      v[k] = std::fabs(wide ? any(-149, 127) : any(-98, 29));
+    }
+    float p_one[4], m_one[4], v_one[4];
+    std::copy(p, p + 4, p_one), std::copy(m, m + 4, m_one), std::copy(v, v + 4, v_one);
+    for (int k = 0; k < 4; ++k) adam_element<false, false>(s, g[k], p_one[k], m_one[k], v_one[k], nullptr);
+    adam_quartet<false>(s, fast, g, p, m, v, nullptr);
+    for (int k = 0; k < 4; ++k) same &= float_bits(p[k]) == float_bits(p_one[k]) || (std::isnan(p[k]) && std::isnan(p_one[k]));
+  }
+  return same;
+}
+
+TEST(adam_formula, four_elements_at_once_have_the_bits_of_one_for_numbers_of_any_size) {
+  AdamHyper plain;
+  plain.lr = 1e20;  // brings small quotients to the size of the weights
+  std::vector<AdamHyper> list(5, plain);
+  list[1].eps = 0.0;
+  list[2].eps = 1e39;             // infinite as float32
+  list[3].beta2 = 1.0 - 0x1p-52;  // inv_sqrt_bc2 is 2^26
+  list[4].bias_correction = false;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const bool sure = sure_scalars(make_adam_scalars(list[i]));
+    EXPECT_EQ(sure, i != 2 && i != 3);
+    EXPECT_TRUE(four_at_once_have_the_bits_of_one(list[i], sure)) << i;
+  }
+  EXPECT_FALSE(four_at_once_have_the_bits_of_one(list[2], true)) << "a twin that does not look at the scalars";
 }
 
 }  // namespace

@@ -178,7 +178,7 @@ inline std::vector<AdamHyper> various_hypers() {
   return {adamw, l2, maximize, stochastic};
 }
 
-// Every mix with reduced moments or a split master.
+// Every mix with reduced moments or a split master. Every other one has random keys that 16 and 32 bits do not hold.
 inline std::vector<TensorSpec> every_reduced_mix(int64_t numel, int64_t misalign) {
   std::vector<TensorSpec> specs;
   for (const StateDType state : {StateDType::f32, StateDType::bf16, StateDType::q8}) {
@@ -188,7 +188,9 @@ inline std::vector<TensorSpec> every_reduced_mix(int64_t numel, int64_t misalign
         for (const DType grad : kDTypes) {
           const auto hyper = static_cast<int32_t>(specs.size() % 4);
           const bool amsgrad = state == StateDType::f32 && specs.size() % 2 == 0;
-          specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size(), 77 * numel, state});
+          const uint64_t large = specs.size() % 2;
+          specs.push_back({numel, param, grad, master, amsgrad, misalign, hyper, specs.size() + (large << 20),
+                           77 * numel + (static_cast<int64_t>(large) << 33), state});
         }
       }
     }

@@ -248,6 +248,8 @@ TEST(device_scalars, a_skipped_step_writes_nothing_and_is_counted_once) {
       [](Device& d) { d.grad_scale = kNan; },
       [](Device& d) { d.grad_scale = kInf; },
       [](Device& d) { d.loss_scale = 0.0; },
+      [](Device& d) { d.grad_scale = 1e38f, d.loss_scale = 1e-300; },
+      [](Device& d) { d.grad_scale = 1e38f, d.loss_scale = 0.1; },  // finite, and not as float32
       [](Device& d) { d.loss_scale = static_cast<double>(kInf); },
   };
   for (size_t which = 0; which < spoils.size(); ++which) {

@@ -125,6 +125,17 @@ TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
   EXPECT_LE(relative_difference(want, got), kGrouping);
 }
 
+TEST(norm_cuda, partial_sums_are_added_whatever_their_number) {
+  constexpr int64_t kRound = kSumBatch * kSumThreads;
+  for (const int64_t count : {int64_t{0}, int64_t{1}, kRound - 1, kRound, 2 * kRound + 5}) {
+    Partials partials(count);
+    for (int64_t i = 0; i < count; ++i) partials.data()[i] = {static_cast<double>(i + 1), 0x1p-60};
+    const DoubleDouble got = partials.total<HostBlock>();
+    EXPECT_EQ(got.high, static_cast<double>(count * (count + 1) / 2));
+    EXPECT_EQ(got.low, static_cast<double>(count) * 0x1p-60);
+  }
+}
+
 TEST(norm_cuda, what_is_not_finite_shows) {
   for (const DType dtype : kDTypes) {
     for (const int64_t place : {int64_t{0}, int64_t{700}, int64_t{999}}) {  // 999: in the tail

@@ -48,6 +48,12 @@ TEST(rounding, is_keyed_by_seed_step_parameter_and_element) {
                             stepped(1, 1, 0, 256, 0, isa), stepped(1, 1, 0, 1, 0, isa)}) {
     EXPECT_NE(other, base);
   }
+  constexpr int64_t kLarge = int64_t{1} << 32;  // each number in all its bits
+  for (const auto& other :
+       {stepped(kLarge + 1, 1, 0, 0, 0, isa), stepped(1, kLarge + 1, 0, 0, 0, isa), stepped(1, 1, 1 << 16, 0, 0, isa),
+        stepped(1, 1, kLarge, 0, 0, isa), stepped(1, 1, 0, kLarge, 0, isa), stepped(1, 1, 0, 256 * kLarge, 0, isa)}) {
+    EXPECT_NE(other, base);
+  }
 }
 
 TEST(rounding, does_not_depend_on_the_shard_or_isa) {

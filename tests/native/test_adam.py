@@ -184,17 +184,26 @@ def test_stochastic_rounding_is_keyed_by_the_whole_parameter():
     def stepped(cut, **changes):
         lists = Lists()
         lists.add(3000, torch.bfloat16, torch.float32, False, False, seed=5)
-        index = changes.pop("index", 0)
+        index, first = changes.pop("index", 0), changes.pop("first", 0)
         names = ("params", "grads", "exp_avgs", "exp_avg_sqs")
         pieces = Lists(
             *([t for t in getattr(lists, name)[0].split([cut, 3000 - cut])] for name in names), [None] * 2, [None] * 2
         )
-        pieces.step([make_hyper(stochastic_rounding=True, **({"seed": 3} | changes))], keys=[(index, 0), (index, cut)])
+        keys = [(index, first), (index, first + cut)]
+        pieces.step([make_hyper(stochastic_rounding=True, **({"seed": 3} | changes))], keys=keys)
         return lists.params[0].clone()
 
     base = stepped(0)
     assert all(torch.equal(stepped(cut), base) for cut in (1, 256, 1000, 3000))
-    for other in (stepped(0, seed=4), stepped(0, index=1)):
+    large = 2**32  # keys go to the kernel in all their bits
+    for other in (
+        stepped(0, seed=4),
+        stepped(0, seed=3 + large),
+        stepped(0, index=1),
+        stepped(0, index=large),
+        stepped(0, first=large),
+        stepped(0, first=256 * large),
+    ):
         assert 0.1 < (other != base).float().mean() < 0.9
 
 

@@ -141,3 +141,21 @@ def test_the_rest_of_a_call_is_checked_as_always():
         made.step([make_hyper()], device_step=_C.DeviceStep([*counters(1, 1), inside], torch.tensor(0)))
     with pytest.raises(TypeError, match="lr has dtype BFloat16"):
         make_hyper(lr=torch.ones((), dtype=torch.bfloat16))
+
+
+def test_a_stepper_looks_again_when_counters_move():
+    made, stepper = lists(), _C.AdamStepper()
+    counts, skipped = counters(1, 1, 1), torch.tensor(0)
+
+    def step(counts, skipped):
+        stepper.step(
+            made.params, made.grads, made.exp_avgs, made.exp_avg_sqs, [make_hyper()], [0] * 3, masters=made.masters,
+            max_exp_avg_sqs=made.max_exp_avg_sqs, device_step=_C.DeviceStep(counts, skipped),
+        )  # fmt: skip
+
+    inside = made.params[0].view(torch.int64)[0]
+    for bad in ((counts, inside), (counts, counts[1]), ([*counts[:2], inside], skipped)):
+        step(counts, skipped)
+        with nothing_written(*made.all(), *counts, skipped), pytest.raises(ValueError, match="has too; expected memory"):
+            step(*bad)
+    step(counts, skipped)

@@ -25,6 +25,7 @@ SHARED = [
     ({"params": [BUFFER[20:28], BUFFER[:8], BUFFER[7:15]]}, "params[2]", "params[1]"),
     ({"params": [torch.ones(8), BUFFER[:8]], "masters": [BUFFER[:8], None]}, "masters[0]", "params[1]"),
     ({"params": [BUFFER[:8]], "masters": [BUFFER[4:12]]}, "masters[0]", "params[0]"),
+    ({"params": [BUFFER[7:15]], "masters": [BUFFER[:8]]}, "masters[0]", "params[0]"),
     ({"params": [BUFFER.view(torch.bfloat16)[:8]], "masters": [BUFFER[:8]]}, "masters[0]", "params[0]"),
     ({"max_exp_avg_sqs": [BUFFER[:8]], "exp_avg_sqs": [BUFFER[:8]]}, "max_exp_avg_sqs[0]", "exp_avg_sqs[0]"),
     (

@@ -33,6 +33,18 @@ def test_clip_grad_norm_is_torchs(as_list):
     assert clip_grad_norm_(p, 1.0).isnan()
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_norm_that_is_not_finite_leaves_what_torchs_leaves(bad):
+    params, reference = ([torch.nn.Parameter(torch.ones(3)) for _ in range(2)] for _ in range(2))
+    for some in (params, reference):
+        some[0].grad, some[1].grad = torch.tensor([1.0, bad, 2.0]), torch.ones(3)
+    norm = clip_grad_norm_(params, 1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference, 1.0), equal_nan=True)
+    for p, q in zip(params, reference, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, equal_nan=True)
+        assert not torch.equal(p.grad, torch.ones(3))
+
+
 def test_clip_grad_norm_of_a_sharded_module():
     model = torch.nn.Linear(2, 2)
     model._shardcore_engine = type("E", (), {"clip_grad_norm_": lambda self, max_norm: torch.tensor(max_norm + 1)})()

@@ -62,12 +62,15 @@ CHANGES = {
     "moment": lambda optimizer, params: optimizer.state[params[3]].update(exp_avg=torch.ones_like(params[3])),
     "moment in place": lambda optimizer, params: optimizer.state[params[3]]["exp_avg"].fill_(0.25),
     "plain state": lambda optimizer, params: optimizer.state.update({params[3]: dict(optimizer.state[params[3]], step=2)}),
+    "state cleared": lambda optimizer, params: optimizer.state[params[3]].clear(),
     "state gone": lambda optimizer, params: optimizer.state.pop(params[3]),
     "all states gone": lambda optimizer, params: optimizer.state.clear(),
     "data": replace_data,
     "dtype": other_dtype,
     "not contiguous": not_contiguous,
     "load": load,
+    "load nothing": lambda optimizer, params: optimizer.load_state_dict({**optimizer.state_dict(), "state": {}}),
+    "other states": lambda optimizer, params: setattr(optimizer, "state", type(optimizer.state)()),
     "add group": add_group,
 }
 
@@ -87,6 +90,31 @@ def test_a_change_between_steps_has_the_bits_of_the_long_way(change):
             optimizer.step(max_norm=3.0 if step % 2 else None, grad_scale=0.5)
         results.append(snapshot(optimizer) + [p.detach() for p in params])
     assert same(*results)
+
+
+def test_copies_that_share_their_states_count_together():
+    """A shallow copy, as of torch's optimizers, has the same states: each sees what steps of the other did to the counts."""
+    results = []
+    for make in (FusedAdam, LongWay):
+        params = params_of(3, 300)
+        optimizer = make(params, lr=0.1)
+        other, grads = copy.copy(optimizer), grads_of(params)
+        for step in range(8):
+            (other if step in (3, 5) else optimizer).step(grads=[None, grads[1]] if step == 3 else grads)
+        assert [optimizer.state[p]["step"].item() for p in params] == [7.0, 8.0]
+        results.append(snapshot(optimizer) + [p.detach() for p in params])
+    assert same(*results)
+
+
+@pytest.mark.parametrize("take", [lambda state: state.__delitem__("exp_avg_sq"), lambda state: state.pop("exp_avg_sq")])
+def test_a_moment_that_was_taken_away_is_missed(take):
+    params = params_of(3, 300)
+    optimizer = FusedAdam(params)
+    for _ in range(2):
+        optimizer.step(grads=grads_of(params))
+    take(optimizer.state[params[1]])
+    with pytest.raises(ValueError, match=r"state\[params\[1\]\] has no 'exp_avg_sq'"):
+        optimizer.step(grads=grads_of(params))
 
 
 def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
@@ -149,23 +177,25 @@ def test_given_gradients_take_the_short_way(monkeypatch):
     def refuse(*args):
         raise AssertionError("the long way")
 
-    optimizer = FusedAdam(params, lr=0.1)
-    for _ in range(2):
-        optimizer.step(grads=[None, *grads_of(params)[1:]])
-    monkeypatch.setattr(adam, "collect", refuse)
-    optimizer.step(grads=(None, *grads_of(params)[1:]))
-    assert optimizer.state[params[1]]["step"] == 3
+    idle = [None, *grads_of(params)[1:]]
     wrong = (
-        [torch.ones(300), torch.ones(5, dtype=torch.float64)],
-        [1.0, torch.ones(5)],
-        [None, torch.ones(5)],
-        [torch.ones(299)] * 2,
+        [None, torch.ones(300), torch.ones(5, dtype=torch.float64)],
+        [None, 1.0, torch.ones(5)],
+        [None, None, torch.ones(5)],
+        [None, *[torch.ones(299)] * 2],
+        [torch.ones(3), None, torch.ones(5)],
+        grads_of(params),
     )
-    for grads in ([None, *some] for some in wrong):
-        with pytest.raises(AssertionError, match="the long way"):
-            optimizer.step(grads=grads)
-    with pytest.raises(AssertionError, match="the long way"):
-        optimizer.step(grads=[torch.ones(3), None, torch.ones(5)])
+    for grads in wrong:
+        optimizer = FusedAdam(params, lr=0.1)
+        for _ in range(2):
+            optimizer.step(grads=idle)
+        with monkeypatch.context() as patch:
+            patch.setattr(adam, "collect", refuse)
+            optimizer.step(grads=tuple(idle))
+            assert optimizer.state[params[1]]["step"] == 3
+            with pytest.raises(AssertionError, match="the long way"):
+                optimizer.step(grads=grads)
 
 
 def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):

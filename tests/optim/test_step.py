@@ -116,3 +116,18 @@ def test_grad_scaler_with_max_norm(make):
     scaler.step(optimizer, max_norm=1.0)
     make([q], eps=1e-2).step(grads=grads_of([q]), max_norm=1.0)
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("found", [1.0, 0.5, -1.0, math.nan, torch.tensor(1.0), torch.tensor([math.nan])])
+def test_any_found_inf_but_zero_skips(make, found):
+    (p,) = params = params_of(5)
+    optimizer = make(params, lr=0.1)
+    before = p.detach().clone()
+    optimizer.found_inf = found
+    optimizer.step(grads=grads_of(params))
+    assert torch.equal(p, before)
+    assert optimizer.skipped_steps == 1
+    optimizer.found_inf = torch.zeros(())
+    optimizer.step(grads=grads_of(params))
+    assert not torch.equal(p, before)
+    assert optimizer.state[p]["step"] == 1

@@ -14,48 +14,78 @@ OURS = [FusedAdam, CPUAdam]
 INFOS = {info.optim_cls: info for info in optim_db if info.optim_cls in (torch.optim.Adam, torch.optim.AdamW)}
 # What torch refuses only because of its foreach and fused ways, which are no arguments here.
 NOT_OURS = ("foreach", "fused", "betas must be either both floats or both Tensors")
-STEPS = 7
+STEPS = 11  # so that StepLR has made its first step
+
+
+class Capturable(FusedAdam):
+    """Lets CPU parameters into capturable: see test_capturable.py."""
+
+    _capture_type = "cpu"
 
 
 def cases():
     for cls, info in INFOS.items():
-        for device in ("cpu", "cuda"):  # the kwargs only: the CUDA list has tensors as lr and betas
+        for device in ("cpu", "cuda"):  # the kwargs only: the CUDA list has capturable, and tensors as lr and betas
             for case in info.optim_inputs_func(device=device):
-                kwargs = {key: value for key, value in case.kwargs.items() if key != "capturable"}
-                yield pytest.param(cls, kwargs, id=f"{cls.__name__}-{device}-{case.desc}")
+                for make in [Capturable] if case.kwargs.get("capturable") else OURS:
+                    yield pytest.param(make, cls, case.kwargs, id=f"{make.__name__}-{cls.__name__}-{device}-{case.desc}")
+
+
+def scheduler_cases():
+    for cls, info in INFOS.items():
+        for i, schedulers in enumerate(info.scheduler_inputs):
+            for make in OURS:
+                yield pytest.param(make, cls, schedulers, id=f"{make.__name__}-{cls.__name__}-schedulers{i}")
 
 
 def oracle_options(cls, kwargs):
-    options = {key: float(value) if key == "lr" else value for key, value in kwargs.items()}
+    options = {key: float(value) if key == "lr" else value for key, value in kwargs.items() if key != "capturable"}
     if "betas" in options:
         options["betas"] = tuple(float(beta) for beta in options["betas"])
     defaults = cls([torch.zeros(1)]).defaults
     return {"weight_decay": defaults["weight_decay"], "adam_w_mode": cls is torch.optim.AdamW, **options}
 
 
-@pytest.mark.parametrize("make", OURS)
-@pytest.mark.parametrize(("cls", "kwargs"), list(cases()))
-def test_torchs_cases_are_inside_the_oracle(make, cls, kwargs):
-    options = oracle_options(cls, kwargs)
+def check_inside_the_oracle(make, cls, kwargs, schedulers=()):
+    """Run the optimizer beside an oracle for each weight; returns every learning rate that there was."""
+    options, rates = oracle_options(cls, kwargs), set()
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shapes = [(10, 5), (10,), (0,), ()]
         params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
         ours = {**kwargs, "weight_decay": options["weight_decay"]}
         optimizer = make(params, adam_w_mode=options["adam_w_mode"], **ours)
+        running = [scheduler(optimizer) for scheduler in schedulers]
         oracles = [Oracle(Interval.of(p), dtype, master=False, **options) for p in params]
         for step in range(STEPS):
             skipped = step % 3  # a parameter without a gradient keeps its state
             grads = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
             for i, (p, oracle, grad) in enumerate(zip(params, oracles, grads, strict=True)):
                 p.grad = None if i == skipped else grad
+                oracle.lr = float(optimizer.param_groups[0]["lr"])
+                rates.add(oracle.lr)
                 if i != skipped:
                     oracle.step(grad)
             optimizer.step()
+            for scheduler in running:
+                scheduler.step(*[1.0] * isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau))
         for p, oracle in zip(params, oracles, strict=True):
             assert violations(p, oracle.param) == 0
             if p.numel():
                 assert optimizer.state[p]["step"] == oracle.step_count
+    return rates
+
+
+@pytest.mark.parametrize(("make", "cls", "kwargs"), list(cases()))
+def test_torchs_cases_are_inside_the_oracle(make, cls, kwargs):
+    check_inside_the_oracle(make, cls, kwargs)
+
+
+@pytest.mark.parametrize(("make", "cls", "schedulers"), list(scheduler_cases()))
+def test_torchs_schedulers_are_followed_inside_the_oracle(make, cls, schedulers):
+    for lr in (0.01, torch.tensor(0.01)):
+        rates = check_inside_the_oracle(make, cls, {"lr": lr}, schedulers)
+        assert len(rates) > 1
 
 
 @pytest.mark.parametrize("cls", INFOS)
