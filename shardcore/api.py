@@ -295,13 +295,13 @@ def shard(
             *pacing,
         )
     with build.together(comm, "taking over the optimizer's states"):
+        optimizer.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
+        adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
-        optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
         model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
-        adam._repeat = None  # it holds the whole states
         adam._engine = engine
     if host is not None:
         warn_of_pageable(host.copies)

@@ -104,6 +104,21 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     assert len(set(updated[1:])) == 1
 
 
+def test_an_error_at_the_end_of_a_step_is_its_error() -> None:
+    """A store waits there for the last of its copies."""
+    model, optimizer = start(0, Run(stage=2), True, late=False)
+    steps = optimizer._engine.store.steps
+
+    def fails_at_the_end(*arguments: Any) -> Iterator[Any]:
+        yield from steps(*arguments)
+        raise OSError("planted")
+
+    optimizer._engine.lazy.store = type("FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)})()
+    stepped(model, optimizer, 0, 0)
+    with pytest.raises(RuntimeError, match=r"failed after step.. had returned .OSError: planted"):
+        optimizer.synchronize()
+
+
 def _fails_ahead(rank: int, world_size: int) -> list[str]:
     model, optimizer = start(rank, Run(stage=3), True, late=False)
     for step in range(2):
