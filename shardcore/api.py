@@ -85,8 +85,8 @@ def shard(
         "ratio": the share of each shard that the CPU updates, whose states (and gradients) are there, 0 to 1 (default 1), as
         DeepSpeed's; the rest stays on the device, whose kernels update it meanwhile. No ratio changes a bit.
         "auto" starts with 1, times three steps and forwards, and then lets the device keep the least share that hides the CPU's
-        part behind a forward (with overlap_step; the same on all ranks, from the next zero_grad() on), but at most
-        "device_memory_limit" bytes of states.
+        part behind a forward (with overlap_step; the same on all ranks, and logged), but at most "device_memory_limit" bytes of
+        states. It takes effect with the next zero_grad() that leaves no gradients, set_to_none=True.
         "pin_memory": False leaves the host buffers of copies to and from a GPU pageable (default True: page-locked, so that
         copies overlap with the step); "pin_memory_limit": at most so many bytes of them are locked on this rank. What may
         not be locked is pageable, with a warning. "cpu_threads": the threads of overlap_step's worker (default: of the cores
