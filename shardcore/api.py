@@ -101,9 +101,9 @@ def shard(
         "gradients": "cpu" (from stage 1 on): reduced gradients leave for host memory during backward, and add up there.
         "params": "cpu" (stage 3): so do the shards of weights, frozen ones too; each comes ahead of its unit's use.
         "ratio": the share of each shard that the CPU updates, 0 to 1 (default 1), as DeepSpeed's; the device updates the
-        rest meanwhile. "auto" starts with 1, times three steps and forwards, and from the next zero_grad() on lets the
-        device keep the least share that hides the CPU's part behind a forward (with overlap_step), the same on all ranks,
-        and at most "device_memory_limit" bytes of states.
+        rest meanwhile. "auto" starts with 1, times three steps and forwards, and from the next zero_grad() that leaves
+        no gradients (set_to_none=True) on lets the device keep the least share that hides the CPU's part behind a forward
+        (with overlap_step), the same on all ranks, logged, and at most "device_memory_limit" bytes of states.
         "pin_memory": page-lock the host buffers of copies to and from a GPU, so that copies overlap (default True);
         "pin_memory_limit": at most so many bytes on this rank. What cannot be locked is pageable, with a warning.
         "cpu_threads": of overlap_step's worker. Default: the machine's ranks keep one core each, and their workers share the
@@ -312,13 +312,13 @@ def shard(
             resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):
+        optimizer.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
+        adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
-        optimizer.state.clear()  # the whole states of a replaced optimizer, too: its schedulers keep it alive
         model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
-        adam._repeat = None  # it holds the whole states
         adam._engine = engine
     if host is not None:
         warn_of_pageable(host.copies)

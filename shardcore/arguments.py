@@ -207,8 +207,8 @@ def _bytes_of(offload: Mapping[str, Any], key: str) -> int | None:
         return None
     if not _is_int(limit):
         raise TypeError(f'shard: offload["{key}"] is {limit!r}; expected a whole number of bytes, or None')
-    if limit < 0:
-        raise ValueError(f'shard: offload["{key}"] is {limit}; expected 0 bytes or more, or None')
+    if not 0 <= limit < 1 << 63:
+        raise ValueError(f'shard: offload["{key}"] is {limit}; expected 0 to 2**63 - 1 bytes, or None')
     return int(limit)
 
 

@@ -257,7 +257,9 @@ class HostGrads:
         """Wait as `arrive` does, for gradients that nobody needs."""
         if self._last is not None:
             self._watch("keeping", self._last.synchronize)
-        self._end_sums()
+        wait(filter(None, self._adding))
+        self._adding = [None] * IN_FLIGHT
+        self._sums.clear()
         self._failure = None
 
     def _watch(self, doing: str, call: Callable[[], T]) -> T | None:
@@ -268,19 +270,12 @@ class HostGrads:
             self._failure = self._failure or (doing, error)
             return None
 
-    def _end_sums(self) -> None:
-        wait(filter(None, self._adding))
-        self._adding = [None] * IN_FLIGHT
-        self._sums.clear()
-
     def abandon(self, lost: bool) -> None:
         """Drop what is on its way: its backward has failed. lost: see Exchange.abandon."""
         for leaving in self._leaving:
             if not leaving.started and not lost:
                 wait_all(leaving.gathers)
-        if self._copies is not None:
-            self._copies.drain()
-        self._end_sums()
+        self.forget()
         for leaving in self._leaving:
             if not leaving.started and lost:
                 self._lost.append(leaving)

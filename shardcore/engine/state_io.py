@@ -96,12 +96,15 @@ class OptimizerStateIO:
         ]
         self.updater.loaded = f"{zlib.crc32(' '.join(told).encode()):x}"
 
-    def carry(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take over the states that an optimizer had before it was sharded, without remainders (joined_state)."""
+    def carry(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Take over the states that an optimizer had before it was sharded, without remainders (joined_state).
+
+        Each is taken out of `states` first, so that no more than one of them is there twice.
+        """
         for managed, bucket in self._optimized():
-            if states.get(managed.param):
+            if state := states.pop(managed.param, None):
                 param: torch.Tensor = managed.param
-                exported = {param: export_state(states[param], param)}
+                exported = {param: export_state(state, param)}
                 self._scatter(managed, bucket, self._import(managed, bucket, exported)[0])
 
     def _optimized(self) -> list[tuple[Managed, Bucket]]:

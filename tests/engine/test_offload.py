@@ -146,6 +146,20 @@ def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
     assert hash_of_training(*train(0, run)[:2]) == expected
 
 
+def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, lazy: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch)
+        tier_with(patch, late=True)
+        run = Run(stage, STEPS, shard={"offload": offload, "overlap_step": lazy})
+        return hash_of_training(*train(rank, run)[:2])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_ranks_gather_has_come_from_the_tier(lazy: bool) -> None:
+    """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
+    assert run_ranks(2, _with_late_copies, 1, CPU_TIER, lazy) == run_ranks(2, _with_late_copies, 1, None, False)
+
+
 def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of a step itself: tests/cpp/tier_steps_test.cpp."""
     expected = hash_after()

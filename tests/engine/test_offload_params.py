@@ -69,6 +69,14 @@ def test_a_step_writes_no_weights_that_are_still_on_their_way(ratio: float, monk
     assert not any(torch.equal(weight, bucket.owned_weight) for weight, bucket in zip(old, engine.buckets, strict=True))
 
 
+def test_the_device_s_share_is_in_host_memory_when_a_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host reads it there, and on a GPU `wait` is the stream's alone. One bucket, so that the scratch is taken once."""
+    run = Run(3, 2, shard={"offload": PARAMS | {"ratio": 0.6}, "units": 10**9})
+    good = hash_of_training(*train(0, run)[:2])
+    tier_with(monkeypatch, lambda tier: Watched(tier, [], lambda made: made == "to_tier.wait"), late=True)
+    assert hash_of_training(*train(0, run)[:2]) == good
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_weights_in_host_memory_and_late_copies_give_the_same_bits(world_size: int) -> None:
     expected = run_ranks(world_size, _frozen, None, False)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardcore._native import _C
@@ -20,7 +21,7 @@ from shardcore.engine.lazy import LazyStep
 from shardcore.engine.updater import Updater
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
-from tests.ranks import run_ranks
+from tests.ranks import run_fresh, run_ranks
 
 X = batch_of(99, 0, 0)[0]
 
@@ -102,6 +103,21 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
         optimizer.synchronize()
     assert len(updated) == len(lazy.units)
     assert len(set(updated[1:])) == 1
+
+
+def test_an_error_at_the_end_of_a_step_is_its_error() -> None:
+    """A store waits there for the last of its copies."""
+    model, optimizer = start(0, Run(stage=2), True, late=False)
+    steps = optimizer._engine.store.steps
+
+    def fails_at_the_end(*arguments: Any) -> Iterator[Any]:
+        yield from steps(*arguments)
+        raise OSError("planted")
+
+    optimizer._engine.lazy.store = type("FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)})()
+    stepped(model, optimizer, 0, 0)
+    with pytest.raises(RuntimeError, match=r"failed after step.. had returned .OSError: planted"):
+        optimizer.synchronize()
 
 
 def _fails_ahead(rank: int, world_size: int) -> list[str]:
@@ -295,6 +311,52 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first, second, third, *lines = done.stdout.splitlines()
     assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", f"at exit again {third}"]
+
+
+def _forks_while_a_thread_waits() -> int:
+    """A child is ended by its alarm if it waits for the thread that held the lock, which stayed with its parent."""
+    torch.set_num_threads(1)
+    model, optimizer = start(0, Run(stage=2), True, late=False)
+    lock, held, forked = optimizer._engine.lazy._lock, threading.Event(), threading.Event()
+
+    def waits() -> None:
+        with lock:
+            held.set()
+            forked.wait(60)
+
+    threading.Thread(target=waits).start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        stepped(model, optimizer, 0, 0)
+        list(model.parameters())
+        os._exit(0)
+    forked.set()
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_child_waits_for_no_thread_of_its_parent() -> None:
+    assert run_fresh(_forks_while_a_thread_waits) == 0
+
+
+def _forks_alone(rank: int, world_size: int, lazy: bool) -> str:
+    model, optimizer = start(rank, Run(stage=1), lazy, late=False)
+    if lazy:
+        optimizer._engine.lazy._worker_gathers = False  # as on NCCL
+    stepped(model, optimizer, rank, 0)
+    if lazy and rank == 0:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    stepped(model, optimizer, rank, 1)
+    return hash_of_training(model, optimizer)
+
+
+def test_a_rank_that_forks_asks_no_other_to_gather() -> None:
+    assert run_ranks(2, _forks_alone, True) == run_ranks(2, _forks_alone, False)
 
 
 _AT_EXIT = """

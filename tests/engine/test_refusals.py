@@ -59,7 +59,8 @@ def adam(model: nn.Module) -> Any:
             "is 0; expected 1 to 4096",
         ),
         ({"offload": {"optimizer": "cpu", "cpu_threads": 2}}, ValueError, "is 2 but overlap_step is False"),
-        ({"offload": {"optimizer": "cpu", "pin_memory_limit": -1}}, ValueError, "is -1; expected 0 bytes or"),
+        ({"offload": {"optimizer": "cpu", "pin_memory_limit": -1}}, ValueError, "is -1; expected 0 to"),
+        ({"offload": {"optimizer": "cpu", "pin_memory_limit": 1 << 63}}, ValueError, "is 9223372036854775808; expected 0 to"),
         (
             {"offload": {"optimizer": "cpu", "pin_memory": False, "pin_memory_limit": 4096}},
             ValueError,

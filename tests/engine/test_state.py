@@ -1,5 +1,6 @@
 """State dicts of sharded models and optimizers: whole, exact, exchangeable with torch, and effective when loaded."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.engine.state_io import OptimizerStateIO
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -120,6 +122,25 @@ def test_the_optimizers_state_is_carried_into_the_shards(precision: str, offload
             assert torch.equal(p, q)
         else:
             assert torch.allclose(p, q, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, shardcore.FusedAdam])
+def test_only_one_state_that_is_carried_is_there_twice(kind: Any, offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_net()
+    optimizer = kind(model.parameters())
+    _one_step(model, optimizer, 0, 0)
+    old = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    there = []
+    scatter = OptimizerStateIO._scatter
+
+    def counted(*arguments: Any) -> None:
+        scatter(*arguments)
+        there.append(sum(state() is not None for state in old))
+
+    monkeypatch.setattr(OptimizerStateIO, "_scatter", counted)
+    shardcore.shard(model, optimizer, 2, offload=offload)
+    assert there == list(range(len(old), 0, -1))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
