@@ -42,6 +42,16 @@ def test_copies_move_and_count_exact_bytes():
     assert tier.bytes_from_tier == 4000
 
 
+def test_a_copy_counts_as_a_write_for_autograd():
+    """So that a backward through values that a copy replaced raises."""
+    tier = _C.HostTier(torch.device("cpu"))
+    buffer, there = tier.empty(4, torch.float32), torch.zeros(4)
+    for copy, dst, src in ((tier.to_tier, buffer, there), (tier.from_tier, there, buffer)):
+        versions = dst._version, src._version
+        copy(dst, src)
+        assert (dst._version, src._version) == (versions[0] + 1, versions[1])
+
+
 def test_a_buffer_outlives_its_tier():
     tier = _C.HostTier(CPU)
     buffer = tier.empty(1000, torch.float64)

@@ -177,6 +177,20 @@ def test_memory_that_a_step_through_places_writes_is_nobody_else_s(which: str) -
     assert (case.tier.bytes_to_tier, case.tier.bytes_from_tier) == moved
 
 
+def test_gradients_of_a_later_step_that_lie_in_what_it_writes_are_refused() -> None:
+    """A chunk that is kept was checked with the gradients of its first step."""
+    case = Case()
+    memory = torch.rand(522)
+    case.chunk["exp_avgs"][0] = memory[10:]
+    chunk = case.steps.chunk(**case.chunk)
+    case.steps.begin([chunk], case.grads, case.hypers)
+    case.steps.wait_updated(0, 1)
+    case.steps.end()
+    message = r"grad_homes\[0\] has memory that exp_avgs\[0\] has too|exp_avgs\[0\] has memory that grad_homes\[0\] has too"
+    with nothing_written(*case.written), pytest.raises(ValueError, match=message):
+        case.steps.begin([chunk], [memory, case.grads[1]], case.hypers)
+
+
 def test_a_refused_chunk_counts_no_write_of_the_weights_before_the_bad_one() -> None:
     case = Case()
     first, second = case.chunk["weights"]
