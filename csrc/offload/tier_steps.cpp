@@ -157,6 +157,7 @@ void TierSteps::State::take_parts() {
     lock.lock();
     if (problem != nullptr) {
       error = problem;
+      changed.notify_all();  // nobody sends this chunk, for which others may wait
     } else {
       taken->done += last - first;
     }
