@@ -67,7 +67,10 @@ struct TierSteps::State {
   void take_parts();
   bool tend(std::unique_lock<std::mutex>& lock);
   OpenChunk* with_parts();
-  bool may_open();
+  enum class Act { none, open, send, fetch };
+  Act next_act();
+  // Of chunks for which that was done.
+  int64_t& count_of(Act act) { return act == Act::open ? opened : act == Act::send ? updated : fetched; }
   void fetch(int64_t number);
   void open(int64_t number);
   void send(int64_t number);
@@ -174,20 +177,32 @@ OpenChunk* TierSteps::State::with_parts() {
   return nullptr;
 }
 
-// Sends, fetches or opens a chunk, if one can be and nobody else is at it; returns whether it did.
+// What can be done now beside Adam. A chunk that has come is opened first, so that others go on with it meanwhile; the wait for
+// one that has not comes last, when no part is left for anybody. Throws CopyError.
+TierSteps::State::Act TierSteps::State::next_act() {
+  const bool ending = is_ending();
+  // Places that values pass through are those of one chunk.
+  const bool may_open = !ending && opened < std::min(fetched, updated + (passes ? 1 : 2));
+  const OpenChunk* const current = with_parts();
+  const int64_t parts_left = current == nullptr ? 0 : (current->line->num_blocks() - current->taken) / kPartBlocks;
+  if (may_open && parts_left <= 2 * num_threads && tier->stream(Direction::to_tier).query(arrived[opened])) return Act::open;
+  if (updated < opened && chunk(updated).is_done() && error == nullptr) return Act::send;
+  if (!ending && fetched < std::min(updated + 2, count())) return Act::fetch;
+  return may_open && current == nullptr ? Act::open : Act::none;
+}
+
+// Opens, sends or fetches a chunk, if one can be and nobody else is at it; returns whether it did.
 bool TierSteps::State::tend(std::unique_lock<std::mutex>& lock) {
   if (is_tended) return false;
-  const bool sends = updated < opened && chunk(updated).is_done() && error == nullptr;
-  const bool fetches = !sends && !is_ending() && fetched < std::min(updated + 2, count());
-  // Places that values pass through are those of one chunk.
-  const bool opens = !sends && !fetches && !is_ending() && opened < std::min(fetched, updated + (passes ? 1 : 2));
+  Act act = Act::none;
   std::exception_ptr problem;
   try {
-    if (!sends && !fetches && (!opens || !may_open())) return false;
+    act = next_act();
+    if (act == Act::none) return false;
     is_tended = true;
-    const int64_t number = sends ? updated : fetches ? fetched : opened;
+    const int64_t number = count_of(act);
     lock.unlock();
-    sends ? send(number) : fetches ? fetch(number) : open(number);
+    act == Act::open ? open(number) : act == Act::send ? send(number) : fetch(number);
   } catch (...) {
     problem = std::current_exception();
   }
@@ -196,18 +211,10 @@ bool TierSteps::State::tend(std::unique_lock<std::mutex>& lock) {
   if (problem != nullptr) {
     error = problem;
   } else {
-    ++(sends ? updated : fetches ? fetched : opened);
+    ++count_of(act);
   }
   changed.notify_all();
   return true;
-}
-
-// Whether to open the next chunk now: soon there are no parts left for all, and it has come. Who waits for that has none.
-bool TierSteps::State::may_open() {
-  const OpenChunk* const current = with_parts();
-  if (current == nullptr) return true;
-  const int64_t parts_left = (current->line->num_blocks() - current->taken) / kPartBlocks;
-  return parts_left <= 2 * num_threads && tier->stream(Direction::to_tier).query(arrived[opened]);
 }
 
 // Lets a chunk come to its places, if it has any.

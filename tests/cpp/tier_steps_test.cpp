@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "cpp/common.h"
 #include "cpp/offloaded_problem.h"
@@ -80,19 +81,23 @@ TEST(tier_steps, threads_that_share_chunks_have_the_bits_of_one) {
   }
 }
 
+// Nothing of it comes, so that every chunk can be opened at once.
+TensorSpec at_home(int64_t numel) { return {numel, DType::bf16, DType::f32, Master::f32}; }
+constexpr bool kGradsAreThere = false;
+
 #if !defined(__SANITIZE_THREAD__)  // which would tell that the test looks at a moment while Adam writes it
 TEST(tier_steps, the_next_chunk_is_updated_while_one_is_sent) {
-  AdamProblem problem(std::vector<TensorSpec>(4, TensorSpec{300}), 11);  // two chunks
+  AdamProblem problem(std::vector<TensorSpec>(4, at_home(300)), 11);  // two chunks
   const auto* const moment = static_cast<const volatile float*>(problem.segments()[2].exp_avg);
   const float before = *moment;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  bool is_updated = false;
-  const auto leaving = [&] {
+  bool is_first = true, is_updated = false;  // of the first weights to leave; one thread at a time sends
+  Hooks hooks;
+  hooks.leaving = [&] {
+    if (!std::exchange(is_first, false)) return;
     while (!(is_updated = *moment != before) && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
   };
-  Hooks hooks;
-  hooks.leaving = leaving;
-  Offloaded offloaded(problem, {}, {2}, {}, 0, hooks);
+  Offloaded offloaded(problem, {}, {2, false, kGradsAreThere}, {}, 0, hooks);
   SerialExecutor executor;
   offloaded.begin(0);
   offloaded.steps.wait_updated(1, executor);
@@ -199,12 +204,12 @@ TEST(tier_steps, a_copy_that_fails_is_told_by_the_waits_from_then_on) {
 
 // The second chunk is open by then, but not begun.
 TEST(tier_steps, nothing_is_begun_after_a_copy_that_fails) {
-  AdamProblem problem(std::vector<TensorSpec>(4, TensorSpec{300}), 12);
+  AdamProblem problem(std::vector<TensorSpec>(4, at_home(300)), 12);
   const auto* const moment = static_cast<const float*>(problem.segments()[2].exp_avg);
   const float before = *moment;
   Hooks hooks;
   hooks.leaving = [] { throw CopyError("planted"); };
-  Offloaded offloaded(problem, {}, {1, false, /*grads_come=*/false}, {}, 0, hooks);
+  Offloaded offloaded(problem, {}, {1, false, kGradsAreThere}, {}, 0, hooks);
   SerialExecutor executor;
   offloaded.begin(0);
   EXPECT_THROW(offloaded.steps.wait_updated(1, executor), CopyError);
