@@ -1,7 +1,7 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests but those marked slow, two files at a time where pytest-xdist is installed (WORKERS=0: one after
 #              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
-# make test-all    all tests, those marked slow, too (hours)
+# make test-all    all tests, those marked slow, too (three times as long)
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check

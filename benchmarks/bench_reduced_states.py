@@ -52,7 +52,7 @@ def measure(subject: str, numel: int, options: argparse.Namespace) -> dict[str, 
     """Run one subject at one size; prints the table and returns what JSON holds."""
     buffers = Buffers(numel, equal_pages=True)
     cases = {name: make_step(buffers, kind) for name, kind in SUBJECTS[subject].items()}
-    repeats = min(100, max(1, 2**21 // numel))  # a sample of a small size is many steps
+    repeats = min(200, max(1, 2**26 // numel))  # a sample of a small size is many steps
     seconds = harness.interleave(cases, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2)
     base = next(iter(cases))
     rows = [["states", "bytes", "Gparam/s", f"speed / {base} [quartiles]"]]
