@@ -231,7 +231,11 @@ class WholeUnits:
 
     @contextmanager
     def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
-        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective."""
+        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective.
+
+        What this takes is given up at the end: the pool would keep as much as the whole model.
+        """
+        before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         self._start_anew()
         for unit in chosen:
@@ -244,6 +248,7 @@ class WholeUnits:
                 unit.held -= 1
                 take_edits(unit)
                 self._close(unit)
+            self.pool.shrink(before)
 
     def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
         """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.

@@ -122,13 +122,17 @@ def _pool_bytes(rank: int, world_size: int) -> list[int]:
     model, _, _ = train(rank, Run(stage=3, steps=3), Net(depth=8))
     weights = model._shardcore_engine.weights
     units = {unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets) for unit in weights.units}
-    return [weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
+    used = weights.pool.allocated_bytes
+    with shardcore.full_params(model):
+        assert weights.pool.allocated_bytes >= sum(units.values())
+    return [used, weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_more_than_two_units_and_the_root_are_whole_at_once(world_size: int) -> None:
-    for used, limit in run_ranks(world_size, _pool_bytes):
+    for used, used_after_full_params, limit in run_ranks(world_size, _pool_bytes):
         assert used <= limit
+        assert used_after_full_params <= limit
 
 
 # --- who reads at other times -----------------------------------------------------------------------------------------
