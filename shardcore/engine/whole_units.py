@@ -48,6 +48,7 @@ class WholeUnits:
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
         self._lost: list[Any] = []  # gathers that may never end, and their memory
+        self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self._scratch: list[tuple[Unit, Managed]] = []
 
     def _start_ahead(self, unit: Unit) -> None:
@@ -256,12 +257,12 @@ class WholeUnits:
         What is being gathered (a forward that failed left it) has the old values: it is let go.
         """
         self._start_owed()
-        for unit in self.units:
+        chosen = [self._place[param] for param in params if param in self._place]
+        for unit, bucket, managed in chosen:
             if unit.gathers is not None:
                 self._close(unit)
-        place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
-        chosen = [place[param] for param in params if param in place]
-        for unit, bucket, managed in chosen:
+            if unit.open:
+                continue
             memory = torch.empty_like(managed.param).detach().view(-1)
             self._exchange(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
             self._scratch.append((unit, managed))
