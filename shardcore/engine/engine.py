@@ -6,6 +6,8 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from shardcore.engine.pace import Pace
 from shardcore.engine.reads import agree_on_read
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_io import OptimizerStateIO
-from shardcore.engine.store import StateStore, StepError
+from shardcore.engine.store import ReadPart, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
@@ -331,7 +333,7 @@ class Engine:
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
-        return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
+        return self._whole_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
 
     @torch.no_grad()
     @held_back_interrupts()  # see together
@@ -350,7 +352,7 @@ class Engine:
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
-        return managed.slice_of(self.whole(bucket, self.store.read(bucket, key))).clone()
+        return self._whole_param(bucket, managed, partial(self.store.read, bucket, key))
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
@@ -360,14 +362,30 @@ class Engine:
         return self.bucket_of[param], self.managed[param]
 
     def whole(self, bucket: Bucket, owned: torch.Tensor) -> torch.Tensor:
-        """Return a whole-bucket tensor from every rank's owned range, on the device of `owned`. Collective from stage 1 on."""
-        if self.lifetimes.owns_everything:
+        """Return a whole-bucket tensor from the owned ranges, on the device of `owned` (itself if it is all). Collective."""
+        if owned.numel() == bucket.layout.numel:
             return owned
         gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
         with scope("read", bucket.unit):
             bucket.owned_slice(gathered).copy_(owned)
             wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
         return gathered.to(owned.device)
+
+    def _whole_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
+        """Return a new tensor of a parameter's shape from the pieces that ranks own. Collective.
+
+        `read` reads a range of this rank's owned range; the result is on the device of what it returns.
+        """
+        like, ranks, numel = read(0, 0), self.comm.sharers, managed.param.numel()
+        size = bucket.layout.numel // len(ranks)
+        cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
+        whole = torch.empty(numel, dtype=like.dtype, device=self.device)
+        for piece in bucket.pieces_of(managed):
+            whole[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
+        if not self.lifetimes.owns_everything:
+            with scope("read", bucket.unit):
+                wait_all(self.comm.gather_parts([whole[a:b] for a, b in pairwise(cuts)], Traffic.READ, ranks))
+        return whole.view(managed.param.shape).to(like.device)
 
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""

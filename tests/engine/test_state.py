@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.comm import Comm
 from shardcore.engine.state_io import OptimizerStateIO
-from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -212,3 +213,31 @@ def test_full_state_names_what_there_is() -> None:
         shardcore.full_state(model.gain, "momentum")
     with pytest.raises(ValueError, match="Parameter is not sharded"):
         shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
+
+
+def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
+    """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
+    model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    received: list[int] = []
+    exchange = Comm._exchange
+
+    def counting(comm: Comm, sent: Any, places: Any, kind: Any, ranks: Any, of: Any) -> Any:
+        received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
+        return exchange(comm, sent, places, kind, ranks, of)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "_exchange", counting)
+        for name, param in model.named_parameters():
+            for what, read in (("grad", shardcore.full_grad), ("state", lambda p: shardcore.full_state(p, "exp_avg"))):
+                received.clear()
+                read(param)
+                found.append((f"{what} of {name}", sum(received), 4 * param.numel()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
+    for found in run_ranks(3, _received, stage):
+        assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
