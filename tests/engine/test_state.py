@@ -241,3 +241,55 @@ def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, in
 def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
     for found in run_ranks(3, _received, stage):
         assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
+
+
+def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
+    """By call: how many gathers of whole values are under way at each wait for one."""
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+    under_way: list[int] = []
+    started: list[str] = []
+    all_gather = Comm.all_gather
+
+    class Seen:
+        def wait(self) -> None:
+            under_way.append(len(started) - len(under_way))
+
+    def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        works = all_gather(comm, whole, *arguments, **options)
+        if not whole.is_floating_point():  # what ranks tell each other
+            return works
+        started.append("")
+        return [Seen(), *works]
+
+    def whole() -> None:
+        with shardcore.full_params(model):
+            pass
+
+    shards = shardcore.sharded_state_dict(model)
+    calls = {
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+        "full_params": whole,
+        "load_sharded_state_dict": lambda: shardcore.load_sharded_state_dict(model, shards),
+    }
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "all_gather", seen)
+        for name, call in calls.items():
+            call()
+            found[name] = under_way.copy()
+            under_way.clear()
+            started.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (2, {"optimizer.state_dict": [2] * 7 + [1], "load_sharded_state_dict": [4, 3, 2, 1]}),
+        (3, {"optimizer.state_dict": [2] * 7 + [1], "state_dict": [2, 2, 2, 1], "full_params": [4, 3, 2, 1]}),
+    ],
+)
+def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
+    for found in run_ranks(2, _under_way, stage):
+        assert {name: counts for name, counts in found.items() if counts} == expected
