@@ -239,15 +239,17 @@ class WholeUnits:
         before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         self._start_anew()
-        for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
-            self._start(unit)
-        for unit in chosen:
-            self._open(unit)
-            unit.held += 1
+        held = []
         try:
+            for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
+                self._start(unit)
+            for unit in chosen:
+                self._open(unit)
+                unit.held += 1
+                held.append(unit)
             yield
         finally:
-            for unit in chosen:
+            for unit in held:
                 unit.held -= 1
                 take_edits(unit)
                 self._close(unit)
