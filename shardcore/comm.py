@@ -240,6 +240,11 @@ class Comm:
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
 
+    def gather_parts(self, parts: Sequence[torch.Tensor], kind: Traffic, ranks: Sequence[int]) -> list[dist.Work]:
+        """Start filling parts[i] from ranks[i], this rank's own already in place. Their sizes may differ, and be zero."""
+        places = [as_bytes(part) for part in parts]
+        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, None)
+
     def _gather_into(self, whole: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
         self._global(0)  # raises if the group is gone
         flat = as_bytes(whole)
@@ -255,9 +260,10 @@ class Comm:
         ranks: Sequence[int],
         of: int | None,
     ) -> list[dist.Work]:
-        """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own."""
-        if sent[0].numel() == 0:
-            return []
+        """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own.
+
+        What is empty is not sent.
+        """
         tag = self.tags.next(kind, of)
         me, size = ranks.index(self.rank), len(ranks)
         works: list[Any] = []
@@ -267,11 +273,13 @@ class Comm:
             source, target = (me - step) % size, (me + step) % size
             for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
                 peer = self._global(rank)
+                if data.numel() == 0:
+                    continue
                 if neighbours is not None and neighbours.serve(rank, data):
                     works.append((neighbours.receive if call is dist.irecv else neighbours.send)(data, rank, tag))
                 else:
                     operations.append((call, data, peer))
-        if self.uses_nccl:  # as one group of calls: NCCL would wait for them one after the other
+        if self.uses_nccl and operations:  # as one group of calls: NCCL would wait for them one after the other
             works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
             return [*works[:-1], *self._started(works[-1] if works else None, sent[0])]
         with _explained():

@@ -4,7 +4,7 @@ A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it
 (`Lifetimes`), the only place where ZeRO stages differ.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -178,6 +178,9 @@ class Bucket:
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
         self.pieces: tuple[Piece, ...] = layout.pieces(*owned)
+        self._pieces_of: dict[Managed, list[Piece]] = {managed: [] for managed in params}
+        for piece in self.pieces:
+            self._pieces_of[params[piece.slot]].append(piece)
         self._lent = [managed.param for managed in params], [managed.offset for managed in params]
         self._closed = [closed_message(managed.name, unit) for managed in params]
         self._gaps = tuple(layout.gaps())
@@ -280,9 +283,9 @@ class Bucket:
             if end > 0 and first < flat.numel():
                 yield self.params[piece.slot], piece, flat[max(0, first) : end]
 
-    def pieces_of(self, managed: Managed) -> list[Piece]:
+    def pieces_of(self, managed: Managed) -> Sequence[Piece]:
         """Return the owned pieces of one parameter, in order."""
-        return [piece for piece in self.pieces if self.params[piece.slot] is managed]
+        return self._pieces_of[managed]
 
     def _views_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """View each parameter's slot, and each gap between them, of a long-lived whole-bucket buffer.

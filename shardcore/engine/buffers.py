@@ -58,6 +58,11 @@ class BufferPool:
         if buffer.numel():
             self._free.append(self._lent.pop(buffer.untyped_storage()._cdata, as_bytes(buffer)))
 
+    def shrink(self, limit_bytes: int) -> None:
+        """Give up free buffers while there are more than `limit_bytes` in all."""
+        while self._free and self.allocated_bytes > limit_bytes:
+            self._drop(-1)
+
     def _drop(self, index: int) -> None:
         memory = self._free.pop(index)
         self.allocated_bytes -= memory.numel()

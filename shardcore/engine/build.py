@@ -182,11 +182,14 @@ def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
     """Return the units at run time; the root, and units with others inside, have to stay whole through a backward."""
     modules = {spec.module for spec in specs}
+    buckets_of: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
+    for bucket in buckets:
+        buckets_of[bucket.unit].append(bucket)
     return [
         Unit(
             spec.name,
             spec.module,
-            [bucket for bucket in buckets if bucket.unit == spec.name],
+            buckets_of[spec.name],
             stays=spec.name == "" or len(modules.intersection(spec.module.modules())) > 1,
         )
         for spec in specs

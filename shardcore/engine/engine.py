@@ -6,12 +6,13 @@ stages beyond the lifetimes table, nor of tiers beyond the store that it is give
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.clip import clip
 from shardcore.engine.host_grads import GradHome
@@ -29,6 +30,7 @@ from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
+from shardcore.engine.whole_values import WholeValues
 from shardcore.optim import check_max_norm, step_tensor
 
 
@@ -79,7 +81,8 @@ class Engine:
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = self
         self._membership = Membership(model)
-        self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole)
+        self.whole_values = WholeValues(comm, device)
+        self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole_values.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a sharded model is an ordinary model: it has no engine."""
@@ -331,7 +334,7 @@ class Engine:
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
-        return managed.slice_of(self.whole(bucket, grad)).to(self.device, copy=True)
+        return self.whole_values.of_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
 
     @torch.no_grad()
     @held_back_interrupts()  # see together
@@ -350,7 +353,7 @@ class Engine:
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
-        return managed.slice_of(self.whole(bucket, self.store.read(bucket, key))).clone()
+        return self.whole_values.of_param(bucket, managed, partial(self.store.read, bucket, key))
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
@@ -359,18 +362,11 @@ class Engine:
             raise ValueError(f"{op}: the parameter was frozen when shard() was called; expected a trainable one")
         return self.bucket_of[param], self.managed[param]
 
-    def whole(self, bucket: Bucket, owned: torch.Tensor) -> torch.Tensor:
-        """Return a whole-bucket tensor from every rank's owned range, on the device of `owned`. Collective from stage 1 on."""
-        if self.lifetimes.owns_everything:
-            return owned
-        gathered = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self.device)
-        with scope("read", bucket.unit):
-            bucket.owned_slice(gathered).copy_(owned)
-            wait_all(self.comm.all_gather(gathered, Traffic.READ, self.comm.sharers))
-        return gathered.to(owned.device)
-
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's weights as the optimizer sees them, whole: the masters where there are any. Collective."""
+        """Return the owned range of the bucket's weights as the optimizer sees them: the masters where there are any.
+
+        Or the whole weights, where they are here and there is no master.
+        """
         if bucket.kind.master is not None:
-            return self.whole(bucket, self.store.read(bucket, "master"))
-        return bucket.weight if self.lifetimes.full_weight_resident else self.whole(bucket, bucket.owned_weight)
+            return self.store.read(bucket, "master")
+        return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_weight

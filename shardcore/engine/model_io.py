@@ -230,10 +230,9 @@ class _WholeStateDict(_StateDictHook):
                 if place in param_at:
                     keys.setdefault(param_at[place], []).append(key)
         with torch.no_grad():
-            for bucket in engine.buckets:
-                if not any(managed.param in keys for managed in bucket.params):
-                    continue
-                whole = engine.master_or_weight(bucket)
+            asked = [bucket for bucket in engine.buckets if any(managed.param in keys for managed in bucket.params)]
+            wholes = engine.whole_values.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in asked)
+            for bucket, whole in zip(asked, wholes, strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
                         values = managed.slice_of(whole).clone()

@@ -179,15 +179,17 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
             tensor.copy_(state[name])
+    works: list[Any] = []
     for bucket in engine.buckets:
         for managed in bucket.params:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
         if engine.lifetimes.gathers_new_weights:
-            wait_all(engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers))
+            works += engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers)
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
             managed.version = managed.param._version
+    wait_all(works)
     engine.updater.forget_changes()
 
 

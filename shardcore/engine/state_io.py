@@ -1,7 +1,7 @@
 """The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,23 +50,25 @@ class OptimizerStateIO:
     """Reads and writes the states of an updater's buckets as whole tensors."""
 
     def __init__(
-        self, updater: Updater, groups: Sequence[dict[str, Any]], whole: Callable[[Bucket, torch.Tensor], torch.Tensor]
+        self,
+        updater: Updater,
+        groups: Sequence[dict[str, Any]],
+        wholes: Callable[[Iterable[tuple[Bucket, torch.Tensor]]], Iterator[torch.Tensor]],
     ) -> None:
-        """Serve `updater`; parameters are numbered as `groups` (live) list them; `whole` gathers an owned range. Collective."""
-        self.updater, self.groups, self.whole = updater, groups, whole
+        """Serve `updater`; parameters are numbered as `groups` (live) list them; `wholes` gathers owned ranges. Collective."""
+        self.updater, self.groups, self.wholes = updater, groups, wholes
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
         number_of = {param: number for number, param in enumerate(p for group in self.groups for p in group["params"])}
         found: dict[int, dict[str, Any]] = {}
-        for bucket in self.updater.buckets:
-            stepped = [managed for managed in bucket.params if managed.step > 0]
-            if not stepped:
-                continue
-            for key in bucket.kind.keys:
-                whole = self.whole(bucket, self.updater.store.read(bucket, key))
-                for managed in stepped:
+        stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
+        kept = [(bucket, key) for bucket in stepped for key in bucket.kind.keys]
+        wholes = self.wholes((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
+        for (bucket, key), whole in zip(kept, wholes, strict=True):
+            for managed in bucket.params:
+                if managed.step > 0:
                     entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
                     entry[key] = managed.slice_of(whole).clone()
         state = {number: found[number] for number in sorted(found)}

@@ -51,6 +51,8 @@ def callable_parts(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
     Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
     split what torch.compile makes of a block.
     """
+    if not unit.stays:
+        return []
     modules = {other.module for other in units}
     own = {managed.param for bucket in unit.buckets for managed in bucket.params}
 
@@ -61,7 +63,7 @@ def callable_parts(unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
                 if child not in modules:
                     yield from visit(child)
 
-    return list(dict.fromkeys(visit(unit.module))) if unit.stays else []
+    return list(dict.fromkeys(visit(unit.module)))
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ class WholeUnits:
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
         self._lost: list[Any] = []  # gathers that may never end, and their memory
+        self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self._scratch: list[tuple[Unit, Managed]] = []
 
     def _start_ahead(self, unit: Unit) -> None:
@@ -231,19 +232,28 @@ class WholeUnits:
 
     @contextmanager
     def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
-        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective."""
+        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective.
+
+        What this takes is given up at the end: the pool would keep as much as the whole model.
+        """
+        before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         self._start_anew()
-        for unit in chosen:
-            self._open(unit)
-            unit.held += 1
+        held = []
         try:
+            for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
+                self._start(unit)
+            for unit in chosen:
+                self._open(unit)
+                unit.held += 1
+                held.append(unit)
             yield
         finally:
-            for unit in chosen:
+            for unit in held:
                 unit.held -= 1
                 take_edits(unit)
                 self._close(unit)
+            self.pool.shrink(before)
 
     def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
         """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.
@@ -251,12 +261,12 @@ class WholeUnits:
         What is being gathered (a forward that failed left it) has the old values: it is let go.
         """
         self._start_owed()
-        for unit in self.units:
+        chosen = [self._place[param] for param in params if param in self._place]
+        for unit, bucket, managed in chosen:
             if unit.gathers is not None:
                 self._close(unit)
-        place = {m.param: (unit, b, m) for unit in self.units if not unit.open for b in unit.buckets for m in b.params}
-        chosen = [place[param] for param in params if param in place]
-        for unit, bucket, managed in chosen:
+            if unit.open:
+                continue
             memory = torch.empty_like(managed.param).detach().view(-1)
             self._exchange(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
             self._scratch.append((unit, managed))

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.comm import Comm
 from shardcore.engine.state_io import OptimizerStateIO
-from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -212,3 +213,83 @@ def test_full_state_names_what_there_is() -> None:
         shardcore.full_state(model.gain, "momentum")
     with pytest.raises(ValueError, match="Parameter is not sharded"):
         shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
+
+
+def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
+    """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
+    model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    received: list[int] = []
+    exchange = Comm._exchange
+
+    def counting(comm: Comm, sent: Any, places: Any, kind: Any, ranks: Any, of: Any) -> Any:
+        received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
+        return exchange(comm, sent, places, kind, ranks, of)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "_exchange", counting)
+        for name, param in model.named_parameters():
+            for what, read in (("grad", shardcore.full_grad), ("state", lambda p: shardcore.full_state(p, "exp_avg"))):
+                received.clear()
+                read(param)
+                found.append((f"{what} of {name}", sum(received), 4 * param.numel()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
+    for found in run_ranks(3, _received, stage):
+        assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
+
+
+def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
+    """By call: how many gathers of whole values are under way at each wait for one."""
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+    under_way: list[int] = []
+    started: list[str] = []
+    all_gather = Comm.all_gather
+
+    class Seen:
+        def wait(self) -> None:
+            under_way.append(len(started) - len(under_way))
+
+    def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        works = all_gather(comm, whole, *arguments, **options)
+        if not whole.is_floating_point():  # what ranks tell each other
+            return works
+        started.append("")
+        return [Seen(), *works]
+
+    def whole() -> None:
+        with shardcore.full_params(model):
+            pass
+
+    shards = shardcore.sharded_state_dict(model)
+    calls = {
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+        "full_params": whole,
+        "load_sharded_state_dict": lambda: shardcore.load_sharded_state_dict(model, shards),
+    }
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "all_gather", seen)
+        for name, call in calls.items():
+            call()
+            found[name] = under_way.copy()
+            under_way.clear()
+            started.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (2, {"optimizer.state_dict": [2] * 7 + [1], "load_sharded_state_dict": [4, 3, 2, 1]}),
+        (3, {"optimizer.state_dict": [2] * 7 + [1], "state_dict": [2, 2, 2, 1], "full_params": [4, 3, 2, 1]}),
+    ],
+)
+def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
+    for found in run_ranks(2, _under_way, stage):
+        assert {name: counts for name, counts in found.items() if counts} == expected

@@ -122,13 +122,17 @@ def _pool_bytes(rank: int, world_size: int) -> list[int]:
     model, _, _ = train(rank, Run(stage=3, steps=3), Net(depth=8))
     weights = model._shardcore_engine.weights
     units = {unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets) for unit in weights.units}
-    return [weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
+    used = weights.pool.allocated_bytes
+    with shardcore.full_params(model):
+        assert weights.pool.allocated_bytes >= sum(units.values())
+    return [used, weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_more_than_two_units_and_the_root_are_whole_at_once(world_size: int) -> None:
-    for used, limit in run_ranks(world_size, _pool_bytes):
+    for used, used_after_full_params, limit in run_ranks(world_size, _pool_bytes):
         assert used <= limit
+        assert used_after_full_params <= limit
 
 
 # --- who reads at other times -----------------------------------------------------------------------------------------
@@ -203,3 +207,25 @@ def test_loading_a_module_while_it_is_whole() -> None:
         model.load_state_dict(given)
         assert torch.equal(model.head.weight, given["head.weight"].to(torch.bfloat16))
     assert hash_of(model.state_dict().values()) == hash_of(given.values())
+
+
+def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(stage=3, steps=1))
+    units = model._shardcore_engine.weights.units
+    opening = Weights._open
+
+    def failing(weights: Weights, unit: Any) -> None:
+        if unit is units[2]:
+            raise MemoryError("no more")
+        opening(weights, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Weights, "_open", failing)
+        with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
+            pass
+    assert not any(unit.open or unit.held for unit in units)
+    for step in range(1, 3):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hash_of_training(model, optimizer) == hash_of_training(*train(0, Run(stage=3, steps=3))[:2])
