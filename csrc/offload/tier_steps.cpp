@@ -181,8 +181,7 @@ OpenChunk* TierSteps::State::with_parts() {
 // one that has not comes last, when no part is left for anybody. Throws CopyError.
 TierSteps::State::Act TierSteps::State::next_act() {
   const bool ending = is_ending();
-  // Places that values pass through are those of one chunk.
-  const bool may_open = !ending && opened < std::min(fetched, updated + (passes ? 1 : 2));
+  const bool may_open = !ending && opened < std::min(fetched, updated + 2);
   const OpenChunk* const current = with_parts();
   const int64_t parts_left = current == nullptr ? 0 : (current->line->num_blocks() - current->taken) / kPartBlocks;
   if (may_open && parts_left <= 2 * num_threads && tier->stream(Direction::to_tier).query(arrived[opened])) return Act::open;

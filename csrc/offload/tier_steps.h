@@ -4,7 +4,7 @@
 // taken again when its last way back is done; one for gradients when Adam has worked on it, which the order of chunks says.
 // Threads of a step's own do not wait for each other where a chunk ends: some begin the next one while others end this one, and
 // one of them sends, fetches and waits for copies.
-// Where callers copy as well as queues do (HostTier::caller_copies), Adam's own threads copy (AdamLine).
+// Where callers copy as well as queues do (HostTier::caller_copies), Adam's own threads copy (AdamLine), and use no places.
 #pragma once
 
 #include <cstdint>
