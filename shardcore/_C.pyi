@@ -342,7 +342,7 @@ class TierSteps:
     """Makes the steps of a tier: chunk by chunk gradients come, Adam runs, new weights go; no GIL (csrc/offload/tier_steps.h).
 
     ``places``: how many for weights chunks take in turn. ``passes`` (only a tier whose `caller_copies`): instead of queues
-    Adam's own threads copy, a few thousand elements at a time; what lies in places then means nothing. ``adam_per_second``:
+    Adam's own threads copy, a few thousand elements at a time, and places are not used. ``adam_per_second``:
     > 0 makes Adam as slow, in elements, for tests and benchmarks. events: what the last step did: (what, begin and end in
     seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the like, "adam".
     """

@@ -10,9 +10,8 @@ places are pinned: states and masters never travel. Gradients that leave in back
 need none. Places are bytes, each element has those of a float32, so that gradients
 of any dtype fit and all memory is taken before the first step.
 Note [Passing]. On CPU ranks both sides of a copy are host memory, and a second thread that copies shares the core with Adam.
-So there Adam's own threads copy (`caller_copies`), through the tier and counted as ever: a few thousand elements come, are
-updated while they are in the caches, and go; each thread uses small parts of one place for gradients and one for weights, so
-most pages of staging are never touched there. A simulated tier keeps to its queues.
+So there Adam's own threads copy (`caller_copies`), counted as ever: a few thousand elements come to a thread's own memory, are
+updated while they are in the caches, and go. Pages of staging are never touched there. A simulated tier keeps to its queues.
 """
 
 import logging
@@ -176,7 +175,7 @@ class CpuStore:
         turn = 0
         for spans in parts:
             kept.append(self._part(spans, turn))
-            turn += 0 if self.copies.caller_copies else len(kept[-1].chunks)  # what passes lies nowhere between two chunks
+            turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         grads = [_grad_of(bucket) for part in kept for bucket in part.buckets]
         threads = own_thread_count()
@@ -209,8 +208,7 @@ class CpuStore:
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.memory != memory:
             cut = list(self._chunks(spans))
-            steps = [0] * len(cut) if self.copies.caller_copies else range(len(cut))
-            chunks = [self._chunk(of_chunk, turn + number) for of_chunk, number in zip(cut, steps, strict=True)]
+            chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
             part = _Part(list(spans), memory, chunks, [span.bucket for of_chunk in cut for span in of_chunk])
             self._parts[key] = part
         return part

@@ -13,6 +13,12 @@ constexpr int64_t kGrainBlocks =
     128;  // 32K elements, as torch has it: below that waking a second thread costs more than it brings
 constexpr int64_t kPieceNumel = 64 * kBlock;  // with all its streams a third of a second-level cache of 1 MiB
 
+// What values of a piece pass through, on the stack of its thread: all pieces use it, so it stays in cache.
+struct Places {
+  alignas(64) char grad[kPieceNumel * sizeof(float)];
+  alignas(64) char param[kPieceNumel * sizeof(float)];
+};
+
 // Elements [first, first + numel) of a segment; first starts a block.
 AdamSegment part_of(const AdamSegment& segment, int64_t first, int64_t numel) {
   AdamSegment part = segment;
@@ -60,19 +66,18 @@ void AdamLine::update(int64_t first_block, int64_t last_block) const {
 }
 
 void AdamLine::pass(const AdamSegment& segment, const AdamHome& home, int64_t first, int64_t last) const {
-  const AdamSegment place = part_of(segment, first, 0);  // all pieces use that of the first one, so it stays in cache
+  Places places;
   for (int64_t at = first; at < last; at += kPieceNumel) {
     AdamSegment piece = part_of(segment, at, std::min(kPieceNumel, last - at));
     const int64_t grad_bytes = piece.numel * itemsize(piece.grad_dtype);
     const int64_t param_item = itemsize(piece.param_dtype), param_bytes = piece.numel * param_item;
     if (home.grad != nullptr) {
-      piece.grad = place.grad;
-      copies_->to_place(const_cast<void*>(place.grad), static_cast<const char*>(home.grad) + at * itemsize(piece.grad_dtype),
-                        grad_bytes);
+      copies_->to_place(places.grad, static_cast<const char*>(home.grad) + at * itemsize(piece.grad_dtype), grad_bytes);
+      piece.grad = places.grad;
     }
     char* const param_home = home.param == nullptr ? nullptr : static_cast<char*>(home.param) + at * param_item;
     if (param_home != nullptr) {
-      piece.param = place.param;
+      piece.param = places.param;
       if (piece.master_kind != Master::f32) copies_->to_place(piece.param, param_home, param_bytes);
     }
     adam_span_(piece, scalars_[piece.hyper_index], 0, piece.numel);

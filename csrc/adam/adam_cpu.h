@@ -16,8 +16,8 @@ class Executor;
 // Bits do not depend on the number of threads or on the instruction set.
 void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor);
 
-// Where the gradient and the weights of a segment live while its own pointers are places that they only pass through. Null:
-// where the segment says.
+// Where the gradient and the weights of a segment live that only pass through memory of Adam's threads. Null: where the segment
+// says.
 struct AdamHome {
   const void* grad = nullptr;
   void* param = nullptr;
@@ -25,7 +25,7 @@ struct AdamHome {
   bool operator==(const AdamHome& o) const { return grad == o.grad && param == o.param; }
 };
 
-// How values get from their home to their place, and back; called from any threads.
+// How values get from their home to a thread's place, and back; called from any threads.
 struct AdamCopies {
   using Copy = std::function<void(void* dst, const void* src, int64_t size_bytes)>;
   Copy to_place, to_home;
@@ -33,8 +33,7 @@ struct AdamCopies {
 
 // The same work as one line of 256-element blocks, for who splits it over threads himself. What the arguments point to must
 // live as long. With homes and copies, those of segment i are homes[i]: piece by piece what it reads comes, is updated while it
-// is in the caches, and the new weights go. A piece may use the place of any other; what lies in the places afterwards means
-// nothing.
+// is in the caches, and the new weights go.
 class AdamLine {
  public:
   AdamLine(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, const AdamHome* homes = nullptr,

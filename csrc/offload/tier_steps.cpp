@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "core/thread_pool.h"
-#include "offload/open_chunk.h"
+#include "offload/chunk_moves.h"
 
 namespace shardcore {
 namespace {
@@ -20,36 +20,19 @@ namespace {
 // together.
 constexpr int64_t kPartBlocks = 256;
 
-double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
-
 }  // namespace
 
 struct TierSteps::State {
-  State(std::shared_ptr<HostTier> owner, int places, bool passing, double rate)
-      : tier(std::move(owner)),
-        passes(passing),
-        adam_per_second(rate),
-        passing_copies{copy_now(Direction::to_tier), copy_now(Direction::from_tier)},
-        place_left(static_cast<size_t>(places), 0) {}
+  template <typename... Arguments>
+  explicit State(Arguments&&... arguments) : moves(std::forward<Arguments>(arguments)...) {}
 
-  const std::shared_ptr<HostTier> tier;
-  const bool passes;
-  const double adam_per_second;
-  const AdamCopies passing_copies;
-  Step step;  // written while nobody makes one
-
-  // Of whoever fetches, opens or sends a chunk: one thread at a time.
-  std::vector<int64_t> place_left;  // the last copy that leaves each place
-  std::vector<int64_t> arrived;     // the last copy that comes for each chunk; 0: none
-  Clock::time_point adam_is_free;   // if it is slowed
+  ChunkMoves moves;  // begins and ends while nobody makes a step; chunks move where is_tended
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
   int64_t fetched = 0, opened = 0, updated = 0;  // chunks
   std::unique_ptr<OpenChunk> open_chunks[2];     // from `updated` to `opened`, by their number
   bool is_tended = false;                        // a thread fetches, opens or sends one
-  std::vector<int64_t> left;                     // the last copy that leaves each chunk; 0: none
-  std::vector<TierEvent> events;
   std::exception_ptr error;
   bool running = false, abandoned = false, quit = false;  // running: on the thread
 
@@ -57,7 +40,7 @@ struct TierSteps::State {
   int num_threads = 0;
   pid_t pid = 0;  // that started the thread; 0: none
 
-  int64_t count() const { return static_cast<int64_t>(step.chunks.size()); }
+  int64_t count() const { return moves.count(); }
   bool is_ending() const { return abandoned || error != nullptr; }
   OpenChunk& chunk(int64_t number) { return *open_chunks[number % 2]; }
 
@@ -71,45 +54,15 @@ struct TierSteps::State {
   Act next_act();
   // Of chunks for which that was done.
   int64_t& count_of(Act act) { return act == Act::open ? opened : act == Act::send ? updated : fetched; }
-  void fetch(int64_t number);
   void open(int64_t number);
-  void send(int64_t number);
-  int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes);
-  AdamCopies::Copy copy_now(Direction direction);
-  void wait_for(Direction direction, int64_t number);
-  void note(const char* what, Clock::time_point begin, Clock::time_point end, int64_t amount);
   void stop();
-
-  // Calls `act` and notes that it happened.
-  template <typename Act>
-  auto noted(const char* what, int64_t amount, const Act& act) {
-    const struct Note {
-      State& state;
-      const char* what;
-      int64_t amount;
-      Clock::time_point begin = Clock::now();
-      ~Note() { state.note(what, begin, Clock::now(), amount); }
-    } note{*this, what, amount};
-    return act();
-  }
 };
-
-void TierSteps::State::note(const char* what, Clock::time_point begin, Clock::time_point end, int64_t amount) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  events.push_back({what, seconds(begin), seconds(end), amount});
-}
 
 void TierSteps::State::begin(Step next) {
   const std::lock_guard<std::mutex> lock(mutex);
   for (auto& open_chunk : open_chunks) open_chunk.reset();
-  step = std::move(next);
-  arrived.assign(step.chunks.size(), 0);
-  left.assign(step.chunks.size(), 0);
+  moves.begin(std::move(next));
   fetched = opened = updated = 0;
-  events.clear();
-  size_t most = 0;  // three copies of each span, two waits and Adam of each chunk: with room for all, to note one cannot fail
-  for (const TierChunk& chunk : step.chunks) most += 3 + 3 * chunk.spans.size();
-  events.reserve(most);
   error = nullptr;
   abandoned = false;
 }
@@ -118,13 +71,13 @@ void TierSteps::State::begin(Step next) {
 void TierSteps::State::advance(Executor& executor) {
   const bool fetches = fetched < std::min(updated + 2, count());
   if (fetches) {
-    fetch(fetched);
+    moves.fetch(fetched);
   } else {
     open(updated);
     OpenChunk& open_chunk = chunk(updated);
     open_chunk.line->update(executor);
     open_chunk.end = Clock::now();
-    send(updated);
+    moves.send(updated, open_chunk);
   }
   const std::lock_guard<std::mutex> lock(mutex);
   if (!fetches) opened = updated + 1;
@@ -135,7 +88,7 @@ void TierSteps::State::advance(Executor& executor) {
 // One of the threads that make a step together. No thread waits for others at the end of a chunk: whoever finds no part left
 // goes on with the next chunk, and between two parts someone sends, fetches and opens what can be.
 void TierSteps::State::take_parts() {
-  tier->enter_thread();
+  moves.tier().enter_thread();
   std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
     if (tend(lock)) continue;
@@ -181,11 +134,10 @@ OpenChunk* TierSteps::State::with_parts() {
 // one that has not comes last, when no part is left for anybody. Throws CopyError.
 TierSteps::State::Act TierSteps::State::next_act() {
   const bool ending = is_ending();
-  // Places that values pass through are those of one chunk.
-  const bool may_open = !ending && opened < std::min(fetched, updated + (passes ? 1 : 2));
+  const bool may_open = !ending && opened < std::min(fetched, updated + 2);
   const OpenChunk* const current = with_parts();
   const int64_t parts_left = current == nullptr ? 0 : (current->line->num_blocks() - current->taken) / kPartBlocks;
-  if (may_open && parts_left <= 2 * num_threads && tier->stream(Direction::to_tier).query(arrived[opened])) return Act::open;
+  if (may_open && parts_left <= 2 * num_threads && moves.has_come(opened)) return Act::open;
   if (updated < opened && chunk(updated).is_done() && error == nullptr) return Act::send;
   if (!ending && fetched < std::min(updated + 2, count())) return Act::fetch;
   return may_open && current == nullptr ? Act::open : Act::none;
@@ -202,7 +154,9 @@ bool TierSteps::State::tend(std::unique_lock<std::mutex>& lock) {
     is_tended = true;
     const int64_t number = count_of(act);
     lock.unlock();
-    act == Act::open ? open(number) : act == Act::send ? send(number) : fetch(number);
+    if (act == Act::open) open(number);
+    if (act == Act::send) moves.send(number, chunk(number));
+    if (act == Act::fetch) moves.fetch(number);
   } catch (...) {
     problem = std::current_exception();
   }
@@ -217,70 +171,10 @@ bool TierSteps::State::tend(std::unique_lock<std::mutex>& lock) {
   return true;
 }
 
-// Lets a chunk come to its places, if it has any.
-void TierSteps::State::fetch(int64_t number) {
-  if (number == 0 && step.weights_leave) tier->synchronize();
-  if (passes) return;
-  const TierChunk& chunk = step.chunks[static_cast<size_t>(number)];
-  bool place_is_free = false;
-  for (const TierSpan& span : chunk.spans) {
-    const AdamSegment& t = span.segment;
-    int64_t& last = arrived[static_cast<size_t>(number)];
-    if (span.weight != nullptr && !std::exchange(place_is_free, true)) {
-      wait_for(Direction::from_tier, place_left[static_cast<size_t>(chunk.place)]);
-    }
-    if (span.grad_comes) {
-      last = copy(Direction::to_tier, const_cast<void*>(t.grad), span.grad, t.numel * itemsize(t.grad_dtype));
-    }
-    if (span.weight != nullptr && t.master_kind != Master::f32) {
-      last = copy(Direction::to_tier, t.param, span.weight, t.numel * itemsize(t.param_dtype));
-    }
-  }
-}
-
-// Waits until a chunk has come, and lets Adam work on it.
 void TierSteps::State::open(int64_t number) {
-  const auto index = static_cast<size_t>(number);
-  wait_for(Direction::to_tier, arrived[index]);
-  auto opening = std::make_unique<OpenChunk>(step.chunks[index], step.scalars, passes ? &passing_copies : nullptr);
+  auto opening = moves.open(number);
   const std::lock_guard<std::mutex> lock(mutex);
   open_chunks[number % 2] = std::move(opening);
-}
-
-// Lets the weights of a chunk go, which is updated.
-void TierSteps::State::send(int64_t number) {
-  OpenChunk& sent = chunk(number);
-  if (adam_per_second > 0) {
-    const std::chrono::duration<double> takes(static_cast<double>(sent.numel) / adam_per_second);
-    sent.begin = std::max(sent.begin, adam_is_free);
-    adam_is_free = sent.end = sent.begin + std::chrono::duration_cast<Clock::duration>(takes);
-    std::this_thread::sleep_until(sent.end);
-  }
-  note("adam", sent.begin, sent.end, sent.numel);
-  if (passes) return;
-  const TierChunk& chunk = step.chunks[static_cast<size_t>(number)];
-  for (const TierSpan& span : chunk.spans) {
-    const AdamSegment& t = span.segment;
-    if (span.weight == nullptr) continue;
-    const int64_t last = copy(Direction::from_tier, span.weight, t.param, t.numel * itemsize(t.param_dtype));
-    place_left[static_cast<size_t>(chunk.place)] = last;
-    const std::lock_guard<std::mutex> lock(mutex);
-    left[static_cast<size_t>(number)] = last;
-  }
-}
-
-int64_t TierSteps::State::copy(Direction direction, void* dst, const void* src, int64_t size_bytes) {
-  return noted(direction_name(direction), size_bytes, [&] { return tier->copy(direction, dst, src, size_bytes, step.stream); });
-}
-
-AdamCopies::Copy TierSteps::State::copy_now(Direction direction) {
-  return [this, direction](void* dst, const void* src, int64_t size) { tier->copy_now(direction, dst, src, size); };
-}
-
-void TierSteps::State::wait_for(Direction direction, int64_t number) {
-  if (number == 0) return;
-  noted(direction == Direction::to_tier ? "to_tier.synchronize" : "from_tier.synchronize", 0,
-        [&] { tier->stream(direction).synchronize(number); });
 }
 
 void TierSteps::State::work() {
@@ -293,7 +187,7 @@ void TierSteps::State::work() {
     std::exception_ptr problem;
     try {
       if (pool == nullptr) {
-        tier->enter_thread();
+        moves.tier().enter_thread();
         pool = std::make_unique<ThreadPool>(num_threads);
       }
       pool->parallel_for(0, num_threads, 1, [this](int64_t, int64_t) { take_parts(); });
@@ -333,12 +227,7 @@ TierSteps::~TierSteps() {
 bool TierSteps::is_forked() const { return state_->pid != 0 && state_->pid != getpid(); }
 
 void TierSteps::begin(Step step, int num_threads) {
-  if (is_forked()) {  // while nobody made a step; but its mutex may be held for good
-    const State& old = *state_;
-    auto fresh = std::make_unique<State>(old.tier, 0, old.passes, old.adam_per_second);
-    fresh->place_left = old.place_left;
-    state_ = fresh.release();
-  }
+  if (is_forked()) state_ = new State(std::as_const(state_->moves));  // while nobody made a step; but a mutex may be held
   end();
   State& state = *state_;
   state.begin(std::move(step));
@@ -374,24 +263,17 @@ void TierSteps::advance_to(const std::function<bool(const State&)>& reached, Exe
   }
 }
 
-int64_t TierSteps::left(int64_t first, int64_t last) const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  const std::vector<int64_t>& left = state_->left;
-  return first == last ? 0 : *std::max_element(left.begin() + first, left.begin() + last);
-}
+int64_t TierSteps::left(int64_t first, int64_t last) const { return state_->moves.left(first, last); }
 
 void TierSteps::end() noexcept {
   if (is_forked()) return;
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->abandoned = true;
   state_->changed.wait(lock, [this] { return !state_->running; });
-  if (state_->updated < state_->count()) state_->tier->stream(Direction::to_tier).drain(/*hurry=*/false);
-  state_->step = {};
+  if (state_->updated < state_->count()) state_->moves.tier().stream(Direction::to_tier).drain(/*hurry=*/false);
+  state_->moves.end();
 }
 
-std::vector<TierEvent> TierSteps::events() const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  return state_->events;
-}
+std::vector<TierEvent> TierSteps::events() const { return state_->moves.events(); }
 
 }  // namespace shardcore

@@ -1,10 +1,9 @@
 // The step of the cpu tier: chunk by chunk gradients come, Adam runs, new weights go. It needs no Python from begin to end.
 //
-// Order: each chunk is fetched before the one before it is updated, so that its copies travel meanwhile. A place for weights is
-// taken again when its last way back is done; one for gradients when Adam has worked on it, which the order of chunks says.
-// Threads of a step's own do not wait for each other where a chunk ends: some begin the next one while others end this one, and
-// one of them sends, fetches and waits for copies.
-// Where callers copy as well as queues do (HostTier::caller_copies), Adam's own threads copy (AdamLine).
+// Order: each chunk is fetched before the one before it is updated, so that its copies travel meanwhile; how it comes and goes
+// says chunk_moves.h. Threads of a step's own do not wait for each other where a chunk ends: some begin the next one while
+// others end this one, and one of them sends, fetches and waits for copies. Where callers copy as well as queues do
+// (HostTier::caller_copies), Adam's own threads copy (AdamLine), and use no places.
 #pragma once
 
 #include <cstdint>

@@ -160,7 +160,7 @@ class HostGrads:
         place_bytes = adding_bytes(numels, policy) // IN_FLIGHT
         self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if numels else 0)]
         self._turn = 0
-        self._worker = Worker("shardcore-add", None if home is None else home.threads)
+        self._worker = Worker("shardcore-add", None if home is None else home.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = deque()

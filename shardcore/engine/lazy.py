@@ -86,7 +86,7 @@ class LazyStep:
         groups: the optimizer's (live) param_groups, whose "params" wait, too.
         """
         self.units, self.store, self.comm, self.lifetimes, self.device = list(units), store, comm, lifetimes, device
-        self._worker, self._groups = Worker("shardcore-step", threads), groups
+        self._worker, self._groups = Worker("shardcore-step", threads, device), groups
         self._lock = threading.RLock()
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None

@@ -7,8 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from shardcore._native import _C
 
@@ -48,12 +51,22 @@ def own_thread_count() -> int:
     return 0 if threads is None else threads.count
 
 
+def _use_device(device: torch.device) -> None:
+    """Make the device that of this thread: a new one's first call of CUDA opens device 0 (500 MB there), even to ask an event.
+
+    Raises nothing, or no call would be made any more and nobody told: where CUDA is broken the calls themselves find out.
+    """
+    if device.type == "cuda":
+        with suppress(RuntimeError):
+            torch.cuda.set_device(device)
+
+
 class Worker:
     """A thread that makes calls in order. It starts with the first, and anew in a forked child; a fork waits for all."""
 
-    def __init__(self, name: str, threads: WorkerThreads | None) -> None:
-        """Start nothing yet. threads: of the kernels in its calls, None for torch's."""
-        self._name, self.threads = name, threads
+    def __init__(self, name: str, threads: WorkerThreads | None, device: torch.device) -> None:
+        """Start nothing yet. threads: of the kernels in its calls, None for torch's; device: whose copies they wait for."""
+        self._name, self.threads, self._device = name, threads, device
         self._last: Future[Any] | None = None
         self.start_anew()
         _alive.add(self)
@@ -81,7 +94,7 @@ class Worker:
 
     def start_anew(self) -> None:
         """Let another thread start when it is needed."""
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=self._name)
+        self._executor = ThreadPoolExecutor(1, self._name, _use_device, (self._device,))
 
 
 _alive: "weakref.WeakSet[Worker]" = weakref.WeakSet()  # os.register_at_fork keeps what it is given for good

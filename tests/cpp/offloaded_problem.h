@@ -106,14 +106,14 @@ class Offloaded {
     for (size_t first = 0; first < segments.size(); first += 2) {
       const auto turn = static_cast<size_t>(chunks_.size());
       TierChunk chunk;
-      chunk.place = form.passes ? 0 : static_cast<int>(turn % 3);
+      chunk.place = static_cast<int>(turn % 3);
       size_t cursor = 0;
       for (size_t i = first; i < std::min(first + 2, segments.size()); ++i) {
         TierSpan span;
         span.segment = segments[i];
         span.grad = segments[i].grad;
         span.grad_comes = form.grads_come;
-        if (form.grads_come) span.segment.grad = &places_[form.passes ? 0 : turn % 2][cursor];
+        if (form.grads_come) span.segment.grad = &places_[turn % 2][cursor];
         if (form.weights_travel) {
           span.weight = segments[i].param;
           span.segment.param = &places_[2 + static_cast<size_t>(chunk.place)][cursor];

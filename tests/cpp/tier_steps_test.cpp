@@ -105,6 +105,22 @@ TEST(tier_steps, the_next_chunk_is_updated_while_one_is_sent) {
 }
 #endif
 
+// Also where they copy: each in memory of its own, so that no chunk has to end for all before the next one begins.
+TEST(tier_steps, threads_that_copy_go_on_where_a_chunk_ends) {
+  AdamProblem problem(std::vector<TensorSpec>(8, TensorSpec{150'000}), 15);  // four chunks of five parts
+  Offloaded offloaded(problem, {}, {2, true});
+  const auto one_begins_early = [&] {
+    double end = 0;
+    for (const TierEvent& event : offloaded.steps.events()) {
+      if (std::string(event.what) == "adam" && event.begin_s < std::exchange(end, event.end_s)) return true;
+    }
+    return false;
+  };
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!one_begins_early() && std::chrono::steady_clock::now() < deadline) offloaded.run();
+  EXPECT_TRUE(one_begins_early());
+}
+
 // Under the latest schedule that waits allow, each of them shows.
 TEST(tier_steps, a_wait_that_is_left_out_changes_the_bits) {
   AdamProblem problem(specs(), 2);

@@ -15,7 +15,11 @@ import torch
 
 from shardcore import offload
 from shardcore._native import _C
-from shardcore.engine.worker import WorkerThreads, use_own_threads
+from shardcore.comm import Comm
+from shardcore.engine.bucket import ReducePolicy
+from shardcore.engine.buffers import BufferPool
+from shardcore.engine.host_grads import HostGrads
+from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.late import micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, loss_of, train
@@ -143,6 +147,26 @@ def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
     assert run_ranks(2, _worker_of, ("on one", "on another")) == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2, (
         "machines of one name"
     )
+
+
+def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's first call of CUDA would open another one, also to ask whether a copy is done."""
+    used: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
+    device = torch.device("cuda", 3)
+    worker = Worker("test", None, device)
+    idents = [worker.submit(lambda threads: threading.get_ident()).result() for _ in range(2)]
+    assert used == [(device, idents[0])]
+    assert idents[0] == idents[1] != threading.get_ident()
+    host = HostGrads(None, Comm(), ReducePolicy(1, True, torch.float32), False, BufferPool(device))
+    host._worker.submit(lambda threads: None).result()
+    assert [found for found, _ in used] == [device] * 2
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    assert Worker("test", None, device).submit(lambda threads: 5).result() == 5
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
