@@ -34,8 +34,8 @@ demo: setup
 	@$(PICKED) -m examples.train_gpt --demo
 
 test: setup
-	@$(PICKED) -c 'import pytest' 2>/dev/null || { echo "make test: pytest is not installed for $$(cat build/python);" \
-		"expected it there (pip install pytest hypothesis numpy)" >&2; exit 1; }
+	@$(PICKED) -c 'import pytest, numpy' 2>/dev/null || { echo "make test: pytest or numpy is not installed for" \
+		"$$(cat build/python); expected both there (pip install pytest hypothesis numpy)" >&2; exit 1; }
 	@$(PICKED) -m pytest tests $$($(PICKED) -c 'import xdist' 2>/dev/null && \
 		echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(MARKS) $(ARGS)
 

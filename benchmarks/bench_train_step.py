@@ -221,7 +221,7 @@ def run_rank(rank: Rank, options: argparse.Namespace) -> int:
     base = base_of(rank.world_size)
     own_seconds, losses = measure(rank, options)
     worst, others = check_losses(losses, base)
-    of_ranks = gather(own_seconds, rank.world_size)
+    of_ranks = gather(own_seconds)
     if rank.rank > 0:
         return 0
     seconds = {name: [max(samples) for samples in zip(*(of_rank[name] for of_rank in of_ranks), strict=True)] for name in worst}

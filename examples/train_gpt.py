@@ -138,7 +138,7 @@ def train_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     if options.deterministic:
         torch.use_deterministic_algorithms(True)
     corpus = load_corpus(options.text)
-    if len(set(gather(corpus.sha256, rank.world_size))) > 1:
+    if len(set(gather(corpus.sha256))) > 1:
         raise ValueError(
             "train_gpt: argument --text: ranks read different texts; expected one text (give the same FILE everywhere)"
         )

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 import shardcore
 from examples.corpus import Corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank
+from shardcore.comm import Comm
 
 TAIL_STEPS = 20  # the loss at the end is the mean over this many steps: one batch alone is noise
 
@@ -94,11 +94,9 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def gather(value: object, world_size: int) -> list:
-    """Return every rank's value, in the order of ranks. Collective."""
-    values: list = [None] * world_size
-    dist.all_gather_object(values, value)
-    return values
+def gather(value: object) -> list:
+    """Return every rank's value, in the order of ranks, as JSON has it (torch's own way needs numpy). Collective."""
+    return Comm().gather_json(value)
 
 
 def train(
@@ -141,11 +139,11 @@ def train(
         on_step(step, losses[-1], step_seconds[-1])
     training = Training(
         placement=placement,
-        losses=[statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses, rank.world_size), strict=True)],
+        losses=[statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses), strict=True)],
         step_seconds=step_seconds,
         tokens_per_step=config.tokens_per_step(rank.world_size),
-        bytes_per_rank=gather(bytes_by_kind, rank.world_size),
-        weights_sha256=gather(state_sha256(model.state_dict()), rank.world_size),
+        bytes_per_rank=gather(bytes_by_kind),
+        weights_sha256=gather(state_sha256(model.state_dict())),
         skipped_steps=optimizer.skipped_steps,
     )
     del model, optimizer, scheduler

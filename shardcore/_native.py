@@ -41,7 +41,10 @@ def _why(error: ImportError) -> str:
 
 
 def _other_torch(built_for: str) -> str:
-    return f"shardcore: its C++ extension is built for torch {built_for}, but torch is {torch.__version__}; rebuild: {_BUILD}"
+    return (
+        f"shardcore: its C++ extension is built for torch {built_for}, but torch is {torch.__version__}; rebuild: {_BUILD}. "
+        "Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
+    )
 
 
 try:

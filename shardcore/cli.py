@@ -89,7 +89,18 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (of this process, by default); returns the exit status."""
+    """Run the command line (of this process, by default); returns the exit status: 1, too, where nobody reads on (| head)."""
+    try:
+        status = _run(arguments)
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is written when Python ends
+        return 1
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, options = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     suites = _suites(_CHECKOUT)

@@ -98,7 +98,7 @@ def group_beside(
     Collective over these ranks alone. through: groups one after the other by which every one of `ranks` reaches all others.
     """
     timeout, backend = timeout or timeout_of(like, device), backend or dist.get_backend(like)
-    with _equally_many_groups(device, through), _no_split(ranks):
+    with _one_name(device, through), _no_split(ranks):
         group: dist.ProcessGroup | None = dist.new_group(
             ranks, timeout=timeout, backend=backend, use_local_synchronization=True
         )
@@ -126,7 +126,7 @@ def host_group_beside(
         return group
     if group is not None:
         dist.destroy_process_group(group)
-    with _no_split([]):  # one more group: the next would have this one's name, and find the addresses that it left in the store
+    with _no_split([]), _group_count_kept():  # one more: the next would have this one's name, and find its addresses
         dist.new_group([dist.get_rank()], backend=dist.get_backend(like), use_local_synchronization=True)
     if dist.get_rank(like) == 0:
         failed = [rank for rank, text in enumerate(said) if text]
@@ -159,24 +159,44 @@ def _no_split(ranks: Sequence[int]) -> Iterator[None]:
         world.bound_device_id = bound
 
 
-@contextmanager
-def _equally_many_groups(device: torch.device, through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Let every rank be in as many groups as the others, a few of its own among them.
+_APART = 1 << 40  # more than any world has groups
+_made = 0  # groups with a name of `_one_name`, by the rank that has made most
 
-    torch takes a group's name from its ranks and from how many groups this process is in, and ranks that name it differently
-    wait for each other until the timeout.
+
+@contextmanager
+def _one_name(device: torch.device, through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
+    """Let torch name the group that is made here alike on all its ranks, and as none before.
+
+    Ranks that name it differently wait for each other until the timeout. torch takes the name from the ranks and a number: to
+    2.13 of the groups that this process is in, so some get a few of their own; from 2.14 on of those made so far.
     """
-    here = len(dist.distributed_c10d._world.pg_names)
-    most = torch.tensor([here], device=device)
+    global _made
+    world = dist.distributed_c10d._world
+    here = len(world.pg_names)
+    most = torch.tensor([here, _made + 1], device=device)
     for group in through:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    alone = [dist.get_rank()]
-    own = [dist.new_group(alone, backend="gloo", use_local_synchronization=True) for _ in range(int(most) - here)]
+    groups, _made = most.tolist()
+    with _group_count_kept():
+        alone = [dist.get_rank()]
+        own = [dist.new_group(alone, backend="gloo", use_local_synchronization=True) for _ in range(groups - here)]
+        world.group_count = _APART + _made
+        try:
+            yield
+        finally:
+            for group in own:
+                dist.destroy_process_group(group)
+
+
+@contextmanager
+def _group_count_kept() -> Iterator[None]:
+    """Leave torch's count of groups as it was: it names those that all ranks of the world make, and not all come here."""
+    world = dist.distributed_c10d._world
+    count = world.group_count
     try:
         yield
     finally:
-        for group in own:
-            dist.destroy_process_group(group)
+        world.group_count = count
 
 
 # The groups made of meshes of two dimensions over part of a world.

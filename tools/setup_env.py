@@ -34,7 +34,6 @@ OPTIONAL = {
     "hypothesis": "property tests",
     "matplotlib": "plots",
     "rich": "progress bars",
-    "numpy": "tests and plots that use it",
     "transformers": "tests on real architectures",
 }
 

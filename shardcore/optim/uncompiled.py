@@ -5,6 +5,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 
 Arguments = ParamSpec("Arguments")
@@ -12,11 +13,15 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make torch.compile call a function as it is (a graph break), not trace it. Elsewhere that costs the test of a flag."""
+    """Make torch.compile call a function as it is (a graph break), not trace it. Elsewhere that costs the test of two flags.
+
+    The second: torch 2.14 runs the code around a generator that it is given untraced, but would trace what that calls.
+    """
     outside = _disable_dynamo(function)  # its first call imports torch._dynamo, and each call takes longer than the test
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        return (outside if torch.compiler.is_compiling() else function)(*args, **kwargs)
+        compiled = torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+        return (outside if compiled else function)(*args, **kwargs)
 
     return call

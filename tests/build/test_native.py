@@ -71,6 +71,7 @@ def test_does_not_load_because_of_another_torch(package):
     text = import_error(package)
     assert text.startswith("shardcore: its C++ extension is built for torch 2.11.0+cu130, but torch is 2.13.0+cpu; rebuild: ")
     assert HOW in text
+    assert "--no-cache-dir --force-reinstall --no-deps" in text
 
 
 def test_built_for_another_python(package):

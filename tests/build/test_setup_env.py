@@ -1,5 +1,6 @@
 """What `make setup` decides: which torch fits, and when the extension must be built again."""
 
+import shutil
 import subprocess
 import sys
 
@@ -153,6 +154,21 @@ def test_an_old_python_is_named_before_what_it_lacks_is_missed():
     assert "; expected 3.11 or newer (make PYTHON=python3.12 ...)" in old.stderr
     assert "Traceback" not in old.stderr
     assert "ModuleNotFoundError" in run_setup_env(lacks).stderr
+
+
+@pytest.mark.parametrize("missing", ["pytest", "numpy"])
+def test_make_test_names_what_all_tests_need(tmp_path, missing):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    shutil.copy(setup_env.ROOT / "Makefile", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *-c*{missing}*) exit 1;; esac\n')
+    python.chmod(0o755)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build/python").write_text(f"{python}\n")
+    done = subprocess.run(["make", "-o", "setup", "test"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"pytest or numpy is not installed for {python}; expected both there" in done.stderr
 
 
 def test_runs_without_docstrings():

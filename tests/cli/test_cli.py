@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import torch
 import shardcore
 from shardcore import cli
 from shardcore._native import _C
+from tests.ranks import run_fresh
 
 ROOT = cli._CHECKOUT
 
@@ -135,13 +137,26 @@ def test_a_real_suite(tmp_path):
     """Run as a module."""
     options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
     command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", "--", *options]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": ""}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib tells of a bad home
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     file = tmp_path / "here/reduced_states.json"
     assert json.loads(file.read_text())["options"]["rounds"] == 2
     assert "[1/1] reduced_states: Time CPU Adam steps with reduced states" in done.stdout
     assert done.stdout.splitlines()[-1].split() == ["reduced_states", "done", done.stdout.split()[-3], "s", str(file)]
     assert done.stderr == ""  # the bar is for terminals
+
+
+def _into_a_pipe_that_nobody_reads(arguments):
+    reads, writes = os.pipe()
+    os.close(reads)
+    os.dup2(writes, 1)
+    sys.stdout = open(1, "w")  # noqa: SIM115 - pytest's is not what a shell gives
+    return cli.main(arguments)
+
+
+@pytest.mark.parametrize("arguments", [["info"], ["estimate", "examples.llama:llama_70b"]])
+def test_a_reader_that_stops_reading_is_no_error(arguments):
+    assert run_fresh(_into_a_pipe_that_nobody_reads, arguments) == 1
 
 
 def test_suites_run_in_turn_and_a_failure_does_not_stop_them(checkout, capfd):

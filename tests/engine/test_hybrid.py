@@ -2,6 +2,7 @@
 
 import re
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.comm import Comm, Traffic
+from shardcore.process_groups import group_beside
 from shardcore.topology import Topology
 from tests.choice import EVERY, part, some
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
@@ -270,6 +272,18 @@ def test_ranks_that_are_in_other_groups_besides_make_one_together(meshes: bool) 
     assert first == second
     assert third in ([], first)
     assert len(set(first)) == 3
+
+
+def _then_of_all(rank: int, world_size: int) -> int:
+    """Make groups of two of three ranks, as for models of theirs, and then one of all."""
+    pair = dist.new_group([0, 1])
+    for _ in range(2 if rank < 2 else 0):
+        group_beside(pair, [0, 1], torch.device("cpu"), [pair])
+    return dist.get_world_size(dist.new_group(timeout=timedelta(seconds=20)))
+
+
+def test_a_group_of_all_ranks_can_be_made_after_one_of_some() -> None:
+    assert run_ranks(3, _then_of_all) == [3, 3, 3]
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (5, 8)])

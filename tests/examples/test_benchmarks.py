@@ -190,8 +190,8 @@ def test_every_case_runs_once_a_round():
     cases = {name: (lambda name=name: calls.append(name)) for name in ("a", "b")}
     seconds = harness.interleave(cases, rounds=3, repeats=2, pause_s=0, warmup=1)
     assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
-    assert calls.count("a") == calls.count("b") == 8
-    assert all({calls[i], calls[i + 2]} == {"a", "b"} for i in range(0, 16, 4))
+    assert calls.count("a") == calls.count("b") == 16  # two that do not count before each two
+    assert all({calls[i], calls[i + 4]} == {"a", "b"} for i in range(0, 32, 8))
 
 
 def test_repeats_may_differ_by_case():

@@ -1,6 +1,7 @@
 """The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the one that is told."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -60,6 +61,7 @@ def test_first_failure_is_told(capfd):
 def test_killed_rank_ends_all_and_is_told_first(capfd):
     assert launch(die_on_rank_1, 2, "cpu", 1) == 1
     error = capfd.readouterr().err  # rank 0, whose barrier fails by it, may be seen before or after it
+    error = re.sub(r"^[IW]\d{4} .*torch/multiprocessing/.*\n", "", error, flags=re.MULTILINE)  # torch's log, since 2.14
     assert error.startswith("rank 1 of 2 was ended by SIGKILL (as the kernel does when memory runs out)\n")
 
 

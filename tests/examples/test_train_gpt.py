@@ -15,8 +15,8 @@ from examples import train_gpt
 from examples.corpus import Corpus
 from examples.gpt import PRESETS
 from examples.launch import Rank, launch
-from examples.training import Placement, TrainConfig, train
-from tests.ranks import free_port, start
+from examples.training import Placement, TrainConfig, gather, train
+from tests.ranks import free_port, run_ranks, start
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -26,6 +26,16 @@ def run_program(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.C
     environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
     command = [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def gathered_without_numpy(rank: int, world_size: int) -> list:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", None)
+        return gather([rank, "text"])
+
+
+def test_ranks_need_no_numpy_to_tell_each_other():
+    assert run_ranks(2, gathered_without_numpy) == [[[0, "text"], [1, "text"]]] * 2
 
 
 def parse(*arguments: str):
