@@ -2,7 +2,7 @@
 
 Only on gloo and for tensors on the CPU; small messages stay with the backend. Whether two ranks may is tried, not assumed: the
 kernel (kernel.yama.ptrace_scope above 1), containers apart, and another user forbid it. Then their pieces travel over the
-backend. SHARDCORE_NEIGHBOUR_READS=0 on any rank leaves it to the backend, too.
+backend. SHARDCORE_NEIGHBOUR_READS=0 (or off, no, false) on any rank leaves it to the backend, too.
 """
 
 import os
@@ -43,7 +43,7 @@ def meet(rank: int, world_size: int, seconds: float, gather_json: Callable[[Any]
     seconds: what a wait for a piece may take. gather_json: Comm's.
     """
     reads = None
-    if os.environ.get("SHARDCORE_NEIGHBOUR_READS", "1") != "0":
+    if os.environ.get("SHARDCORE_NEIGHBOUR_READS", "1").lower() not in ("0", "off", "no", "false"):
         with suppress(RuntimeError):  # no descriptor or memory for it
             reads = _C.NeighbourReads(world_size, rank, seconds)
     addresses = gather_json(None if reads is None else reads.address())

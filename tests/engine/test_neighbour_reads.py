@@ -24,7 +24,7 @@ def _train(rank: int, world_size: int, runs: list[Run], smallest: int | None, re
     neighbour_reads.MIN_BYTES = smallest or 1
     os.environ.pop("SHARDCORE_NEIGHBOUR_READS", None)
     if smallest is None or (refuse == "env" and rank == 1):
-        os.environ["SHARDCORE_NEIGHBOUR_READS"] = "0"
+        os.environ["SHARDCORE_NEIGHBOUR_READS"] = "0" if smallest is None else "off"
     counts: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("send", "receive"):
