@@ -91,12 +91,14 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default); returns the exit status: 1, too, where nobody reads on (| head)."""
     try:
-        status = _run(arguments)
-        if sys.stdout is not None:  # closed
-            sys.stdout.flush()
-        return status
+        try:
+            return _run(arguments)
+        finally:  # also where argparse exits: --help
+            if sys.stdout is not None:  # closed
+                sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is written when Python ends
+        with open(os.devnull, "w") as nowhere:  # what is left is written when Python ends
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 1
 
 

@@ -7,8 +7,8 @@ is still memory of its own, so that what the copies do can be tested anywhere.
 Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
 gradients, and three for weights, which are used in turn. A place is taken again when its last way back is done. Only these
 places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
-need none. Places are bytes, each element has those of a float32, so that gradients
-of any dtype fit and all memory is taken before the first step.
+need none. Places are bytes, each element has those of a float32, so that gradients of any dtype fit and all memory is taken
+before the first step.
 Note [Passing]. On CPU ranks both sides of a copy are host memory, and a second thread that copies shares the core with Adam.
 So there Adam's own threads copy (`caller_copies`), counted as ever: a few thousand elements come to a thread's own memory, are
 updated while they are in the caches, and go. Pages of staging are never touched there. A simulated tier keeps to its queues.

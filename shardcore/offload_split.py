@@ -169,10 +169,10 @@ class SplitStore:
         near, far = self._parts[bucket]
         near.owned_weight = self._weights.pop(bucket)[: near.owned_numel]  # not the scratch; to be pointed again
         cut, end = near.owned_numel, bucket.owned_numel if numel is None else start + numel
+        if start >= cut or (start == end and far.owned_numel > 0):  # nothing lies where both parts are put together
+            return self.on_cpu.read(far, key, max(0, start - cut), end - start)
         if end <= cut:
             return self.on_device.read(near, key, start, end - start)
-        if start >= cut:
-            return self.on_cpu.read(far, key, start - cut, end - start)
         first = self.on_device.read(near, key, start, cut - start)
         return torch.cat([first.cpu(), self.on_cpu.read(far, key, 0, end - cut).cpu()])
 

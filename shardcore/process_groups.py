@@ -165,7 +165,7 @@ _made = 0  # groups with a name of `_one_name`, by the rank that has made most
 
 @contextmanager
 def _one_name(device: torch.device, through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Let torch name the group that is made here alike on all its ranks, and as none before.
+    """Let torch name the group that is made here alike on all its ranks, and (to 2.13: while none is destroyed) as none before.
 
     Ranks that name it differently wait for each other until the timeout. torch takes the name from the ranks and a number: to
     2.13 of the groups that this process is in, so some get a few of their own; from 2.14 on of those made so far.

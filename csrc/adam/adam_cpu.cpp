@@ -1,6 +1,7 @@
 #include "adam/adam_cpu.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "core/cpu_isa.h"
 #include "core/executor.h"
@@ -13,11 +14,17 @@ constexpr int64_t kGrainBlocks =
     128;  // 32K elements, as torch has it: below that waking a second thread costs more than it brings
 constexpr int64_t kPieceNumel = 64 * kBlock;  // with all its streams a third of a second-level cache of 1 MiB
 
-// What values of a piece pass through, on the stack of its thread: all pieces use it, so it stays in cache.
+// What values of a piece pass through, of each thread its own: all pieces use it, so it stays in cache. Not on the stack: those
+// of OpenMP's threads may be smaller.
 struct Places {
   alignas(64) char grad[kPieceNumel * sizeof(float)];
   alignas(64) char param[kPieceNumel * sizeof(float)];
 };
+
+Places& places_of_thread() {
+  static thread_local const auto places = std::make_unique<Places>();
+  return *places;
+}
 
 // Elements [first, first + numel) of a segment; first starts a block.
 AdamSegment part_of(const AdamSegment& segment, int64_t first, int64_t numel) {
@@ -66,7 +73,7 @@ void AdamLine::update(int64_t first_block, int64_t last_block) const {
 }
 
 void AdamLine::pass(const AdamSegment& segment, const AdamHome& home, int64_t first, int64_t last) const {
-  Places places;
+  Places& places = places_of_thread();
   for (int64_t at = first; at < last; at += kPieceNumel) {
     AdamSegment piece = part_of(segment, at, std::min(kPieceNumel, last - at));
     const int64_t grad_bytes = piece.numel * itemsize(piece.grad_dtype);

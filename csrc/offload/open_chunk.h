@@ -12,8 +12,7 @@ namespace shardcore {
 
 using Clock = std::chrono::steady_clock;
 
-// What the arguments point to must live as long. passing: how values pass through Adam's threads; null: they lie
-// in places.
+// What the arguments point to must live as long. passing: how values pass through Adam's threads; null: they lie in places.
 struct OpenChunk {
   std::vector<AdamSegment> segments;
   std::vector<AdamHome> homes;

@@ -175,6 +175,8 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
         return "that of the model"
 
     engine.together(_OP, check)
+    if engine.weights is not None:
+        engine.weights.close_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
     name_of = {tensor: name for name, tensor in named.items()}
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:

@@ -4,7 +4,7 @@ When they move is decided in engine/weights.py; memory lies in a pool that all u
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -239,21 +239,30 @@ class WholeUnits:
         before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         self._start_anew()
-        held = []
+        held: list[Unit] = []
         try:
             for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
                 self._start(unit)
             for unit in chosen:
                 self._open(unit)
-                unit.held += 1
-                held.append(unit)
+                with held_back_interrupts():
+                    unit.held += 1
+                    held.append(unit)
             yield
+        except Exception:
+            for unit in chosen:  # gathers that nobody uses now: their memory goes back
+                if unit.gathers is not None and not self.comm.broken:
+                    with suppress(Exception):  # the first error is the one to tell
+                        self._close(unit)
+            raise
         finally:
-            for unit in held:
-                unit.held -= 1
-                take_edits(unit)
-                self._close(unit)
-            self.pool.shrink(before)
+            with held_back_interrupts():
+                for unit in held:
+                    unit.held -= 1
+                for unit in held:
+                    take_edits(unit)
+                    self._close(unit)
+                self.pool.shrink(before)
 
     def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
         """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.

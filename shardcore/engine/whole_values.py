@@ -25,14 +25,16 @@ class WholeValues:
     def of_buckets(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[torch.Tensor]:
         """Yield whole-bucket tensors from owned ranges, on the devices of these (themselves if they are all). Collective.
 
-        Each is gathered while the one before is waited for and used.
+        Each is gathered while the one before is waited for and used, so three are there at most.
         """
         started = (self._start(bucket, owned) for bucket, owned in parts)
         coming = next(started, None)
         while coming is not None:
             (whole, works, device), coming = coming, next(started, None)
             wait_all(works)
-            yield whole.to(device)
+            whole = whole.to(device)
+            yield whole
+            del whole
 
     def _start(self, bucket: Bucket, owned: torch.Tensor) -> tuple[torch.Tensor, list[Any], torch.device]:
         if owned.numel() == bucket.layout.numel:
@@ -48,10 +50,11 @@ class WholeValues:
         `read` reads from this rank's owned range; the result is on the device of what it returns.
         """
         like, ranks, numel = read(0, 0), self._comm.sharers, managed.param.numel()
-        whole = torch.empty(numel, dtype=like.dtype, device=self._device)
+        travels = bucket.owned_numel < bucket.layout.numel
+        whole = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
         for piece in bucket.pieces_of(managed):
             whole[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
-        if bucket.owned_numel < bucket.layout.numel:
+        if travels:
             size = bucket.layout.numel // len(ranks)
             cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
             with scope("read", bucket.unit):

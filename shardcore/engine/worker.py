@@ -57,7 +57,7 @@ def _use_device(device: torch.device) -> None:
     Raises nothing, or no call would be made any more and nobody told: where CUDA is broken the calls themselves find out.
     """
     if device.type == "cuda":
-        with suppress(RuntimeError):
+        with suppress(Exception):
             torch.cuda.set_device(device)
 
 

@@ -154,7 +154,7 @@ def _into_a_pipe_that_nobody_reads(arguments):
     return cli.main(arguments)
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["estimate", "examples.llama:llama_70b"]])
+@pytest.mark.parametrize("arguments", [["info"], ["--help"], ["estimate", "examples.llama:llama_70b"]])
 def test_a_reader_that_stops_reading_is_no_error(arguments):
     assert run_fresh(_into_a_pipe_that_nobody_reads, arguments) == 1
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from shardcore.engine.host_grads import HostGrads
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.late import micro_steps, start, stepped
-from tests.engine.models import Run, batch_of, loss_of, train
+from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_fresh, run_ranks
 
 
@@ -235,3 +236,24 @@ def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPat
     assert losses
     assert [what for what, *_ in steps.events].count("adam") == 4  # the root and three blocks
     assert (updated == 4) == own_thread
+
+
+def _on_a_small_stack() -> list[str]:
+    found: list[str] = []
+
+    def run(**options: Any) -> None:
+        torch.set_num_threads(1)
+        found.append(hash_of_training(*train(0, Run(shard=options))[:2]))
+
+    run()
+    threading.stack_size(1 << 17)
+    thread = threading.Thread(target=run, kwargs={"offload": {"optimizer": "cpu"}})
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_step_needs_little_stack() -> None:
+    """Threads of OpenMP and of users may have less than a piece of what passes takes."""
+    here, there = run_fresh(_on_a_small_stack)
+    assert here == there

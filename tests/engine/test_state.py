@@ -293,3 +293,16 @@ def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
 def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
     for found in run_ranks(2, _under_way, stage):
         assert {name: counts for name, counts in found.items() if counts} == expected
+
+
+def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer, _ = train(0, Run(shard={"offload": {"optimizer": "cpu", "ratio": 0.5}}))
+    engine = optimizer._engine
+    bucket = next(bucket for bucket, (near, far) in engine.store._parts.items() if near.owned_numel and far.owned_numel)
+    asked: list[str] = []
+    for name in ("on_device", "on_cpu"):
+        store = getattr(engine.store, name)
+        read = store.read
+        monkeypatch.setattr(store, "read", lambda *a, _read=read, _name=name: (asked.append(_name), _read(*a))[1])
+    assert engine.store.read(bucket, "exp_avg", 0, 0).numel() == 0
+    assert asked == ["on_cpu"]

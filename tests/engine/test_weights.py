@@ -229,3 +229,44 @@ def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.Mon
         optimizer.step()
         optimizer.zero_grad()
     assert hash_of_training(model, optimizer) == hash_of_training(*train(0, Run(stage=3, steps=3))[:2])
+
+
+def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, int]:
+    """Load shards while old weights may be on their way; returns the weights that are not new then, and the pool's bytes.
+
+    how: a `full_params` that fails on its way in, or a gather that nobody used, as a failed forward leaves it.
+    """
+    model, _, _ = train(rank, Run(stage=3, steps=1))
+    weights = model._shardcore_engine.weights
+    shards = shardcore.sharded_state_dict(model)
+    with shardcore.full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    before, opening = weights.pool.allocated_bytes, Weights._open
+
+    def failing(weights: Weights, unit: Any) -> None:
+        if unit is weights.units[2]:
+            raise MemoryError("no more")
+        opening(weights, unit)
+
+    if how == "gather":
+        weights._start(weights.units[2])
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Weights, "_open", failing)
+            with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
+                pass
+        assert all(unit.gathers is None for unit in weights.units)
+    pool = weights.pool.allocated_bytes
+    shardcore.load_sharded_state_dict(model, shards)
+    state = model.state_dict()
+    with shardcore.full_params(model):
+        wrong = [name for name, param in model.named_parameters() if not torch.equal(param, state[name])]
+    return wrong, before, pool
+
+
+@pytest.mark.parametrize("how", ["full_params", "gather"])
+def test_shards_that_are_loaded_are_what_is_gathered_next(how: str) -> None:
+    for wrong, before, pool in run_ranks(2, _load_after, how):
+        assert wrong == []
+        assert pool <= before or how == "gather"
