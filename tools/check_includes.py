@@ -1,7 +1,7 @@
 """Checks the walls between the rooms of csrc/ and some rules that no other tool knows. Run: python -m tools.check_includes
 
 - Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
-- No source file has more than 400 lines.
+- No source file has more than 700 lines.
 - No import inside a function in shardcore/ (it would hide a circle from import-linter).
 - No flag that lets a compiler change results or tie a build to one machine.
 """
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = 400
+MAX_LINES = 700
 
 # Which other rooms a room may include (DESIGN: core knows nothing; bind knows all).
 ROOMS: dict[str, set[str]] = {
