@@ -135,8 +135,8 @@ def shard(
         deepcopy, eval(), full_params, the "params" of `optimizer.param_groups`, ...). Only references to parameters taken
         before the step need `optimizer.synchronize()`, and so does `destroy_process_group`. An error of such a step is
         raised by every later call that waits. With states on a GPU steps are asynchronous anyway, and nothing changes. On
-        NCCL at stages 1 and 2 every rank has to use the weights, or call `synchronize`, before any waits for another in a
-        way of its own.
+        NCCL at stages 1 and 2 reading weights that are not gathered yet is an error, since one rank may read alone: every
+        rank calls `optimizer.synchronize()`, or runs forward, before.
 
     How weights start:
 

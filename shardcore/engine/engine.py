@@ -166,11 +166,11 @@ class Engine:
             self.updater.count(plan)
             if self.pace is not None:
                 self.pace.updated = True
-            if self.lazy is not None:
-                self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
         self.reducer.end_step()
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
+        if plan is not None and self.lazy is not None:  # last: a signal handler may raise while it waits for the worker
+            self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
         if plan is not None and self.weights is not None:
             self.weights.renew()
 

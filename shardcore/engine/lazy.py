@@ -11,7 +11,8 @@ the order of units instead.
 Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and whoever needs them waits for that.
 No other thread has a collective on this engine's group meanwhile, since all that have one finish the step first. Only where
 other collectives might run at the same time in another order on another rank, which NCCL may not survive, the thread that
-waits starts the gathers, at points that are the same on every rank. At stage 3 the gather of a unit waits for its update.
+waits starts the gathers, at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights, which
+one rank may make alone, starts none and raises there. At stage 3 the gather of a unit waits for its update.
 Note [Streams]: torch's current stream belongs to a thread. The worker's begins after an event of the stream that step() was
 called on, and each stream that waits for a bucket waits for an event of the worker's.
 """
@@ -90,6 +91,7 @@ class LazyStep:
         self._lock = threading.RLock()
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
+        self._work: tuple[Any, ...] | None = None  # what the worker was not given yet
         self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._worker_gathers = self._gathers and not comm.uses_nccl
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
@@ -143,27 +145,42 @@ class LazyStep:
             began.record(torch.cuda.current_stream(self.device))
         gather = self.comm.all_gather if self._worker_gathers else None
         self.steps += 1
-        self._pending = {update.bucket: update for update in updates}
         begun = threading.Event()
-        self._worker.submit(_update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began, begun)
-        begun.wait(_BEGIN_S)  # else it may wait for the interpreter until what the caller does next ends
+        self._work = _update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began, begun
+        self._pending = {update.bucket: update for update in updates}
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
-        self._groups[:] = [WaitingGroup(group, self.finish) for group in self._groups]
+        self._groups[:] = [WaitingGroup(group, lambda: self._read(list(self._pending))) for group in self._groups]
+        self._submit()
+        begun.wait(_BEGIN_S)  # else it may wait for the interpreter until what the caller does next ends
+
+    def _submit(self) -> None:
+        """Give the worker what it does not have yet. A signal handler may raise anywhere here: whoever waits submits again."""
+        if self._work is not None:
+            self._worker.submit(*self._work)
+            self._work = None
 
     def _let_wait(self, reader: _Reader) -> None:
         own = reader.module._parameters
-        reader.module.__dict__["_parameters"] = Waiting(own, lambda: self.wait(reader.buckets))
+        reader.module.__dict__["_parameters"] = Waiting(own, lambda: self._read(reader.buckets))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
-
-    def has_arrived(self, buckets: Iterable[Bucket]) -> bool:
-        """Whether `wait` would not have to wait for the worker."""
-        return all(self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending)
 
     def finish(self) -> None:
         """Wait for all that is pending. On CUDA all of this is in the order of the current stream."""
         self.wait(list(self._pending))
+
+    def _read(self, buckets: Sequence[Bucket]) -> None:
+        """Wait for weights that someone reads, perhaps on this rank alone. See Note [Who gathers]."""
+        if self._gathers and not self._worker_gathers:
+            updates = [self._pending[bucket] for bucket in buckets if bucket in self._pending]
+            missing = [update.bucket.unit or "the root" for update in updates if update.gathers is None]
+            if missing:
+                raise RuntimeError(
+                    f"parameters: the weights of {', '.join(dict.fromkeys(missing))} are not gathered yet (overlap_step=True); "
+                    "expected a forward of the model, or optimizer.synchronize() on every rank, before they are read"
+                )
+        self.wait(buckets)
 
     def wait(self, buckets: Iterable[Bucket]) -> None:
         """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on.
@@ -174,6 +191,7 @@ class LazyStep:
         if not self._pending:
             return
         with self._lock:
+            self._submit()
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
                 if self._gathers:
@@ -273,6 +291,7 @@ def _update_all(
     """
     error: BaseException | None = None
     steps: Iterator[_C.CopyEvent | None] = iter(())
+    updates = [update for update in updates if not update.done.done()]  # none are left if this was submitted twice
     if not updates:
         begun.set()
     for update in updates:

@@ -58,7 +58,6 @@ class Meetings:
         comm.watch(self.where)
         self._untold, self._digest = deque[int](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
         self._refusing = _Refusing(self)
-        self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
     def start(self, point: str) -> Notice | None:
@@ -110,7 +109,6 @@ class Meetings:
 
     def meet(self, point: str, order: Sequence[str] = ()) -> None:
         """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective."""
-        self.before()
         notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
         self.check(notice)
         if notice is not None and (notice.rows[:, 1] != notice.rows[0, 1]).any():

@@ -83,7 +83,7 @@ class Weights(WholeUnits):
         self._open(unit)
         order.use(unit)
         if order.next is not None:
-            self._start_ahead(order.next)
+            self._start(order.next)
 
     def warn_of_compiling(self) -> None:
         """Say once that the forward of the whole model is being compiled, and what to compile instead."""

@@ -19,7 +19,6 @@ from shardcore.engine.gather import Gatherer, keepers_of
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import Meetings
-from shardcore.engine.store import StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, take_edits
 
@@ -38,9 +37,7 @@ class WholeUnits:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy
         self.meetings = Meetings(comm, [unit.name for unit in units])
-        self.meetings.before = self._start_owed
         self.meetings.on_parting.append(self._forget)
-        self._owed: Unit | None = None  # see _start_ahead
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
@@ -51,31 +48,12 @@ class WholeUnits:
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self._scratch: list[tuple[Unit, Managed]] = []
 
-    def _start_ahead(self, unit: Unit) -> None:
-        """Gather a unit that is used soon. If its weights are not updated yet, do it before the next gather or meeting.
-
-        Not now or never, by how fast this rank's Adam is: all ranks gather the same units in the same order.
-        """
-        if self.lazy is None or self.lazy.has_arrived(unit.buckets):
-            self._start(unit)
-        else:
-            self._owed = unit
-
-    def _start_owed(self) -> None:
-        if self._owed is not None:
-            try:
-                self._start(self._owed)
-            except StepError:  # it never comes: the meeting that is next tells the others, and this rank's own call says why
-                self._owed = None
-
     def _start(self, unit: Unit) -> None:
-        if self._owed is not unit:
-            self._start_owed()
+        """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start collectives in other orders."""
         if unit.open or unit.gathers is not None:
             return
         if self.lazy is not None:
-            self.lazy.wait(unit.buckets)  # if this is interrupted, what is owed stays so
-            self._owed = None
+            self.lazy.wait(unit.buckets)
         self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
@@ -134,7 +112,7 @@ class WholeUnits:
 
     def _forget(self) -> None:
         """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
-        self._parted, self._owed = True, None
+        self._parted = True
         for unit in self.units:
             unit.guest = None
             if not self.meetings.sent_by_all(unit.notice):
@@ -269,7 +247,6 @@ class WholeUnits:
 
         What is being gathered (a forward that failed left it) has the old values: it is let go.
         """
-        self._start_owed()
         chosen = [self._place[param] for param in params if param in self._place]
         for unit, bucket, managed in chosen:
             if unit.gathers is not None:

@@ -19,6 +19,7 @@ from shardcore._native import _C
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.updater import Updater
+from shardcore.engine.worker import Worker
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
 from tests.ranks import run_fresh, run_ranks
@@ -213,6 +214,43 @@ def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
     for step in range(steps):
         stepped(*pair, 0, step)
     return pair
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_signal_handler_that_raises_while_a_step_is_handed_over_loses_nothing(
+    stage: int, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do that save the state before a machine is taken away."""
+
+    class PreemptedError(Exception):
+        pass
+
+    def preempt(*_: Any) -> None:
+        raise PreemptedError
+
+    expected = hash_of_training(*_steps_of(start(0, Run(stage=stage), False), 2))
+    model, optimizer = start(0, Run(stage=stage), True, late=False)
+    stepped(model, optimizer, 0, 0)
+    optimizer.synchronize()
+    submit = Worker.submit
+
+    def submit_and_signal(worker: Worker, *arguments: Any) -> Any:
+        if when == "before":
+            signal.raise_signal(signal.SIGALRM)
+        future = submit(worker, *arguments)
+        signal.raise_signal(signal.SIGALRM)
+        return future
+
+    old = signal.signal(signal.SIGALRM, preempt)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "submit", submit_and_signal)
+            with pytest.raises(PreemptedError):
+                stepped(model, optimizer, 0, 1)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    assert hash_of_training(model, optimizer) == expected
 
 
 def test_ctrl_c_is_held_back_from_what_is_done_as_a_whole() -> None:
