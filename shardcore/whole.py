@@ -46,6 +46,9 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
     model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are always
     whole. Every rank makes the same edits; they reach the shards at the end of the context (stage 3), masters at the next step.
+
+    Entering and leaving are collective; a forward inside is not, where all weights of the model are whole: ranks may run it as
+    often as each needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's

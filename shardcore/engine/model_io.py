@@ -16,6 +16,7 @@ from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward, tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.unit import callable_parts
+from shardcore.engine.weights import Weights
 
 
 def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
@@ -55,6 +56,12 @@ class _EngineHook:
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
 
+    @property
+    def weights(self) -> Weights | None:
+        """What makes weights whole around their use; None if nothing has to (inside `full_params`, unless backward follows)."""
+        weights = None if self.engine is None else self.engine.weights
+        return None if weights is None or (weights.all_held and not torch.is_grad_enabled()) else weights
+
 
 class _ZeroGrad(_EngineHook):
     """`model.zero_grad`: gradients live in shards, where nn.Module.zero_grad does not look."""
@@ -92,15 +99,15 @@ class _BeforeForward(_EngineHook):
         if self.engine is not None and torch.is_grad_enabled():
             _refuse_wrappers(module, self.engine)
             self.engine.reducer.settle()
-        if self.engine is not None and self.engine.weights is not None:
+        if self.engine is not None and (weights := self.weights) is not None:
             if torch.compiler.is_compiling():
-                self.engine.weights.warn_of_compiling()
+                weights.warn_of_compiling()
             if self.engine.reducer.boundary.under_way and not in_backward():
                 raise RuntimeError(
                     "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
                     " weights come and go with each"
                 )
-            self.engine.weights.begin_forward(module)
+            weights.begin_forward(module)
         if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
             if self.engine.pace.measures:
                 self.engine.synchronize()
@@ -117,8 +124,8 @@ class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None and self.engine.pace is not None:
             self.engine.pace.end_forward()
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.end_forward()
+        if (weights := self.weights) is not None:
+            weights.end_forward()
         if self.engine is not None and self.engine.lazy is not None:
             self.engine.lazy.end_forward()
         if self.engine is None or not torch.is_grad_enabled():
@@ -159,34 +166,34 @@ class _BeforeWeights(_UnitHook):
 
 class _BeforeUnit(_UnitHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.before_forward(self.index, (args, kwargs))
+        if (weights := self.weights) is not None:
+            weights.before_forward(self.index, (args, kwargs))
 
 
 class _BeforeHooks(_UnitHook):
     """Before the user's own hooks, which may read weights (torch.nn.utils.weight_norm's does)."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.before_hooks(self.index)
+        if (weights := self.weights) is not None:
+            weights.before_hooks(self.index)
 
 
 class _AfterUnit(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.after_forward(self.index, output)
+        if (weights := self.weights) is not None:
+            weights.after_forward(self.index, output)
 
 
 class _BeforePart(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.before_part(self.index, module)
+        if (weights := self.weights) is not None:
+            weights.before_part(self.index, module)
 
 
 class _AfterPart(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.engine is not None and self.engine.weights is not None:
-            self.engine.weights.after_part(self.index, module, output)
+        if (weights := self.weights) is not None:
+            weights.after_part(self.index, module, output)
 
 
 class _StateDictHook(_EngineHook):

@@ -81,6 +81,8 @@ class Weights(WholeUnits):
         self._start_anew()
         order = self._backward if in_backward() else self._forward
         self._open(unit)
+        if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
+            return
         order.use(unit)
         if order.next is not None:
             self._start(order.next)
@@ -95,14 +97,14 @@ class Weights(WholeUnits):
 
     def begin_forward(self, model: nn.Module) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
-        if not in_backward():
+        if not in_backward() and not self.all_held:
             self._thread.enter(model)
             self._start_anew()
             self._forward.begin()
 
     def end_forward(self) -> None:
         """End a forward of the whole model: what was gathered and not used is let go; without gradients everything is."""
-        if in_backward():
+        if in_backward() or self.all_held:
             return
         self._thread.leave()
         self.meetings.meet(END_OF_FORWARD, [unit.name or "root" for unit in self._forward.now])

@@ -46,6 +46,7 @@ class WholeUnits:
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
         self._lost: list[Any] = []  # gathers that may never end, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
 
     def _start(self, unit: Unit) -> None:
@@ -226,6 +227,7 @@ class WholeUnits:
                 with held_back_interrupts():
                     unit.held += 1
                     held.append(unit)
+            self.all_held = all(unit.held for unit in self.units)
             yield
         except Exception:
             for unit in chosen:  # gathers that nobody uses now: their memory goes back
@@ -237,6 +239,7 @@ class WholeUnits:
             with held_back_interrupts():
                 for unit in held:
                     unit.held -= 1
+                self.all_held = all(unit.held for unit in self.units)
                 for unit in held:
                     take_edits(unit)
                     self._close(unit)

@@ -209,6 +209,33 @@ def test_loading_a_module_while_it_is_whole() -> None:
     assert hash_of(model.state_dict().values()) == hash_of(given.values())
 
 
+def _generate(rank: int, world_size: int, generates: bool, lazy: bool) -> str:
+    """Train; between steps each rank runs forward as often as its samples are long, one of them with gradients."""
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2, shard={"overlap_step": lazy}))
+    for step in range(2, 5):
+        if generates:
+            with shardcore.full_params(model):
+                with torch.no_grad():
+                    outputs = [model(batch_of(step, i, 0)[0]) for i in range(3 * rank + step)]
+                    outputs += [model.head(torch.ones(24)) for _ in range(rank)]
+                assert all(output.isfinite().all() for output in outputs)
+                if rank == 0:
+                    assert model(batch_of(step, 0, 0)[0]).requires_grad
+                    assert model.blocks[1](torch.ones(24)).requires_grad
+            with shardcore.full_params(model.blocks[1]):
+                for _ in range(rank):
+                    model.blocks[1](torch.ones(24))
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_ranks_run_forwards_of_their_own_inside_full_params(lazy: bool) -> None:
+    assert run_ranks(2, _generate, True, lazy) == run_ranks(2, _generate, False, lazy)
+
+
 def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(stage=3, steps=1))
     units = model._shardcore_engine.weights.units
