@@ -299,11 +299,14 @@ class Comm:
             wait_all(self.all_gather(whole, kind or Traffic.READ))
         return whole
 
-    def tell(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
-        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `tell_device`."""
+    def tell(self, row: torch.Tensor, kind: Traffic | None = None, read: int = 0) -> torch.Tensor:
+        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `tell_device`.
+
+        read: which of telling.READS this is for, for the error of ranks that are elsewhere.
+        """
         if self._slot.host is None:
             return self.gather_rows(row.to(self.tell_device, non_blocking=True), kind).cpu()
-        return telling.tell(row, kind or 0, self.rank, self.world_size, self._gather_on_host)
+        return telling.tell(row, kind or 0, read, self.rank, self.world_size, self._gather_on_host)
 
     def _gather_on_host(self, whole: torch.Tensor) -> None:
         wait_all(self._gather_into(whole, self._slot.host))

@@ -5,30 +5,38 @@ from typing import Any
 
 import torch
 
-_HEAD, _SHORT = 16, 240  # bytes: of a head, and of a row that goes in the same message
-_AT = {  # by Traffic
-    0: "an agreement",
-    1: "the end of a backward",
-    2: "a step",
-    3: "a read of whole values",
-}
+_HEAD, _SHORT = 24, 232  # bytes: of a head, and of a row that goes in the same message
+_AT = ("an agreement", "the end of a backward", "a step")  # by Traffic; what follows is a read
+# What users call on every rank to read whole values.
+READS = (
+    "optimizer.state_dict",
+    "state_dict",
+    "full_grad",
+    "full_state",
+    "clip_grad_norm_",
+    "sharded_state_dict",
+    "load_sharded_state_dict",
+)
 
 
-def tell(row: torch.Tensor, kind: int, rank: int, world_size: int, gather: Callable[[torch.Tensor], None]) -> torch.Tensor:
+def tell(
+    row: torch.Tensor, kind: int, read: int, rank: int, world_size: int, gather: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
     """Return the rows of all ranks stacked; `gather` fills a tensor of which each rank has set its own row.
 
     gloo's all_gather has no tags, and ends the process where sizes differ. So each row comes with a head of fixed size that
-    has the row's kind and size; where heads differ all ranks raise. Short rows travel in the same message as their head.
+    has the row's kind and size, and the index in READS of a read; where kinds or sizes differ all ranks raise. Short rows
+    travel in the same message as their head.
     """
     said = as_bytes(row.contiguous())
     size = said.numel()
     heads = torch.zeros(world_size, _HEAD + _SHORT, dtype=torch.uint8, device="cpu")
-    heads[rank, :_HEAD] = as_bytes(torch.tensor([kind, size], device="cpu"))
+    heads[rank, :_HEAD] = as_bytes(torch.tensor([kind, size, read], device="cpu"))
     heads[rank, _HEAD : _HEAD + size] = said[:_SHORT]
     gather(heads)
     says = heads[:, :_HEAD].view(torch.int64).tolist()
-    if any(other != says[0] for other in says):
-        raise elsewhere([f"{_AT[what]} ({count} bytes)" for what, count in says])
+    if any(other[:2] != says[0][:2] for other in says):
+        raise elsewhere([f"{_AT[what] if what < len(_AT) else READS[which]} ({count} bytes)" for what, count, which in says])
     whole = heads[:, _HEAD : _HEAD + size]
     if size > _SHORT:
         whole = said.expand(world_size, size).contiguous()

@@ -32,6 +32,7 @@ from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
 from shardcore.optim import check_max_norm, step_tensor
+from shardcore.telling import READS
 
 
 class Engine:
@@ -299,7 +300,7 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        self.meetings.meet(READ)
+        self.meetings.meet(READ, detail=READS.index(op))
         try:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:

@@ -20,22 +20,24 @@ import torch
 
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.interrupts import held_back_interrupts
-from shardcore.telling import different_ways, elsewhere, first_difference
+from shardcore.engine.order import in_backward
+from shardcore.telling import READS, different_ways, elsewhere, first_difference
 
 BACKWARD = "a backward"
 LOCAL_BACKWARD = "a backward that reduces nothing"
 END_OF_FORWARD = "the end of forward"
 END_OF_BACKWARD = "the end of backward"
 STEP = "a step"
-READ = "a read of whole values"
+READ = "a read"
 REFUSAL = "an error of its own"
 _REMEMBERED = 1 << 12  # of what was not told, enough for the passes of a step
+_EVALUATES = 1  # detail of weights
 _POINTS = (BACKWARD, LOCAL_BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
 
 
 @dataclass(eq=False)
 class Notice:
-    """An announcement: of each rank what it does next and a digest of its history, (world_size, 2) int64.
+    """An announcement: of each rank what it does next, a digest of its history and a detail for errors, (world_size, 3) int64.
 
     agreed: every rank is known to have announced the same.
     """
@@ -54,9 +56,9 @@ class Meetings:
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
         self._unchecked: deque[Notice] = deque()
         self._lost: list[Notice] = []
-        self._at: int | None = None  # on NCCL: the last point
+        self._at: tuple[int, int] | None = None  # on NCCL: the last point
         comm.watch(self.where)
-        self._untold, self._digest = deque[int](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
+        self._untold, self._digest = deque[tuple[int, int]](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
         self._refusing = _Refusing(self)
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
@@ -66,18 +68,34 @@ class Meetings:
 
     def start_weights(self, index: int) -> Notice | None:
         """Tell the others that this rank gathers the weights of unit `index`; see `check`."""
-        return self._announce(len(_POINTS) + index)
+        evaluates = not torch.is_grad_enabled() and not in_backward()
+        return self._announce(len(_POINTS) + index, detail=_EVALUATES * evaluates)
 
-    def _announce(self, what: int, history: int = 0) -> Notice | None:
+    def _name(self, what: int, detail: int) -> str:
+        if what == _POINTS.index(READ):
+            return READS[detail]
+        return self._names[what] + " without gradients (evaluation)" * (detail == _EVALUATES)
+
+    def _elsewhere(self, rows: torch.Tensor) -> RuntimeError:
+        points = rows[:, ::2].tolist()
+        error = elsewhere([self._name(what, detail) for what, detail in points])
+        if any(what >= len(_POINTS) and detail == _EVALUATES for what, detail in points):
+            error = RuntimeError(
+                f"{error}; at stage 3 every rank runs each forward, in evaluation, too (inside full_params(model), which is "
+                "collective, each rank runs what it likes)"
+            )
+        return error
+
+    def _announce(self, what: int, history: int = 0, detail: int = 0) -> Notice | None:
         if self._comm.world_size == 1:
             return None
         if self._comm.uses_nccl:
-            self._at = what
-            self._untold.append(what)
+            self._at = what, detail
+            self._untold.append(self._at)
             self._digest = zlib.crc32(b"%d " % what, self._digest)
             return None
-        rows = torch.zeros(self._comm.world_size, 2, dtype=torch.int64, device=self._comm.device)
-        rows[self._comm.rank, 0], rows[self._comm.rank, 1] = what, history
+        rows = torch.zeros(self._comm.world_size, 3, dtype=torch.int64, device=self._comm.device)
+        rows[self._comm.rank] = torch.tensor([what, history, detail], device="cpu")
         with held_back_interrupts():
             notice = Notice(rows, iter(self._comm.all_gather(rows, Traffic.NOTICE)))
             self._unchecked.append(notice)
@@ -103,13 +121,16 @@ class Meetings:
             whats = first.rows[:, 0].tolist()
             if len(set(whats)) > 1:
                 self.part()
-                raise elsewhere([self._names[what] for what in whats])
+                raise self._elsewhere(first.rows)
             first.agreed = True
             self._unchecked.popleft()  # last: until here an interrupt lets all of this be done again
 
-    def meet(self, point: str, order: Sequence[str] = ()) -> None:
-        """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective."""
-        notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
+    def meet(self, point: str, order: Sequence[str] = (), detail: int = 0) -> None:
+        """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective.
+
+        detail: of a read, which of READS.
+        """
+        notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()), detail)
         self.check(notice)
         if notice is not None and (notice.rows[:, 1] != notice.rows[0, 1]).any():
             difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
@@ -118,11 +139,12 @@ class Meetings:
 
     def where(self) -> str:
         """Return the point that this rank has come to, where nothing is told of it."""
-        return "its start" if self._at is None else self._names[self._at]
+        return "its start" if self._at is None else self._name(*self._at)
 
     def untold(self) -> list[str]:
         """Return where this rank was since the last call, if the others were not told: for a step to compare."""
-        said = [f"{number}: {self._names[what]}" for number, what in enumerate(self._untold)]
+        reads = _POINTS.index(READ)  # of weights a forward without gradients gathers the same as one with them
+        said = [f"{i}: {self._name(what, detail if what == reads else 0)}" for i, (what, detail) in enumerate(self._untold)]
         said += [f"their digest: {self._digest:x}"] * bool(said)
         self._untold.clear()
         self._digest = 0

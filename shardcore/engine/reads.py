@@ -8,24 +8,14 @@ import zlib
 import torch
 
 from shardcore.comm import Comm, Traffic
-
-# What users call on every rank to read whole values.
-READS = (
-    "optimizer.state_dict",
-    "state_dict",
-    "full_grad",
-    "full_state",
-    "clip_grad_norm_",
-    "sharded_state_dict",
-    "load_sharded_state_dict",
-)
+from shardcore.telling import READS
 
 
 def agree_on_read(comm: Comm, op: str, what: str, problem: Exception | None) -> None:
     """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`."""
     here = zlib.crc32(what.encode())
     row = torch.tensor([READS.index(op), problem is not None, here], device="cpu")
-    others = comm.tell(row, Traffic.READ).tolist()
+    others = comm.tell(row, Traffic.READ, READS.index(op)).tolist()
     if problem is not None:
         raise problem
     for rank, (read, refuses, there) in enumerate(others):

@@ -42,6 +42,11 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
             if odd:
                 model.state_dict()
             model(x).sum().backward()
+        elif what == "evaluates":
+            if odd:
+                with torch.no_grad():
+                    model(x)
+            optimizer.step()
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -62,7 +67,11 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
             "entry 3 is nothing on rank 1 but use 3: blocks.2 on rank 0",
         ),
         ("has no backward", *["ranks 0, 2 at a backward; rank 1 at a step"] * 2),
-        ("reads", *["ranks 0, 2 at the weights of the root; rank 1 at a read of whole values"] * 2),
+        (
+            "evaluates",
+            *["ranks 0, 2 at a step; rank 1 at the weights of the root without gradients (evaluation)"] * 2,
+        ),
+        ("reads", *["ranks 0, 2 at the weights of the root; rank 1 at state_dict"] * 2),
     ],
 )
 def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: str, trained: int) -> None:
@@ -72,7 +81,7 @@ def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "a read of whole values")])
+@pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
 def test_below_stage_3_ranks_that_leave_out_a_call_are_told_so(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
         assert f"ranks went different ways: ranks 0, 2 at a backward; rank 1 at {odd}; expected every rank" in error

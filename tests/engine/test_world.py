@@ -170,5 +170,5 @@ def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: py
     gathers = sum(t.collectives for t in prediction.transfers if t.purpose.startswith("gather weights in")) if stage == 3 else 0
     meetings = 4 if stage == 3 else 2  # the end of forward, a backward and its end, the step; or a backward, the step
     assert counted["sends", Traffic.NOTICE] == (gathers + meetings) * (WORLD - 1)
-    assert counted["bytes", Traffic.NOTICE] == 16 * (gathers + meetings) * (WORLD - 1)
+    assert counted["bytes", Traffic.NOTICE] == 24 * (gathers + meetings) * (WORLD - 1)
     assert shardcore.memory_report(model).lines == prediction.resting.lines
