@@ -49,7 +49,8 @@ class Prediction:
 
     resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the
     peak; but buffers change their kind: `most` has the most bytes of gradients and of communication on the device at any time.
-    transfers: of one step, messages that all backends send (gloo also announces each gather with 24 bytes).
+    transfers: of one step, messages that all backends send (gloo also announces each gather with 24 bytes;
+        NCCL's ranks compare 8 before a backward sends).
     """
 
     numel: int

@@ -51,7 +51,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def different_ways(how: str) -> RuntimeError:
     """What every rank raises when ranks did not do the same; `how` tells what each did."""
-    return RuntimeError(f"ranks went different ways: {how}; expected every rank to run the same units in the same order")
+    return RuntimeError(
+        f"ranks went different ways: {how}; expected every rank to run the same units in the same order, and equally many "
+        "backwards per step (leave out micro-batches that only some ranks have)"
+    )
 
 
 def elsewhere(points: Sequence[str]) -> RuntimeError:

@@ -137,7 +137,7 @@ class Engine:
             self._step_together(grad_scale, max_norm, problem)
 
     def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
-        self.meetings.meet(STEP)
+        self.meetings.meet(STEP, self.reducer.told())
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
@@ -278,7 +278,7 @@ class Engine:
             names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
             return f"max_norm={limit} over {', '.join(names)}"
 
-        self.together("clip_grad_norm_", check)
+        self.together("clip_grad_norm_", check, self.reducer.told())
         self.reducer.reduce_pending()
         self.reducer.host.arrive()
         clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
@@ -286,11 +286,11 @@ class Engine:
             self.reducer.show_grads()
         return torch.tensor(norm, dtype=torch.float32, device=self.device)
 
-    def together(self, op: str, check: Callable[[], str]) -> None:
+    def together(self, op: str, check: Callable[[], str], told: Sequence[str] = ()) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank. Whoever
-        calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank; so does
+        what is `told` before. Whoever calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
         """
         self.reducer.settle()
         self.settle()
@@ -300,7 +300,7 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        self.meetings.meet(READ, detail=READS.index(op))
+        self.meetings.meet(READ, told, detail=READS.index(op))
         try:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -328,7 +328,7 @@ class Engine:
             self.reducer.host.arrive()
             return self._of("full_grad", param)[1].name
 
-        self.together("full_grad", check)
+        self.together("full_grad", check, self.reducer.told())
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
         self.reducer.host.arrive()

@@ -62,9 +62,9 @@ class Meetings:
         self._refusing = _Refusing(self)
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
-    def start(self, point: str) -> Notice | None:
-        """Tell the others that this rank has come to `point`; see `check`."""
-        return self._announce(_POINTS.index(point))
+    def start(self, point: str, told: Sequence[str] = ()) -> Notice | None:
+        """Tell the others that this rank has come to `point`, and a digest of what it says there; see `check`, `compare`."""
+        return self._announce(_POINTS.index(point), _digest(told))
 
     def start_weights(self, index: int) -> Notice | None:
         """Tell the others that this rank gathers the weights of unit `index`; see `check`."""
@@ -125,15 +125,29 @@ class Meetings:
             first.agreed = True
             self._unchecked.popleft()  # last: until here an interrupt lets all of this be done again
 
-    def meet(self, point: str, order: Sequence[str] = (), detail: int = 0) -> None:
-        """Raise RuntimeError unless every rank comes to this point now, by the same `order` of units. Collective.
+    def meet(self, point: str, told: Sequence[str] = (), detail: int = 0) -> None:
+        """Raise RuntimeError unless every rank comes to this point now and says the same there. Collective.
 
         detail: of a read, which of READS.
         """
-        notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()), detail)
-        self.check(notice)
-        if notice is not None and (notice.rows[:, 1] != notice.rows[0, 1]).any():
-            difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
+        notice = self._announce(_POINTS.index(point), _digest(told), detail)
+        if notice is not None:
+            self.compare(notice, told)
+
+    def compare(self, notice: Notice | None, told: Sequence[str]) -> None:
+        """Wait for the others; RuntimeError unless every rank said at `notice` what this one did. Collective.
+
+        Where nothing is announced (NCCL) ranks tell each other now.
+        """
+        if self._comm.world_size == 1:
+            return
+        if notice is not None:
+            self.check(notice)
+            digests = notice.rows[:, 1]
+        else:
+            digests = self._comm.tell(torch.tensor([_digest(told)], device="cpu"), Traffic.BACKWARD)[:, 0]
+        if (digests != digests[0]).any():
+            difference = first_difference(self._comm.gather_json(list(told)))
             self.part()
             raise different_ways(str(difference))
 
@@ -161,6 +175,10 @@ class Meetings:
         self._lost += self._unchecked
         self._unchecked.clear()
         self._comm.start_anew()
+
+
+def _digest(told: Sequence[str]) -> int:
+    return zlib.crc32("\n".join(told).encode())
 
 
 class _Refusing:

@@ -78,6 +78,7 @@ class Reducer:
         self.boundary = Boundary(one_thread=device.type == "cpu")
         self._partings, self._serving = 0, False  # Tags.partings when it began; whether others wait for it (stage 3)
         self._notice: Notice | None = None  # what told that it sends
+        self._number = 0  # of backwards since the last step, this one included, which ranks compare before they send
         self._any_grad = False  # some parameter got a gradient in this backward
         self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
         self._next, self._sent_any = 0, False  # how many buckets this backward sent; whether anything, late ones too
@@ -111,19 +112,25 @@ class Reducer:
                 warn_of_old_grads()
         with held_back_interrupts():
             self.boundary.begin(self._end_backward)
-            self._next, self._partings = 0, self.comm.tags.partings
+            self._next, self._partings, self._number = 0, self.comm.tags.partings, self.backwards + 1
             self._any_grad = self._told_use = self._sent_any = False
             self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
             self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
             if self.weights is not None:
-                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD)
+                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD, self.told())
                 self._serving = self._reducing
                 self.weights.begin_backward()
+
+    def told(self) -> list[str]:
+        """Return what ranks compare before they send gradients: what some added locally travels in another dtype."""
+        added = "some" if self._local_sums else "none"
+        return [f"{self._number} backwards since the last step or zero_grad(), {added} of them added locally"]
 
     def end_step(self) -> None:
         """Learn that a step used the gradients, or was skipped."""
         self.scaler.end_step()
-        self.backwards, self._stepped = 0, any(bucket.reduced for bucket in self.buckets)
+        self.backwards = self._number = 0
+        self._stepped = any(bucket.reduced for bucket in self.buckets)
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
@@ -149,7 +156,7 @@ class Reducer:
             self._settling = False
             self._drop_all()
         if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
-            self._failed, self._local_sums, self.backwards = backwards, True, backwards
+            self._failed, self._local_sums, self.backwards, self._number = backwards, True, backwards, backwards
 
     def _drop_all(self) -> None:
         self.boundary.clear()
@@ -220,6 +227,7 @@ class Reducer:
             self._serving = False
             self.boundary.clear()
             self.backwards += self._any_grad
+            self._number = self.backwards
             self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:
@@ -313,7 +321,8 @@ class Reducer:
                 self._sent_any = True
                 self.comm.start_backward()
                 if self.weights is None:
-                    self._notice = self._meetings.start(BACKWARD)
+                    self._notice = self._meetings.start(BACKWARD, self.told())
+                self._meetings.compare(self._notice, self.told())
             self._exchange.send(bucket, whole, self._notice)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
@@ -368,7 +377,7 @@ class Reducer:
             self.lazy.finish()
         self.settle()
         self.host.forget()  # zeros must not be overwritten
-        self.backwards = self._failed = 0
+        self.backwards = self._number = self._failed = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()
         self._late_params.clear()

@@ -107,7 +107,7 @@ class Weights(WholeUnits):
         if in_backward() or self.all_held:
             return
         self._thread.leave()
-        self.meetings.meet(END_OF_FORWARD, [unit.name or "root" for unit in self._forward.now])
+        self.meetings.meet(END_OF_FORWARD, self._forward.told())
         self._forward.end()
         for unit in self.units:
             if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
@@ -209,6 +209,6 @@ class Weights(WholeUnits):
 
     def end_backward(self) -> None:
         """End a backward."""
-        self.meetings.meet(END_OF_BACKWARD, [unit.name or "root" for unit in self._backward.now])
+        self.meetings.meet(END_OF_BACKWARD, self._backward.told())
         self._backward.end()
         self.close_all()
