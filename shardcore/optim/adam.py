@@ -73,6 +73,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             "seed": seed,
         }
         given = listed(self._op, params)
+        self._engine = None
         self._skipped = 0
         self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
@@ -345,7 +346,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         return {**state, "_skipped": self._skipped, "_device_skipped": self._device_skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._steppers = {}
+        self._engine, self._steppers = None, {}
         super().__setstate__(state)
         self._dtensors = find_rows(self._op, (p for group in self.param_groups for p in group["params"]))
 
