@@ -1,21 +1,26 @@
-"""Libraries that clip for the user, over sharded models: what Trainer, Accelerate and Lightning do to a model in one process.
+"""Trainer, Accelerate and Lightning: clipping over sharded models, and our optimizers under FSDP2.
 
-Each rank runs the library as if it were alone, on its own part of the data: the engine is what joins the ranks.
+Over a sharded model each rank runs the library as if it were alone, on its own part of the data: the engine is what joins the
+ranks.
 """
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import shardcore
+from tests.optim.fsdp2 import whole, whole_state
 from tests.ranks import run_ranks
 
 STEPS, BATCH, CLIP = 3, 8, 1e-3
@@ -150,3 +155,110 @@ def test_sharded_models_are_clipped_as_plain_ones(
     if norms:
         assert len(norms) == STEPS
         assert min(norms) > 100 * CLIP, "so that not to clip is another training"
+
+
+# --- FSDP2, where Accelerate swaps an optimizer's parameters for DTensors -----------------------------------------------
+
+
+@contextmanager
+def _fsdp2_on_cpus(rank: int, world_size: int) -> Iterator[None]:
+    """Let Accelerate take CPU ranks over gloo for GPUs: it offers FSDP to those alone."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+        }.items():
+            patch.setenv(name, str(value))
+        patch.setenv("ACCELERATE_USE_FSDP", "false")  # both libraries set it, and leave it
+        patch.setattr(PartialState, "_prepare_backend", lambda *_, **__: ("gloo", DistributedType.MULTI_GPU))
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _fsdp2_by_hand(rank: int, world_size: int, kind: Any, options: dict[str, Any]) -> list[Any]:
+    """fully_shard, then the optimizer."""
+    torch.manual_seed(0)
+    model: Any = fully_shard(Model().to(options.pop("dtype", torch.float32)))
+    optimizer = kind(model.parameters(), lr=1e-2, eps=1e-2, **options)
+    for batch in _batches(rank, world_size):
+        model(batch.to(model.net[0].weight.dtype))["loss"].backward()
+        optimizer.step(max_norm=CLIP)
+        optimizer.zero_grad()
+    return [*whole(model.parameters()), *(value for _, _, value in whole_state(optimizer))]
+
+
+def _fsdp2_by_accelerate(rank: int, world_size: int, kind: Any, options: dict[str, Any]) -> list[Any]:
+    """The optimizer, then fully_shard and Accelerate's own fsdp2_switch_optimizer_parameters."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    model: Any = Model().to(options.pop("dtype", torch.float32))
+    optimizer = kind(model.parameters(), lr=1e-2, eps=1e-2, **options)
+    with _fsdp2_on_cpus(rank, world_size):
+        accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        assert accelerator.is_fsdp2
+        model, prepared = accelerator.prepare(model, optimizer)
+        for batch in _batches(rank, world_size):
+            accelerator.backward(model(batch.to(model.net[0].weight.dtype))["loss"])
+            optimizer.step(max_norm=CLIP)
+            prepared.zero_grad()
+    params = list(model.parameters())
+    assert all(isinstance(param, DTensor) for param in params)
+    assert list(map(id, optimizer.state)) == list(map(id, params)), "no state of a parameter that was swapped"
+    return [*whole(params), *(value for _, _, value in whole_state(optimizer))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (shardcore.CPUAdam, {}),
+        (shardcore.FusedAdam, {"dtype": torch.bfloat16, "master": "split"}),
+        (shardcore.FusedAdam, {"state_dtype": "bf16"}),
+    ],
+)
+def test_optimizers_step_the_dtensors_that_accelerate_swaps_in(kind: Any, options: dict[str, Any]) -> None:
+    pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
+    by_hand = run_ranks(2, _fsdp2_by_hand, kind, options)
+    for expected, found in zip(by_hand, run_ranks(2, _fsdp2_by_accelerate, kind, options), strict=True):
+        assert len(found) == len(expected) > 4
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _fsdp2_trainer(rank: int, world_size: int, kind: Any, clip: float, out: str) -> tuple[list[float], list[torch.Tensor]]:
+    from transformers import Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    model: Any = Model()
+    with _fsdp2_on_cpus(rank, world_size):
+        args = TrainingArguments(
+            output_dir=out, use_cpu=True, max_grad_norm=clip, num_train_epochs=1, logging_steps=1, save_strategy="no",
+            report_to=[], disable_tqdm=True, per_device_train_batch_size=BATCH // world_size, fsdp="full_shard",
+            fsdp_config={"version": 2, "fsdp_version": 2},
+        )  # fmt: skip
+        rows = [{"x": row} for batch in _batches(0, 1) for row in batch]
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            optimizer_cls_and_kwargs=(kind, {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.0}),
+        )
+        assert trainer.accelerator.is_fsdp2
+        trainer.train()
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], whole(model.parameters())
+
+
+def test_trainer_with_fsdp2_trains_as_with_torchs_adam(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="tests with transformers")
+    pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
+    expected_norms, expected = run_ranks(2, _fsdp2_trainer, torch.optim.AdamW, CLIP, str(tmp_path))[0]
+    for norms, weights in run_ranks(2, _fsdp2_trainer, shardcore.FusedAdam, CLIP, str(tmp_path)):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert len(norms) == STEPS
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
