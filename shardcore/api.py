@@ -41,6 +41,7 @@ from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_stor
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
 from shardcore.process_groups import NotAMemberError, own_gpu
 from shardcore.telling import first_difference
+from shardcore.torch_clip import reach_shards
 from shardcore.units import UnitPolicy, plan_units
 
 logger = logging.getLogger("shardcore")
@@ -154,8 +155,10 @@ def shard(
 
     - Gradients are reduced during backward. At stage 0 `p.grad` is then the averaged gradient (not between micro-steps that
       add locally), a view that the next backward reuses: clone what you keep, edit it in place, not through `.data`. From
-      stage 1 on it is None (`full_grad` gives it), torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so
-      (`clip_grad_norm` and `shardcore.clip_grad_norm_` do), and only `zero_grad()` of model or optimizer forgets gradients.
+      stage 1 on it is None (`full_grad` gives it), and only `zero_grad()` of model or optimizer forgets gradients. Clip with
+      `clip_grad_norm`, `shardcore.clip_grad_norm_`, or torch.nn.utils' own functions on every rank: from the first `shard` at
+      stage 1 to 3 on these reach sharded parameters, unless they were imported by name before it. They clip what the step
+      uses: averaged, unscaled gradients. One that is not finite skips the step even if `clip_grad_value_` would hide it.
     - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
       unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
       split master's weight is kept to the precision of bfloat16.
@@ -320,6 +323,8 @@ def shard(
         model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
         adam._engine = engine
+    if stage > 0:
+        reach_shards()
     if host is not None:
         warn_of_pageable(host.copies)
     return model, adam

@@ -14,6 +14,8 @@ READS = (
     "full_grad",
     "full_state",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "clip_grad_value_",
     "sharded_state_dict",
     "load_sharded_state_dict",
 )

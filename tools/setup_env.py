@@ -31,7 +31,9 @@ BUILD = ROOT / "build"
 VENV = ROOT / ".venv"
 BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", *FLAG_VARIABLES)
 OPTIONAL = {
+    "accelerate": "tests with Accelerate and Trainer",
     "hypothesis": "property tests",
+    "lightning": "tests with Lightning",
     "matplotlib": "plots",
     "rich": "progress bars",
     "transformers": "tests on real architectures",

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
-from shardcore.engine.clip import clip
+from shardcore.engine.clip import OwnGrads
 from shardcore.engine.host_grads import GradHome
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
@@ -31,7 +31,7 @@ from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
-from shardcore.optim import check_max_norm, step_tensor
+from shardcore.optim import step_tensor
 from shardcore.telling import READS
 
 
@@ -257,34 +257,40 @@ class Engine:
         finally:
             self.reducer.sync = old
 
+    @property
+    def grads_in_shards(self) -> bool:
+        """Whether no rank has gradients whole, so that there is no `param.grad`: from stage 1 on."""
+        return not self.lifetimes.owns_everything
+
     @torch.no_grad()
     @held_back_interrupts()  # see together
-    def clip_grad_norm_(
-        self, max_norm: float, params: Sequence[torch.Tensor] | None = None, problem: Exception | None = None
-    ) -> torch.Tensor:
-        """Scale the averaged gradients in place to a global norm of at most `max_norm`; returns the norm before. Collective.
+    def own_grads(
+        self,
+        op: str,
+        params: Sequence[torch.Tensor] | None,
+        what: str,
+        problem: Exception | None = None,
+        norm_type: float | None = None,
+    ) -> OwnGrads:
+        """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
-        params: which parameters count and are scaled; all that the optimizer updates if None. problem: why this rank refuses.
+        params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
+        rank. problem: why this rank refuses. norm_type: of the norm to take, None for no norm.
         """
-
+        buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
 
         def check() -> str:
             if problem is not None:
                 raise problem
-            limit = check_max_norm("clip_grad_norm_", max_norm)
-            self.reducer.accept_user_grads("clip_grad_norm_")
+            self.reducer.accept_user_grads(op)
             self.reducer.host.arrive()
-            names = [m.name for bucket in self.updater.buckets for m in bucket.params if chosen is None or m.param in chosen]
-            return f"max_norm={limit} over {', '.join(names)}"
+            return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
 
-        self.together("clip_grad_norm_", check, self.reducer.told())
+        self.together(op, check, self.reducer.told())
         self.reducer.reduce_pending()
         self.reducer.host.arrive()
-        clipped, norm = clip(self.updater.buckets, chosen, max_norm, self.comm, self.lifetimes, self.device)
-        if clipped:
-            self.reducer.show_grads()
-        return torch.tensor(norm, dtype=torch.float32, device=self.device)
+        return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
     def together(self, op: str, check: Callable[[], str], told: Sequence[str] = ()) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.

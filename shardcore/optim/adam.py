@@ -73,6 +73,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             "seed": seed,
         }
         given = listed(self._op, params)
+        self._engine = None
         self._skipped = 0
         self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
@@ -99,9 +100,15 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         check_group(self._op, group, where)
         check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
-        self._dtensors |= find_rows(self._op, self.param_groups[-1]["params"])
         if group["capturable"] and plain:
             self._skip_counter(plain[0].device)
+
+    def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
+        """Return where the parts of those parameters lie that are DTensors now: Accelerate swaps them in after fully_shard."""
+        if self._repeat is None:  # else there were none in the last step, and this one makes sure that it has its parameters
+            params = (param for group in self.param_groups for param in group.get("params") or ())
+            self._dtensors = find_rows(self._op, params, self._dtensors)
+        return self._dtensors
 
     def _skip_counter(self, device: torch.device) -> torch.Tensor:
         """Return what capturable steps count skipped ones in."""
@@ -174,7 +181,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         device: then a scale that is not finite skips, too, and a skipped step is not logged.
         """
         capturable = self._engine is None and any(group["capturable"] is True for group in self.param_groups[:1])
-        by_mesh = max_norm is not None and not capturable and any_sharded(self._dtensors)
+        dtensors = {} if self._engine is not None else self._find_dtensors()
+        by_mesh = max_norm is not None and not capturable and any_sharded(dtensors)
         refusal, limit = Refusal(self._op, by_mesh or self._engine is not None), None
         scale: float | DeviceScale = 1.0
         with refusal:
@@ -228,7 +236,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         with refusal:
             if refusal.problem is None:
                 check_groups(self._op, self.param_groups, self._capture_type)
-                actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._dtensors)
+                actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._find_dtensors())
                 update = Update(self._op, actives, self.state, isinstance(scale, DeviceScale))
         owners = [owner for active in actives for owner in active.owners]
         whole, sharded = grouped(owners, [grad for active in actives for grad in active.grads], self._dtensors)
@@ -297,10 +305,11 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _own_state_dict(self) -> dict[str, Any]:
         params = [p for group in self.param_groups for p in group["params"]]
+        dtensors = self._find_dtensors()
         states = ((i, self.state[p]) for i, p in enumerate(params) if p in self.state)
         return {
             "state": {
-                i: export_dtensors(export_state(state, local_part(params[i])), self._dtensors.get(params[i]))
+                i: export_dtensors(export_state(state, local_part(params[i])), dtensors.get(params[i]))
                 for i, state in states
                 if state
             },
@@ -329,7 +338,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         options = import_groups(self._op, self.param_groups, state_dict)
-        states, masters = import_states(self._op, self.param_groups, state_dict, self._dtensors)
+        states, masters = import_states(self._op, self.param_groups, state_dict, self._find_dtensors())
         take_masters(masters)
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
@@ -345,9 +354,9 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         return {**state, "_skipped": self._skipped, "_device_skipped": self._device_skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._steppers = {}
+        self._engine, self._steppers = None, {}
+        self._dtensors = {}
         super().__setstate__(state)
-        self._dtensors = find_rows(self._op, (p for group in self.param_groups for p in group["params"]))
 
 
 class FusedAdam(AdamOptimizer):

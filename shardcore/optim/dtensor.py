@@ -141,9 +141,16 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
     return None
 
 
-def find_rows(op: str, params: Iterable[torch.Tensor]) -> dict[torch.Tensor, Rows]:
-    """Return where the local parts of those parameters lie that are DTensors."""
-    return {p: rows_of(op, f"params[{i}]", p) for i, p in enumerate(params) if is_dtensor(p)}  # type: ignore[arg-type]
+def find_rows(
+    op: str, params: Iterable[torch.Tensor], known: Mapping[torch.Tensor, Rows] | None = None
+) -> dict[torch.Tensor, Rows]:
+    """Return where the local parts of those parameters lie that are DTensors; `known`: of some of them."""
+    known = known or {}
+    return {
+        p: known.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type]
+        for i, p in enumerate(params)
+        if is_dtensor(p)
+    }
 
 
 def any_sharded(known: Mapping[torch.Tensor, Rows]) -> bool:

@@ -11,7 +11,7 @@ Gradients = Sequence[torch.Tensor | None]
 class ScalesLoss:
     """What an optimizer offers for options of shardcore.shard (fp16's loss scaling, overlap_step) and all else leaves out."""
 
-    _engine: "Engine | None" = None
+    _engine: "Engine | None"  # no default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks
 
     @property
     def loss_scale(self) -> float:
@@ -42,6 +42,16 @@ class ScalesLoss:
             self._engine.synchronize()
 
 
+class GradShards(Protocol):
+    """This rank's parts of reduced gradients, to be clipped in place (shardcore.engine.clip.OwnGrads)."""
+
+    part: torch.Tensor
+    device: torch.device
+
+    def scale(self, coefficient: float) -> None: ...
+    def clamp(self, limit: float) -> None: ...
+
+
 class Engine(Protocol):
     """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
 
@@ -50,6 +60,8 @@ class Engine(Protocol):
     non-finite gradients itself, on every rank.
     """
 
+    @property
+    def grads_in_shards(self) -> bool: ...
     def step(
         self,
         closure: Callable[[], Any] | None,
@@ -66,3 +78,11 @@ class Engine(Protocol):
     def zero_grad(self, set_to_none: bool) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+    def own_grads(
+        self,
+        op: str,
+        params: Sequence[torch.Tensor] | None,
+        what: str,
+        problem: Exception | None = None,
+        norm_type: float | None = None,
+    ) -> GradShards: ...

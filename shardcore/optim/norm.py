@@ -1,7 +1,8 @@
 """The global norm of gradients and what clipping makes of it.
 
 Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double-double, so neither the order nor the
-grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device.
+grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device. Norms of
+another order than 2 are torch's, a tensor (a shard of one) at a time, and then joined in float64.
 """
 
 import math
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.optim.dtensor import Ranks, Rows, any_sharded, find_rows, grouped
-from shardcore.optim.options import PARAM_DTYPES, dtype_name
+from shardcore.optim.engine import Engine
+from shardcore.optim.options import PARAM_DTYPES, dtype_name, number
 from shardcore.optim.scale import check_max_norm
 from shardcore.optim.uncompiled import uncompiled
 
@@ -54,45 +56,82 @@ class Refusal:
             raise ValueError(f"{self.op}: rank {smallest:.0f} refused, so no rank wrote anything; its own error says why")
 
 
+def check_norm_type(op: str, norm_type: object) -> float:
+    """Return norm_type as a float; ValueError unless it is above 0. Infinity, or "inf", is the largest element."""
+    x = math.inf if norm_type == "inf" else number(op, "norm_type", norm_type)
+    if not x > 0.0:
+        raise ValueError(f"{op}: norm_type has {x}; expected a number above 0, or inf")
+    return x
+
+
+def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm of some of the tensors in the form in which `join` adds others: float64 (2,) on the CPU.
+
+    With norm_type 2 that is the sum of squares as a double-double, else (norm, 0).
+    """
+    groups = _C.dense_by_device(tensors)
+    if norm_type == 2.0:
+        totals = [_C.sq_norm(group).cpu() for group in groups]
+        return totals[0] if len(totals) == 1 else join(totals)
+    filled = [some for group in groups if (some := [tensor for tensor in group if tensor.numel()])]
+    norms = [torch.stack(torch._foreach_norm(some, norm_type, dtype=torch.float32)).cpu().double() for some in filled]
+    return join([torch.stack([norm, torch.zeros_like(norm)], dim=1) for norm in norms], norm_type)
+
+
+def join(parts: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return the norm_part of all that these norm_parts, float64 (2,) or rows (n, 2) on the CPU, are of."""
+    rows = torch.cat([torch.zeros(1, 2, dtype=torch.float64, device="cpu"), *(part.view(-1, 2) for part in parts)])
+    if norm_type == 2.0:
+        return _C.sq_norm_add(rows)
+    return torch.stack([torch.linalg.vector_norm(rows[:, 0], norm_type), rows[0, 1]])
+
+
+def norm_of(part: torch.Tensor, norm_type: float = 2.0) -> float:
+    """Return the norm, rounded to float32, that a norm_part is of."""
+    return _C.norm_from_sq(part) if norm_type == 2.0 else part[0].float().item()
+
+
 def global_norm(
     tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None, refusal: Refusal | None = None
 ) -> float:
-    """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. Waits for their devices.
+    """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. See global_part."""
+    return norm_of(global_part(tensors, sharded, refusal))
+
+
+def global_part(
+    tensors: Sequence[torch.Tensor],
+    sharded: ShardedGradients | None = None,
+    refusal: Refusal | None = None,
+    norm_type: float = 2.0,
+) -> torch.Tensor:
+    """Return the norm_part of all tensors, of all ranks. Waits for their devices.
 
     tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their memory, or of contiguous
     copies of what is not dense. A non-finite element makes it non-finite.
-    sharded: local parts of which other ranks hold the rest; squares are added over those ranks in rank order, which is
+    sharded: local parts of which other ranks hold the rest; they are joined over those ranks in rank order, which is
     collective: every rank of their meshes makes the same call, even without tensors, or with a refusal, which all raise.
     """
     if not sharded:
-        return _C.norm_from_sq(_squares(tensors))
+        return norm_part(tensors, norm_type)
     refusal = refusal or Refusal("global_norm", others_wait=True)
-    sums = [torch.zeros(2, dtype=torch.float64, device="cpu")] * (1 + len(sharded))
+    parts = [torch.zeros(2, dtype=torch.float64, device="cpu")] * (1 + len(sharded))
     with refusal:
-        sums = [_squares(some) for some in (tensors, *sharded.values())]
-    total, refusing = sums[0], refusal.row()
-    for ranks, squares in zip(sharded, sums[1:], strict=True):
+        parts = [norm_part(some, norm_type) for some in (tensors, *sharded.values())]
+    total, refusing = parts[0], refusal.row()
+    for ranks, part in zip(sharded, parts[1:], strict=True):
         for group in ranks.sharded:
-            rows = _gather(group, torch.cat([squares, refusing]))
-            squares, refusing = _C.sq_norm_add(rows[:, :2].contiguous()), rows[:, 2:].amin(0)
-        for group in ranks.replicas:  # they have the same squares, but may have a reason of their own
+            rows = _gather(group, torch.cat([part, refusing]))
+            part, refusing = join([rows[:, :2]], norm_type), rows[:, 2:].amin(0)
+        for group in ranks.replicas:  # they have the same parts, but may have a reason of their own
             refusing = _gather(group, refusing).amin(0)
-        total = _C.sq_norm_add(torch.stack([total, squares]))
+        total = join([total, part], norm_type)
     refusal.settle(refusing.item())
-    return _C.norm_from_sq(total)
+    return total
 
 
 def _gather(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks of a group, on the CPU."""
     return Comm(group).tell(row)
-
-
-def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares as a double-double: float64 (2,) on the CPU."""
-    totals = [_C.sq_norm(group).cpu() for group in _C.dense_by_device(tensors)]
-    if len(totals) == 1:
-        return totals[0]
-    return _C.sq_norm_add(torch.stack(totals) if totals else torch.zeros(0, 2, dtype=torch.float64, device="cpu"))
 
 
 def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]) -> torch.Tensor | None:
@@ -109,45 +148,79 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 
+def engine_of(thing: object) -> Engine | None:
+    """Return the engine of a sharded model, or of a parameter of one; None for anything else."""
+    engine: Engine | None = getattr(thing, "_shardcore_engine", None)
+    return engine
+
+
+def by_engine(params: Iterable[object]) -> dict[Engine, list[torch.Tensor]]:
+    """Return the parameters of sharded models among `params`, by engine."""
+    engines: dict[Engine, list[torch.Tensor]] = {}
+    for param in params:
+        if isinstance(param, torch.Tensor) and (engine := engine_of(param)) is not None:
+            engines.setdefault(engine, []).append(param)
+    return engines
+
+
 @uncompiled
-def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
 
     For a module, a parameter or parameters: every ``.grad`` there is multiplied by min(1, max_norm / (norm + 1e-6)), as
-    torch.nn.utils.clip_grad_norm_ does with norm_type 2 (a non-finite norm included). Returns a float32 tensor of shape
-    () on the first gradient's device. For a module that shardcore.shard has changed the engine clips what it holds, on
-    every rank. Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions
-    counted once; if one rank refuses its arguments all raise, and nothing is clipped. In an optimizer's own loop
+    torch.nn.utils.clip_grad_norm_ does (a non-finite norm included). Returns a float32 tensor of shape () on the engine's or
+    the first gradient's device, the same on every rank. norm_type: a number above 0, or inf; with 2 the norm has the same
+    bits however gradients are sharded. error_if_nonfinite: raise RuntimeError, with nothing changed, for a norm that is not.
+
+    Of a model that shardcore.shard has changed, or parameters of one, the engine clips what it holds: collective. Parameters
+    of several sharded models, and plain ones (whose gradients are the same on every rank), are clipped to their joint norm.
+    Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions counted
+    once. If one rank refuses its arguments all raise, and nothing is clipped. In an optimizer's own loop
     ``step(max_norm=...)`` does the same, to the same norm, without rewriting the gradients. Squares are summed in the order in
     which the parameter lies in memory (channels_last, transposed), whatever its gradient's strides.
     """
     op = "clip_grad_norm_"
-    engine = getattr(model_or_params, "_shardcore_engine", None)
+    engines: dict[Engine, list[torch.Tensor] | None]
+    engine = engine_of(model_or_params)
     if engine is not None and not isinstance(model_or_params, torch.Tensor):
-        return engine.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
-    if isinstance(model_or_params, torch.nn.Module):
-        model_or_params = model_or_params.parameters()
-    if not isinstance(model_or_params, Iterable):
-        given = type(model_or_params).__name__
-        raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
-    params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
-    engines = {id(e): e for e in (getattr(p, "_shardcore_engine", None) for p in params) if e is not None}
-    for engine in engines.values():
-        of_one = len(engines) == 1 and all(hasattr(p, "_shardcore_engine") for p in params)
-        problem = None if of_one else ValueError(f"{op}: params are not all of one sharded model; expected one model at a time")
-        return engine.clip_grad_norm_(max_norm, params, problem)  # type: ignore[no-any-return]
+        engines, params = {engine: None}, []
+    else:
+        if isinstance(model_or_params, torch.nn.Module):
+            model_or_params = model_or_params.parameters()
+        if not isinstance(model_or_params, Iterable):
+            given = type(model_or_params).__name__
+            raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
+        params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
+        engines = {**by_engine(params)}
     dtensors = find_rows(op, params)
-    refusal = Refusal(op, others_wait=any_sharded(dtensors))
-    limit, found = math.inf, {}
+    refusal = Refusal(op, others_wait=bool(engines) or any_sharded(dtensors))
+    limit, order, found = math.inf, 2.0, {}
     in_order: list[torch.Tensor] = []
     with refusal:
-        limit = check_max_norm(op, max_norm)
-        found = {i: grad for i, p in enumerate(params) if (grad := _local_grad(op, i, p, dtensors)) is not None}
+        limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
+        plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
+        found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
         in_order = _C.dense(list(found.values()), [params[i] for i in found])  # so it has the bits of step(max_norm=)
+    what = f"max_norm={limit} norm_type={order}"
+    shards = [engine.own_grads(op, some, what, refusal.problem, order) for engine, some in engines.items()]
     grads = list(found.values())
-    norm = global_norm(*grouped([params[i] for i in found], in_order, dtensors), refusal)
+    part = global_part(*grouped([params[i] for i in found], in_order, dtensors), refusal, order)
+    norm = norm_of(join([part, *(each.part for each in shards)], order), order)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"{op}: the gradients' norm is {norm}; expected a finite one, as error_if_nonfinite=True says (False: they are "
+            "multiplied all the same)"
+        )
     coefficient = _C.clip_coefficient(norm, limit)
+    for each in shards:
+        each.scale(coefficient)
     with torch.no_grad():
         if grads and coefficient != 1.0:
             torch._foreach_mul_(grads, coefficient)
-    return torch.tensor(norm, dtype=torch.float32, device=grads[0].device if grads else "cpu")
+    device = shards[0].device if shards else grads[0].device if grads else "cpu"
+    return torch.tensor(norm, dtype=torch.float32, device=device)

@@ -20,6 +20,8 @@ OPTIONAL = (
     "deepspeed",
     "bitsandbytes",
     "transformers",
+    "accelerate",
+    "lightning",
     "safetensors",
 )
 

@@ -74,7 +74,7 @@ def test_clipping_that_differs_is_refused_on_all(stage: int) -> None:
     for limit, params, same in run_ranks(2, _clips_differ, stage):
         assert "clip_grad_norm_: rank " in limit
         assert "reads something else than max_norm=" in limit
-        assert "reads something else than max_norm=1.0 over " in params
+        assert "reads something else than max_norm=1.0 norm_type=2.0 over " in params
         assert same == "no error"
 
 
@@ -229,7 +229,8 @@ REFUSALS: dict[str, Any] = {
     "grads length": lambda model, optimizer: optimizer.step(grads=[]),
     "clip": lambda model, optimizer: shardcore.clip_grad_norm_(model, float("nan")),
     "clip params": lambda model, optimizer: shardcore.clip_grad_norm_(list(model.parameters()), -1.0),
-    "clip others": lambda model, optimizer: shardcore.clip_grad_norm_([*model.parameters(), nn.Parameter(torch.zeros(1))], 1.0),
+    "clip others": lambda model, optimizer: shardcore.clip_grad_norm_([*model.parameters(), 5], 1.0),
+    "clip norm type": lambda model, optimizer: shardcore.clip_grad_norm_(model, 1.0, 0),
 }
 
 

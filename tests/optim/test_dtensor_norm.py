@@ -74,6 +74,25 @@ def test_a_norm_of_other_ranks_is_rejected(twin):
     assert norm != pytest.approx(exact, rel=2**-23)
 
 
+def _other_norms(rank, world_size, shape):
+    """Return (norm, torch's over whole gradients) for norms that are not Euclidean."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    net = sharded_net(SHAPES, F32, mesh)
+    backward(net, rank, 0)
+    grads = [grad for grad in whole_grads(net) if grad is not None]
+    return [
+        (shardcore.clip_grad_norm_(net.parameters(), math.inf, kind).item(), nn.utils.get_total_norm(grads, kind).item())
+        for kind in (1, 1.5, math.inf)
+    ]
+
+
+@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+def test_norms_of_other_types_over_the_mesh(shape):
+    first, *others = run_ranks(math.prod(shape), _other_norms, shape)
+    assert all(ours == pytest.approx(torchs, rel=1e-5) for ours, torchs in first)
+    assert all(other == first for other in others)
+
+
 def _aligned_norm(rank, world_size):
     net = sharded_net(ALIGNED, F32)
     backward(net, rank, 0)

@@ -105,6 +105,10 @@ def bad_limit(t):
     shardcore.clip_grad_norm_(t.params, t.pick(-1.0, 1e-3))
 
 
+def bad_norm_type(t):
+    shardcore.clip_grad_norm_(t.params, 1e-3, t.pick(-1.0, 1.0))
+
+
 def bad_param(t):
     shardcore.clip_grad_norm_(t.pick([*t.params, None], t.params), 1e-3)
 
@@ -119,6 +123,7 @@ CASES = {
     bad_state: "ValueError: FusedAdam: state[params[0]] has no 'exp_avg'",
     bad_closure_step: "TypeError: FusedAdam: grad_scale has type str",
     bad_limit: "ValueError: clip_grad_norm_: max_norm has -1.0",
+    bad_norm_type: "ValueError: clip_grad_norm_: norm_type has -1.0",
     bad_param: "TypeError: clip_grad_norm_: params[7] has type NoneType",
 }
 

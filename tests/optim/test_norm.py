@@ -45,11 +45,43 @@ def test_a_norm_that_is_not_finite_leaves_what_torchs_leaves(bad):
         assert not torch.equal(p.grad, torch.ones(3))
 
 
-def test_clip_grad_norm_of_a_sharded_module():
-    model = torch.nn.Linear(2, 2)
-    model._shardcore_engine = type("E", (), {"clip_grad_norm_": lambda self, max_norm: torch.tensor(max_norm + 1)})()
-    assert clip_grad_norm_(model, 2.0) == 3.0
-    assert clip_grad_norm_(model, -1.0) == 0.0, "the engine refuses it, so that every rank raises"
+@pytest.mark.parametrize("norm_type", [1, 1.5, 2, 3.0, math.inf, "inf"])
+def test_norms_of_other_types_are_torchs(norm_type):
+    for dtype in (torch.float32, torch.bfloat16):
+        params, reference = ([torch.nn.Parameter(torch.ones(size)) for size in (3, 0, 700)] for _ in range(2))
+        for p, q in zip(params, reference, strict=True):
+            grad = torch.randn(p.shape).to(dtype)
+            p.data, p.grad, q.grad = p.data.to(dtype), grad.clone(), grad.float()
+        norm = clip_grad_norm_(params, 0.5, norm_type)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference[::2], 0.5, norm_type))
+        for p, q in zip(params[::2], reference[::2], strict=True):
+            torch.testing.assert_close(p.grad, q.grad.to(dtype))
+    assert clip_grad_norm_([], 1.0, norm_type) == 0.0
+
+
+def test_error_if_nonfinite_raises_before_anything_is_scaled():
+    param = torch.nn.Parameter(torch.ones(2))
+    param.grad = torch.tensor([math.inf, 1.0])
+    with pytest.raises(
+        RuntimeError, match="the gradients' norm is inf; expected a finite one, as error_if_nonfinite=True says"
+    ):
+        clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+    assert param.grad.tolist() == [math.inf, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "error", "message"),
+    [
+        (0, ValueError, "has 0.0; expected a number above 0, or inf"),
+        (-math.inf, ValueError, "has -inf; expected a number above 0"),
+        (math.nan, ValueError, "has nan"),
+        ("two", TypeError, "has type str; expected a number"),
+        (None, TypeError, "has type NoneType"),
+    ],
+)
+def test_norm_types_that_are_none_are_refused(norm_type, error, message):
+    with pytest.raises(error, match="clip_grad_norm_: norm_type " + message):
+        clip_grad_norm_(torch.nn.Parameter(torch.ones(2)), 1.0, norm_type)
 
 
 def test_norm_does_not_depend_on_grouping():
