@@ -16,6 +16,7 @@ from shardcore._native import _C
 from shardcore.arguments import (
     DTYPES,
     accept_optimizer,
+    check_loss_scale,
     check_options,
     loss_scaler,
     offload_options,
@@ -55,7 +56,7 @@ def shard(
     *,
     units: UnitPolicy = "auto",
     offload: Mapping[str, Any] | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
     cast_inputs: bool = True,
@@ -111,12 +112,13 @@ def shard(
 
     Precision:
 
-    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
-        in float32. keep_fp32: module classes, or parameters by name, that stay float32. cast_inputs: cast floating inputs
-        of the root forward to that dtype; outputs are not cast.
-    loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`; the reduction divides again, so every gradient you
-        see is unscaled. None is `LossScale()`, which follows the gradients; a number is fixed; 1.0 leaves scaling to you
-        (step(grad_scale=1 / s), or torch's GradScaler at stage 0).
+    precision: None leaves every weight in its dtype; "bf16", "fp16" or "fp32" converts all of them (logged on rank 0, at level
+        INFO). bfloat16 and float16 weights have float32 masters, which start from the weights as given, before any
+        conversion. keep_fp32: module classes, or parameters by name, that are float32 in any case. cast_inputs: with "bf16"
+        or "fp16", cast floating inputs of the root forward to that dtype; outputs are not cast.
+    loss_scale: of float16 weights: backward runs on `optimizer.scale_loss(loss)`, and the reduction divides again, so every
+        gradient you see is unscaled. A LossScale follows the gradients; a number is fixed; 1.0 leaves scaling to you
+        (step(grad_scale=1 / s), or torch's GradScaler at stage 0). None is `LossScale()` with "fp16", else no scaling.
     grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send (sums are
         float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally. One rank alone
         sends nothing, and its gradients stay as they are.
@@ -159,8 +161,8 @@ def shard(
     - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
       unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
       split master's weight is kept to the precision of bfloat16.
-    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters, and collective. Frozen parameters have no
-      master, so with "bf16" they are bfloat16 there.
+    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters (float32), and collective. Frozen parameters
+      have no master, so they keep the dtype of the weights there.
     - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
       raises the error at the minimum loss scale.
     - Every rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order.
@@ -210,10 +212,11 @@ def shard(
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)
-        builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
+        builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, device)
         build.check_states(optimizer, builder)
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
+        check_loss_scale(loss_scale, precision, {bucket.dtype for bucket in buckets})
         updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
         policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
@@ -254,6 +257,8 @@ def shard(
         store = DeviceStore(updated) if host is None else host
         carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
     # Move the weights into it.
+    if comm.rank == 0 and (conversions := builder.conversions(model)):
+        logger.info("shard: precision=%r converts parameters: %s", precision, conversions)
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
     for bucket in buckets:
@@ -317,7 +322,7 @@ def shard(
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
-        model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
+        model_io.attach(engine, builder.dtype if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
         adam._engine = engine
     if host is not None:

@@ -1,5 +1,6 @@
 """From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -203,18 +204,24 @@ class Builder:
         self,
         comm: Comm,
         lifetimes: Lifetimes,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         kept: Collection[nn.Parameter],
         device: torch.device,
     ) -> None:
-        """Weights become `dtype`, except those in `kept`, which become float32; buffers go to `device`."""
+        """Weights become `dtype` (None: stay as they are), but those in `kept` float32; buffers go to `device`."""
         self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
 
     def dtype_of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter is to have; frozen integers and the like stay as they are."""
         if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
             return param.dtype
-        return torch.float32 if param in self.kept else self.dtype
+        return torch.float32 if param in self.kept else self.dtype or param.dtype
+
+    def conversions(self, model: nn.Module) -> str:
+        """Return in words how many parameters change their dtype; nothing if none does. Before weights are filled."""
+        pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in model.parameters()]
+        changed = Counter(pair for pair in pairs if pair[0] != pair[1])
+        return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
 
     def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer) -> list[Bucket]:
         """Return the empty buckets, in unit order; frozen parameters have buckets where weights are sharded."""

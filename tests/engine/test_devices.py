@@ -31,7 +31,7 @@ OFFLOADS = [(SPLIT,), (LEAVING,), (LEAVING, OFFLOAD | {"gradients": "cpu"}), (ST
 def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> str:
     model = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
-    accumulate = options.get("accumulate", 1)
+    accumulate, options = options.get("accumulate", 1), {"precision": "bf16"} | options
     model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, **options)
     for step in range(3):
         for micro in range(accumulate):

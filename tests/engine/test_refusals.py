@@ -200,7 +200,7 @@ def test_models_that_are_sharded_by_others() -> None:
 def _disagree(rank: int, world_size: int, how: str) -> str:
     model: Any = make_net()
     stage = 2
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"precision": "bf16"}
     kind = {"lr": 1e-2}
     if how in ("lr", "tiers"):  # the same, in another order
         options["offload"] = (
