@@ -40,7 +40,7 @@ from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
-from shardcore.process_groups import NotAMemberError, own_gpu
+from shardcore.process_groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.telling import first_difference
 from shardcore.units import UnitPolicy, plan_units
 
@@ -174,6 +174,8 @@ def shard(
     it says so), or fails in `materialize` or a copy: then the model is partly made, and to be built anew.
     """
     gpus = _gpus_of(model)
+    if not gpus:
+        use_own_gpu()
     comm, problem = _join(process_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size():
         logger.warning(
