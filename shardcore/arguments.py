@@ -223,6 +223,15 @@ def _ratio_of(ratio: object) -> float:
     return float(ratio)
 
 
+class NoOptimizer:
+    """In place of an optimizer for a model that only runs forward: it has no parameters and no states."""
+
+    def __init__(self) -> None:
+        """Update nothing."""
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: Any = {}
+
+
 def accept_optimizer(optimizer: object) -> AdamOptimizer:
     """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
     if isinstance(optimizer, AdamOptimizer):
@@ -238,7 +247,7 @@ def accept_optimizer(optimizer: object) -> AdamOptimizer:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, "
-            "torch.optim.Adam or torch.optim.AdamW"
+            "torch.optim.Adam or torch.optim.AdamW (or None for a model that only runs forward)"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []

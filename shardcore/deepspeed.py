@@ -161,7 +161,8 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
     if optimizer is None:
         if settings.optimizer is None:
             raise ValueError(
-                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config'
+                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
+                "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
         return FusedAdam(params, **settings.optimizer)
     if _is_function(optimizer):
