@@ -8,7 +8,7 @@ Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/i
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -155,8 +155,12 @@ def _is_function(thing: Any) -> bool:
 def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
     if optimizer is not None and settings.optimizer is not None:
         raise ValueError(f"{_OP}: optimizer is given and config has an optimizer too; expected one of them")
-    if isinstance(model_parameters, torch.Tensor):
-        raise TypeError(f"{_OP}: model_parameters is one tensor; expected a list of parameters or of param_groups")
+    plain = model_parameters is None or isinstance(model_parameters, Iterable)
+    if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
+        raise TypeError(
+            f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list of parameters or of "
+            "param_groups (model.parameters())"
+        )
     params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
     if optimizer is None:
         if settings.optimizer is None:
@@ -178,15 +182,18 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
 
 
 def _trainable(params: Sequence[Any]) -> set[torch.Tensor]:
-    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these."""
+    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these. TypeError for other items."""
     found: set[torch.Tensor] = set()
     for item in params:
-        if isinstance(item, Mapping):
-            inner = item["params"]
-            found |= _trainable([inner] if isinstance(inner, torch.Tensor) else list(inner))
+        param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        inner = item.get("params") if isinstance(item, Mapping) else param
+        if isinstance(inner, torch.Tensor):
+            found |= {inner} if inner.requires_grad else set()
+        elif isinstance(item, Mapping) and isinstance(inner, Iterable):
+            found |= _trainable(list(inner))
         else:
-            param = item[1] if isinstance(item, tuple) else item
-            found |= {param} if param.requires_grad else set()
+            has = "a group without a list of params" if isinstance(item, Mapping) else f"an item of type {type(item).__name__}"
+            raise TypeError(f"{_OP}: model_parameters has {has}; expected parameters, or groups as torch.optim takes them")
     return found
 
 

@@ -100,11 +100,19 @@ def test_refused_optimizers() -> None:
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
     _refused(TypeError, "optimizer is a SGD", plain, optimizer=torch.optim.SGD)
-    _refused(TypeError, "model_parameters is one tensor", model=model, model_parameters=model.gain)
+    for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
+        kind = type(wrong).__name__
+        _refused(TypeError, f"model_parameters has type {kind}; expected a list", model=model, model_parameters=wrong)
     _refused(ValueError, "params has no parameter", model=model, model_parameters=[])
     optimizer = shardcore.FusedAdam(model.head.parameters())
     others = model.inp.parameters()
     _refused(ValueError, "not those of optimizer", plain, model=model, optimizer=optimizer, model_parameters=others)
+    for items, says in (([[model.gain]], "an item of type list"), ([{"params": 5}], "a group without a list of params")):
+        for config, given in ((plain, optimizer), (None, None)):
+            text = (
+                f"model_parameters has {says}; expected parameters" if given is not None else "FusedAdam: .*params.* has type"
+            )
+            _refused(TypeError, text, config, model=model, optimizer=given, model_parameters=items)
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
