@@ -46,6 +46,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
     model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are always
     whole. Every rank makes the same edits; they reach the shards at the end of the context (stage 3), masters at the next step.
+    At stage 3 a gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
