@@ -21,7 +21,7 @@ from shardcore.api import agree, shard
 from shardcore.comm import Comm
 from shardcore.config import BatchSizes, Config, read_config
 from shardcore.engine.materialize import Materialize
-from shardcore.launchers import follow_launcher, whole_number
+from shardcore.launchers import follow_launcher, whole_number, world_told
 from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
 from shardcore.process_groups import use_own_gpu
 from shardcore.training_engine import ShardedLoader, TrainingEngine
@@ -121,7 +121,7 @@ def _start_process_group() -> None:
     if not dist.is_initialized():
         follow_launcher(_OP)
     device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
-    if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} & set(os.environ):
+    if dist.is_initialized() or ("RANK" not in os.environ and world_told()[1] == 1):
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:

@@ -110,7 +110,8 @@ def test_what_torchrun_would_have_set(
         {"SLURM_JOB_ID": "123", "SLURM_NTASKS": "8", "SLURM_NPROCS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},  # sbatch
         of_srun(0, 1),  # salloc's shell, where it is a step
         of_open_mpi(0, 1),
-        of_open_mpi(1, 2) | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},  # each for itself
+        of_open_mpi(1, 2) | {"WORLD_SIZE": "1"},  # each for itself
+        of_srun(3, 4) | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     ],
 )
 def test_one_process_of_a_job_trains_alone(environment: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
