@@ -94,8 +94,11 @@ def version() -> str:
 
 if __name__ == "__main__":
     os.chdir(ROOT)
+    arguments, requirement = {}, "torch>=2.11"  # of an sdist
     try:
-        arguments = extension_arguments(prepare()) if needs_torch(sys.argv[1:]) else {}
+        if needs_torch(sys.argv[1:]):
+            decision = prepare()
+            arguments, requirement = extension_arguments(decision), decision.requirement
     except BuildError as error:
         sys.exit(f"\n{error}\n")
-    setup(license="Apache-2.0", **arguments)
+    setup(license="Apache-2.0", install_requires=[requirement], **arguments)

@@ -182,7 +182,7 @@ def run_mode(case: Case, mode: str, numel: int, rounds: int) -> Measured:
     plain = shardcore.CPUAdam(model.parameters(), lr=1e-3)
     with slowed(case, log) if MODES[mode] else nullcontext():
         model, optimizer = shardcore.shard(
-            model, plain, 2, units=list(model), clip_grad_norm=1.0, accumulate=case.accumulate, **MODES[mode]
+            model, plain, 2, units=list(model), clip_grad_norm=1.0, accumulate=case.accumulate, precision="bf16", **MODES[mode]
         )
     x = torch.ones(1, requires_grad=True)
     times: dict[str, list[float]] = {"step": [], "forward": [], "backward": []}

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore._native import _C
 from shardcore.arguments import (
     DTYPES,
+    NoOptimizer,
     accept_optimizer,
+    check_loss_scale,
     check_options,
     loss_scaler,
     offload_options,
@@ -39,7 +41,7 @@ from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
-from shardcore.process_groups import NotAMemberError, own_gpu
+from shardcore.process_groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.telling import first_difference
 from shardcore.torch_clip import reach_shards
 from shardcore.units import UnitPolicy, plan_units
@@ -51,12 +53,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def shard(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     stage: int = 2,
     *,
     units: UnitPolicy = "auto",
     offload: Mapping[str, Any] | None = None,
-    precision: str = "bf16",
+    precision: str | None = None,
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
     cast_inputs: bool = True,
@@ -72,7 +74,7 @@ def shard(
     materialize: Materialize | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
-) -> tuple[Model, AdamOptimizer]:
+) -> tuple[Model, Any]:
     """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use. Collective.
 
     model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
@@ -80,6 +82,9 @@ def shard(
         shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
         its options say, to the bits of the unsharded step. master=None is "fp32" here; with "split" the bfloat16 weights are
         the upper half of the masters; with stochastic_rounding there is no master, and weights start rounded to nearest.
+        None for a model that only runs forward (a teacher, a reward model), and None comes back: its weights are sharded at
+        stage 3, with offload={"params": "cpu"} in host memory, and whole on the device below. Gradients may flow through
+        it; where one reaches a parameter, backward raises RuntimeError.
 
     What is sharded:
 
@@ -112,12 +117,13 @@ def shard(
 
     Precision:
 
-    precision: "bf16" or "fp16" makes such weights from float32 masters, which start from the weights as given; "fp32" trains
-        in float32. keep_fp32: module classes, or parameters by name, that stay float32. cast_inputs: cast floating inputs
-        of the root forward to that dtype; outputs are not cast.
-    loss_scale: with "fp16" backward runs on `optimizer.scale_loss(loss)`; the reduction divides again, so every gradient you
-        see is unscaled. None is `LossScale()`, which follows the gradients; a number is fixed; 1.0 leaves scaling to you
-        (step(grad_scale=1 / s), or torch's GradScaler at stage 0).
+    precision: None leaves every weight in its dtype; "bf16", "fp16" or "fp32" converts all of them (logged on rank 0, at level
+        INFO). bfloat16 and float16 weights have float32 masters, which start from the weights as given, before any
+        conversion. keep_fp32: module classes, or parameters by name, that are float32 in any case. cast_inputs: with "bf16"
+        or "fp16", cast floating inputs of the root forward to that dtype; outputs are not cast.
+    loss_scale: of float16 weights: backward runs on `optimizer.scale_loss(loss)`, and the reduction divides again, so every
+        gradient you see is unscaled. A LossScale follows the gradients; a number is fixed; 1.0 leaves scaling to you
+        (step(grad_scale=1 / s), or torch's GradScaler at stage 0). None is `LossScale()` with "fp16", else no scaling.
     grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send (sums are
         float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally. One rank alone
         sends nothing, and its gradients stay as they are.
@@ -162,19 +168,24 @@ def shard(
     - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
       unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
       split master's weight is kept to the precision of bfloat16.
-    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters, and collective. Frozen parameters have no
-      master, so with "bf16" they are bfloat16 there.
+    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters (float32), and collective. Frozen parameters
+      have no master, so they keep the dtype of the weights there.
     - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
       raises the error at the minimum loss scale.
     - Every rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order.
-    - Layers with buffers of statistics (BatchNorm) need `keep_fp32` with "bf16" on CPUs.
+    - On CPUs BatchNorm's weights stay float32, as its statistics are: name it in `keep_fp32`.
 
     Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that disagree;
     NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where a machine's ranks
     would take more host memory than it has free. RuntimeError on every rank if one cannot take memory (nothing changed, if
     it says so), or fails in `materialize` or a copy: then the model is partly made, and to be built anew.
     """
+    given: Any = NoOptimizer() if optimizer is None else optimizer
+    if optimizer is None and isinstance(offload, Mapping):
+        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may go alone
     gpus = _gpus_of(model)
+    if not gpus:
+        use_own_gpu()
     comm, problem = _join(process_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size():
         logger.warning(
@@ -208,15 +219,19 @@ def shard(
     try:
         check_options(options)
         build.check_model(model, alone=comm.world_size == 1)
-        adam = accept_optimizer(optimizer)
-        build.check_ownership(model, optimizer)
+        adam = given if optimizer is None else accept_optimizer(given)
+        build.check_ownership(model, given)
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
         kept = build.kept_params(model, keep_fp32)
-        builder = build.Builder(comm, LIFETIMES[stage], DTYPES[precision], kept, device)
-        build.check_states(optimizer, builder)
+        builder = build.Builder(
+            comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, device, optimizer is not None
+        )
+        build.check_norms(model, builder)
+        build.check_states(given, builder)
         filler = plan_materialize(model, materialize)
         buckets = builder.plan(model, specs, adam)
+        check_loss_scale(loss_scale, precision, {bucket.dtype for bucket in buckets})
         updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
         policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
@@ -227,7 +242,7 @@ def shard(
             needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
         if tiers.params is not None:
             needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
-        entries = build.signature(model, specs, optimizer, builder, options) + (filler.entries if filler is not None else [])
+        entries = build.signature(model, specs, given, builder, options) + (filler.entries if filler is not None else [])
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
@@ -255,13 +270,15 @@ def shard(
         if tiers.optimizer is not None and host is None:
             host = make_host()
         store = DeviceStore(updated) if host is None else host
-        carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
+        carried = {param: joined_state(state, param) for param, state in given.state.items() if state}
     # Move the weights into it.
-    if adam is not optimizer:
-        replace_optimizer(optimizer, adam, speak=comm.rank == 0)
+    if comm.rank == 0 and (conversions := builder.conversions(model)):
+        logger.info("shard: precision=%r converts parameters: %s", precision, conversions)
+    if adam is not given:
+        replace_optimizer(given, adam, speak=comm.rank == 0)
     for bucket in buckets:
         builder.fill(bucket, store, broadcast)
-    frozen = [(name, param) for name, param in model.named_parameters() if not param.requires_grad]
+    frozen = [(name, param) for name, param in model.named_parameters() if not builder.updates(param)]
     idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
     if idle and stage > 0 and comm.rank == 0:
         logger.warning(
@@ -315,19 +332,22 @@ def shard(
             resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):
-        optimizer.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
+        given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
-        model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
-        adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
+        model_io.attach(engine, builder.dtype if cast_inputs and precision != "fp32" else None)
+        adam.state = ShardedStates(engine.updater.buckets, engine.settle)
         adam._engine = engine
+        for name, param in frozen if optimizer is None else ():
+            if param.requires_grad:
+                build.refuse_backward(name, param)
     if stage > 0:
         reach_shards()
     if host is not None:
         warn_of_pageable(host.copies)
-    return model, adam
+    return model, None if optimizer is None else adam
 
 
 # --- agreement between ranks -------------------------------------------------------------------------------------------

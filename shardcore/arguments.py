@@ -3,7 +3,7 @@
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("shardcore")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CHOICES: dict[str, tuple[str | None, ...]] = {
-    "precision": ("bf16", "fp16", "fp32"),
+    "precision": ("bf16", "fp16", "fp32", None),
     "grad_dtype": ("bf16", "fp32"),
     "reduce_dtype": ("bf16", "fp16", "fp32", None),
     "reduction": ("nccl", "ordered"),
@@ -35,7 +35,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         if options[name] not in choices:
             expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
             raise ValueError(f"shard: {name} is {options[name]!r}; expected {expected}")
-    _check_loss_scale(options["loss_scale"], options["precision"])
     for name in ("cast_inputs", "broadcast", "overlap_step"):
         if not isinstance(options[name], bool):
             raise TypeError(f"shard: {name} is {options[name]!r}; expected True or False")
@@ -76,12 +75,15 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_loss_scale(loss_scale: object, precision: str) -> None:
+def check_loss_scale(loss_scale: object, precision: str | None, dtypes: Collection[torch.dtype]) -> None:
+    """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights of these dtypes."""
     if loss_scale is None:
         return
-    if precision != "fp16":
+    if precision != "fp16" and torch.float16 not in dtypes:
+        given = "None" if precision is None else f'"{precision}"'
         raise ValueError(
-            f'shard: loss_scale is {loss_scale!r} with precision="{precision}"; expected None (only "fp16" scales)'
+            f"shard: loss_scale is {loss_scale!r} with precision={given}, and no weight is float16; expected None, or float16 "
+            "weights"
         )
     if isinstance(loss_scale, LossScale):
         return
@@ -221,6 +223,15 @@ def _ratio_of(ratio: object) -> float:
     return float(ratio)
 
 
+class NoOptimizer:
+    """In place of an optimizer for a model that only runs forward: it has no parameters and no states."""
+
+    def __init__(self) -> None:
+        """Update nothing."""
+        self.param_groups: list[dict[str, Any]] = []
+        self.state: Any = {}
+
+
 def accept_optimizer(optimizer: object) -> AdamOptimizer:
     """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
     if isinstance(optimizer, AdamOptimizer):
@@ -236,7 +247,7 @@ def accept_optimizer(optimizer: object) -> AdamOptimizer:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, "
-            "torch.optim.Adam or torch.optim.AdamW"
+            "torch.optim.Adam or torch.optim.AdamW (or None for a model that only runs forward)"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []

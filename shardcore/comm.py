@@ -6,7 +6,6 @@ world of one needs no process group and moves nothing.
 """
 
 import json
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads, telling
+from shardcore.launchers import world_told
 from shardcore.overdue import Overdue
 from shardcore.process_groups import (
     GroupSlot,
@@ -85,10 +85,11 @@ class Comm:
             raise ValueError(
                 "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
             )
-        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        elif (told := world_told())[1] > 1:
             raise ValueError(
-                f"shard: WORLD_SIZE is {os.environ['WORLD_SIZE']} but torch.distributed is not initialized; "
-                "call torch.distributed.init_process_group() first (each rank would train alone)"
+                f"shard: {told[0]} is {told[1]} but torch.distributed is not initialized (each rank would train alone); "
+                "call torch.distributed.init_process_group() or shardcore.initialize() first (WORLD_SIZE=1 in the environment "
+                "says that this process is to train alone)"
             )
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)

@@ -178,7 +178,7 @@ _count = _whole(1, math.inf, "at least 1")
 _power = _whole(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = _whole(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 _dtype = _word("fp32", "bf16", "fp16", expected='"fp32", "bf16" or "fp16"')
-_adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (another optimizer: pass initialize(optimizer=...))")
+_adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (shardcore trains with no other optimizer)")
 
 Section = Mapping[str, "Check | Section"]
 

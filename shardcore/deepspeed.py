@@ -1,13 +1,14 @@
 """initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
 Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the
-configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed.
+configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed. The group that was started
+stays: made anew at once, its ranks would meet those of the old one in the store, and wait for each other.
 Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -20,7 +21,9 @@ from shardcore.api import agree, shard
 from shardcore.comm import Comm
 from shardcore.config import BatchSizes, Config, read_config
 from shardcore.engine.materialize import Materialize
+from shardcore.launchers import follow_launcher, whole_number, world_told
 from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
+from shardcore.process_groups import use_own_gpu
 from shardcore.training_engine import ShardedLoader, TrainingEngine
 
 logger = logging.getLogger("shardcore")
@@ -53,80 +56,73 @@ def initialize(
     materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
 
     The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
-    Starts torch.distributed from the environment (as torchrun sets it) unless it is started; without RANK and WORLD_SIZE the
-    world is this process. With CUDA the device is LOCAL_RANK's, and the backend nccl. Collective. Raises on every rank,
-    with nothing changed: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
+    Starts torch.distributed from the environment unless it is started: as torchrun sets it, or else mpirun or srun, whose ranks
+    then get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, too. Over several nodes mpirun has
+    to pass on MASTER_ADDR, the host of rank 0. Without any of them the world is this process. With CUDA the device is
+    LOCAL_RANK's unless another one than 0 is current, and the backend nccl. Collective. Raises on every rank, with nothing
+    changed but that the group is started, which the next call uses: ValueError, TypeError, or NotImplementedError for what
+    is not built yet; OSError for the file.
     """
-    started = _start_process_group()
+    _start_process_group()
+    comm = Comm()
+    problem: Exception | None = None
+    entries: list[str] = []
     try:
-        comm = Comm()
-        problem: Exception | None = None
-        entries: list[str] = []
-        try:
-            settings = read_config(config, args)
-            sizes = settings.batch_sizes(comm.world_size)
-            _check_model(model, settings)
-            given = _optimizer(model, model_parameters, settings, optimizer)
-            _check_scheduler(lr_scheduler, given, optimizer)
-            loader = _loader(training_data, collate_fn, sizes, comm)
-            scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
-            entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
-            samples: Any = () if loader is None else loader.dataset
-            entries.append(f"training_data of {len(samples)} samples")
-        except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
-            problem = error
-        agree(comm, problem, entries, _OP)
-        if "gradient_clipping" not in settings.given and comm.rank == 0:
-            logger.warning(
-                "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "
-                "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
-                settings.gradient_clipping,
-            )
-        offload: dict[str, Any] | None = None
-        if settings.offload is not None:
-            offload = {
-                "optimizer": settings.offload,
-                "params": settings.params,
-                "ratio": settings.ratio,
-                "pin_memory": settings.pin_memory,
-            }
-        model, adam = shard(
-            model,
-            given,
-            settings.stage,
-            offload=offload,
-            precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
-            loss_scale=settings.loss_scale,
-            reduce_dtype=settings.communication_data_type,
-            cast_inputs=settings.auto_cast or not settings.fp16,
-            clip_grad_norm=settings.gradient_clipping or None,
-            accumulate=sizes.accumulation,
-            materialize=materialize,
+        settings = read_config(config, args)
+        sizes = settings.batch_sizes(comm.world_size)
+        _check_model(model, settings)
+        given = _optimizer(model, model_parameters, settings, optimizer)
+        _check_scheduler(lr_scheduler, given, optimizer)
+        loader = _loader(training_data, collate_fn, sizes, comm)
+        scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
+        entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
+        samples: Any = () if loader is None else loader.dataset
+        entries.append(f"training_data of {len(samples)} samples")
+    except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
+        problem = error
+    agree(comm, problem, entries, _OP)
+    if "gradient_clipping" not in settings.given and comm.rank == 0:
+        logger.warning(
+            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "
+            "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
+            settings.gradient_clipping,
         )
-    except BaseException:
-        if started:
-            dist.destroy_process_group()
-        raise
+    offload: dict[str, Any] | None = None
+    if settings.offload is not None:
+        offload = {
+            "optimizer": settings.offload,
+            "params": settings.params,
+            "ratio": settings.ratio,
+            "pin_memory": settings.pin_memory,
+        }
+    model, adam = shard(
+        model,
+        given,
+        settings.stage,
+        offload=offload,
+        precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
+        loss_scale=settings.loss_scale,
+        reduce_dtype=settings.communication_data_type,
+        cast_inputs=settings.auto_cast or not settings.fp16,
+        clip_grad_norm=settings.gradient_clipping or None,
+        accumulate=sizes.accumulation,
+        materialize=materialize,
+    )
     return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
 
 
 # --- what initialize is made of ---------------------------------------------------------------------------------------
 
 
-def _start_process_group() -> bool:
-    """Start torch.distributed if the environment says how and nobody has yet; returns whether it was started here."""
-    device = None
-    if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
-        local_rank = _int_variable("LOCAL_RANK")
-        if not 0 <= local_rank < torch.cuda.device_count():
-            raise ValueError(
-                f"{_OP}: LOCAL_RANK is {local_rank} but this machine has {torch.cuda.device_count()} CUDA devices; "
-                "expected a process for each device at most"
-            )
-        torch.cuda.set_device(local_rank)
-        device = torch.device("cuda", local_rank)  # else NCCL guesses it from the rank
-    if not dist.is_available() or dist.is_initialized() or not {"RANK", "WORLD_SIZE"} & set(os.environ):
-        return False
+def _start_process_group() -> None:
+    """Start torch.distributed if the environment says how and nobody has yet. It stays, whatever is raised afterwards."""
+    if not dist.is_available():
+        return
+    if not dist.is_initialized():
+        follow_launcher(_OP)
+    device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
+    if dist.is_initialized() or ("RANK" not in os.environ and world_told()[1] == 1):
+        return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise ValueError(
@@ -134,17 +130,8 @@ def _start_process_group() -> bool:
             "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        _int_variable(name)
+        whole_number(name)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
-    return True
-
-
-def _int_variable(name: str) -> int:
-    text = os.environ[name]
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{_OP}: the environment variable {name} is {text!r}; expected a whole number") from None
 
 
 def _check_model(model: Any, settings: Config) -> None:
@@ -168,13 +155,18 @@ def _is_function(thing: Any) -> bool:
 def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
     if optimizer is not None and settings.optimizer is not None:
         raise ValueError(f"{_OP}: optimizer is given and config has an optimizer too; expected one of them")
-    if isinstance(model_parameters, torch.Tensor):
-        raise TypeError(f"{_OP}: model_parameters is one tensor; expected a list of parameters or of param_groups")
+    plain = model_parameters is None or isinstance(model_parameters, Iterable)
+    if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
+        raise TypeError(
+            f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list of parameters or of "
+            "param_groups (model.parameters())"
+        )
     params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
     if optimizer is None:
         if settings.optimizer is None:
             raise ValueError(
-                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config'
+                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
+                "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
         return FusedAdam(params, **settings.optimizer)
     if _is_function(optimizer):
@@ -190,15 +182,18 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
 
 
 def _trainable(params: Sequence[Any]) -> set[torch.Tensor]:
-    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these."""
+    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these. TypeError for other items."""
     found: set[torch.Tensor] = set()
     for item in params:
-        if isinstance(item, Mapping):
-            inner = item["params"]
-            found |= _trainable([inner] if isinstance(inner, torch.Tensor) else list(inner))
+        param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        inner = item.get("params") if isinstance(item, Mapping) else param
+        if isinstance(inner, torch.Tensor):
+            found |= {inner} if inner.requires_grad else set()
+        elif isinstance(item, Mapping) and isinstance(inner, Iterable):
+            found |= _trainable(list(inner))
         else:
-            param = item[1] if isinstance(item, tuple) else item
-            found |= {param} if param.requires_grad else set()
+            has = "a group without a list of params" if isinstance(item, Mapping) else f"an item of type {type(item).__name__}"
+            raise TypeError(f"{_OP}: model_parameters has {has}; expected parameters, or groups as torch.optim takes them")
     return found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardcore.arguments import CHOICES
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.optim import FusedAdam
 from shardcore.predict import Prediction, predict
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
@@ -24,9 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODULE:FUNCTION", help="a function without arguments that builds the model")
     parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: a table of all")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
-    parser.add_argument("--precision", choices=CHOICES["precision"], default="bf16", help="of weights (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        choices=[choice for choice in CHOICES["precision"] if choice is not None],
+        default="bf16",
+        help="of weights (default: %(default)s; shard itself leaves them as they are built)",
+    )
     parser.add_argument(
         "--grad-dtype", choices=CHOICES["grad_dtype"], default="fp32", help="of reduced gradients (default: %(default)s)"
+    )
+    parser.add_argument("--master", choices=["fp32", "split"], default="fp32", help="of 16-bit weights (default: %(default)s)")
+    parser.add_argument(
+        "--state-dtype", choices=["fp32", "bf16", "8bit"], default="fp32", help="of Adam's moments (default: %(default)s)"
     )
     parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
@@ -56,10 +66,13 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         return 0
     first = found[0][2]
     print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
-    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "sent a step", "collectives"]]
+    masters = "" if options.precision == "fp32" else f", {options.master} masters"
+    print(f"{options.precision} weights{masters}, {options.state_dtype} moments, {options.grad_dtype} reduced gradients")
+    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "total", "sent a step", "collectives"]]
     for world_size, stage, prediction in found:
         report = prediction.resting
-        held = [report.by_kind.get(kind, 0) for kind in _KINDS] + [report.by_tier.get(tier, 0) for tier in ("device", "cpu")]
+        tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu")]
+        held = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
         cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
@@ -91,9 +104,13 @@ def build(name: str) -> nn.Module:
 
 
 def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, stage: int) -> Prediction:
+    if options.master == "split" and options.precision != "bf16":
+        raise ValueError(f"estimate: --master is split with --precision {options.precision}; expected bf16, or --master fp32")
+    params = [param for param in model.parameters() if param.requires_grad]
     return predict(
         model,
-        stage=stage,
+        FusedAdam(params, master=options.master, state_dtype=options.state_dtype),
+        stage,
         world_size=world_size,
         precision=options.precision,
         grad_dtype=options.grad_dtype,

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.arguments import DTYPES, accept_optimizer, check_options, loss_scaler, offload_options, reduce_policy
+from shardcore.arguments import (
+    DTYPES,
+    accept_optimizer,
+    check_loss_scale,
+    check_options,
+    loss_scaler,
+    offload_options,
+    reduce_policy,
+)
 from shardcore.comm import Comm
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, give_full, take_full
@@ -115,8 +123,10 @@ def predict(
     lifetimes = LIFETIMES[stage]
     specs = plan_units(model, chosen["units"])
     kept = build.kept_params(model, chosen["keep_fp32"])
-    builder = build.Builder(comm, lifetimes, DTYPES[chosen["precision"]], kept, _META)
+    precision = chosen["precision"]
+    builder = build.Builder(comm, lifetimes, None if precision is None else DTYPES[precision], kept, _META)
     buckets = builder.plan(model, specs, adam)
+    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
     tiers = offload_options(chosen["offload"], stage)
     for bucket in buckets:
         builder.allocate(bucket)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore.launchers import whole_number
 from shardcore.neighbour_reads import Neighbours
 
 logger = logging.getLogger("shardcore")
@@ -54,15 +55,34 @@ def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def own_gpu() -> torch.device:
-    """Return the GPU of this rank where no tensor tells: the one bound to it (`device_id=`), its LOCAL_RANK's, the current one.
+    """Return the GPU of this rank where no tensor tells: the one bound to it (`device_id=`), the current one, LOCAL_RANK's.
 
-    A rank that sees fewer GPUs than LOCAL_RANK says (one each, as schedulers give them) uses the current one.
+    The current one counts if it is not 0, since then someone chose it. A rank that sees one GPU alone, as schedulers give them,
+    uses that. Raises ValueError if LOCAL_RANK is none of those that it sees.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
         return world.bound_device_id
-    local = int(os.environ.get("LOCAL_RANK", "-1"))
-    return torch.device("cuda", local if 0 <= local < torch.cuda.device_count() else torch.cuda.current_device())
+    chosen, count = torch.cuda.current_device(), torch.cuda.device_count()
+    if chosen != 0 or "LOCAL_RANK" not in os.environ or count == 1:
+        return torch.device("cuda", chosen)
+    local = whole_number("LOCAL_RANK")
+    if not 0 <= local < count:
+        raise ValueError(
+            f"LOCAL_RANK is {local} but this machine has {count} CUDA devices; expected a process for each device at most"
+        )
+    return torch.device("cuda", local)
+
+
+def use_own_gpu() -> torch.device | None:
+    """Make this rank's GPU the current one and return it; None where nothing tells which it is, or where ranks use no NCCL."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    told = "LOCAL_RANK" in os.environ or (world is not None and world.bound_device_id is not None)
+    if not told or not torch.cuda.is_available() or (world is not None and backends_of(world).get("cuda") != "nccl"):
+        return None
+    device = own_gpu()
+    torch.cuda.set_device(device)
+    return device
 
 
 # The groups made beside each user's group, in the same order on every rank.

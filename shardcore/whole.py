@@ -48,7 +48,8 @@ def full_params(model: nn.Module) -> Iterator[None]:
     whole. Every rank makes the same edits; they reach the shards at the end of the context (stage 3), masters at the next step.
 
     Entering and leaving are collective; a forward inside is not, where all weights of the model are whole: ranks may run it as
-    often as each needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is.
+    often as each needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is. At stage 3 a
+    gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's

@@ -70,6 +70,11 @@ class Decision:
         what = f"CPU and CUDA {self.cuda} ({self.arch_list})" if self.cuda else "CPU only"
         return f"shardcore: built for {what}, torch {self.torch}, because {self.reason}"
 
+    @property
+    def requirement(self) -> str:
+        """What the built package requires: the torch that import demands, too, of any local version (+cpu, +cu130)."""
+        return f"torch=={self.torch.split('+')[0]}"
+
 
 def decide(
     forced: str | None,

@@ -1,5 +1,6 @@
 """From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,6 +90,30 @@ def _check_apart(model: nn.Module) -> None:
         trained = max(trained, (storage, end, name)) if trains else trained
 
 
+def check_norms(model: nn.Module, builder: "Builder") -> None:
+    """Raise ValueError for batch norms that torch cannot run on the CPU: 16-bit weights beside float32 running statistics."""
+    for name, module in model.named_modules() if builder.device.type == "cpu" else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
+            dtype, statistics = builder.dtype_of(module.weight), module.running_mean
+            if statistics is not None and statistics.dtype == torch.float32 != dtype:
+                raise ValueError(
+                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside float32 running statistics, "
+                    f"which torch's batch norm does not take on a CPU; expected keep_fp32=[torch.nn.{type(module).__name__}]"
+                )
+
+
+def refuse_backward(name: str, param: torch.Tensor) -> None:
+    """Let a backward that gives `param` a gradient raise RuntimeError: no optimizer was given for it."""
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"backward: {name} requires a gradient, but its model was sharded without an optimizer, to run forward only; "
+            "expected model.requires_grad_(False), or shard(model, optimizer) to train it"
+        )
+
+    param.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+
 def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise unless every parameter of `optimizer` is one of the model's."""
     known = set(model.parameters())
@@ -158,7 +183,7 @@ def signature(
     entries: list[Any] = [f"{key}={value}" for key, value in options.items()]
     for spec in specs:
         for name, param in spec.params:
-            kind = "trainable" if param.requires_grad else "frozen"
+            kind = "trainable" if builder.updates(param) else "frozen"
             place = f"unit={spec.name} group={places.get(param)} becoming {dtype_name(builder.dtype_of(param))}"
             entries.append(
                 f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
@@ -203,18 +228,33 @@ class Builder:
         self,
         comm: Comm,
         lifetimes: Lifetimes,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         kept: Collection[nn.Parameter],
         device: torch.device,
+        trains: bool = True,
     ) -> None:
-        """Weights become `dtype`, except those in `kept`, which become float32; buffers go to `device`."""
+        """Weights become `dtype` (None: stay as they are), but those in `kept` float32; buffers go to `device`.
+
+        trains: if not, the model only runs forward, and every parameter is treated as frozen.
+        """
         self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
+        self._trains = trains
+
+    def updates(self, param: torch.Tensor) -> bool:
+        """Whether the parameter is trainable."""
+        return self._trains and param.requires_grad
 
     def dtype_of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter is to have; frozen integers and the like stay as they are."""
         if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
             return param.dtype
-        return torch.float32 if param in self.kept else self.dtype
+        return torch.float32 if param in self.kept else self.dtype or param.dtype
+
+    def conversions(self, model: nn.Module) -> str:
+        """Return in words how many parameters change their dtype; nothing if none does. Before weights are filled."""
+        pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in model.parameters()]
+        changed = Counter(pair for pair in pairs if pair[0] != pair[1])
+        return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
 
     def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer) -> list[Bucket]:
         """Return the empty buckets, in unit order; frozen parameters have buckets where weights are sharded."""
@@ -224,7 +264,7 @@ class Builder:
         for spec in specs:
             members: dict[tuple[torch.dtype, int | None, bool], list[Managed]] = {}
             for name, param in spec.params:
-                trainable = param.requires_grad
+                trainable = self.updates(param)
                 if trainable or not self.lifetimes.full_weight_resident:
                     group = groups.get(param) if trainable else None
                     key = self.dtype_of(param), group, trainable

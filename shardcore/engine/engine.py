@@ -191,7 +191,7 @@ class Engine:
         if self.scaler.unscaled:
             raise ValueError(
                 f"step: a backward ran on a loss that was not scaled by {self.loss_scale:g}; expected "
-                'optimizer.scale_loss(loss).backward() with precision="fp16" (zero_grad() forgets these gradients; '
+                "optimizer.scale_loss(loss).backward() (zero_grad() forgets these gradients; "
                 "shard(loss_scale=1.0) leaves scaling to you)"
             )
         for name, param in self.unmanaged:
@@ -204,7 +204,7 @@ class Engine:
                 self.optimizer.__dict__.pop(left, None)
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
-                '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
+                "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; non-finite steps are skipped)"
             )
         self._membership.check("step")
         for bucket in self.buckets:

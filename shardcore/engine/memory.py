@@ -26,7 +26,8 @@ class MemoryLine:
 class MemoryReport:
     """Bytes that shardcore has allocated on this rank, padding and frozen weights included, activations not.
 
-    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums, and print() shows a table in MiB.
+    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums. print() shows a table in MiB, the device and the
+    CPU apart; `table(by_unit=True)` has their units, too.
     """
 
     lines: tuple[MemoryLine, ...]
@@ -48,14 +49,25 @@ class MemoryReport:
         return self._sum("tier")
 
     def __str__(self) -> str:
-        """Format as a table: a row for each unit, a column for each kind, in MiB."""
-        kinds = list(self.by_kind)
-        units = list(dict.fromkeys(line.unit for line in self.lines))
-        rows = [["unit", *kinds]]
-        for unit in units:
-            of_unit = MemoryReport(tuple(line for line in self.lines if line.unit == unit)).by_kind
-            rows.append([unit, *(_mib(of_unit.get(kind, 0)) for kind in kinds)])
-        rows.append(["total", *(_mib(self.by_kind[kind]) for kind in kinds)])
+        """Format as a table in MiB: a row for each tier, a column for each kind."""
+        return self.table()
+
+    def table(self, by_unit: bool = False) -> str:
+        """Return a table in MiB: a column for each kind, a row for each tier; with by_unit also for each tier of a unit."""
+        kinds, tiers = list(self.by_kind), list(self.by_tier)
+        rows = [["unit", "tier", *kinds, "total"]]
+
+        def add(unit: str, tier: str, lines: Sequence[MemoryLine]) -> None:
+            counts = [sum(line.bytes for line in lines if line.kind == kind) for kind in kinds]
+            rows.append([unit, tier, *map(_mib, (*counts, sum(counts)))])
+
+        for unit in dict.fromkeys(line.unit for line in self.lines) if by_unit else ():
+            for tier in tiers:
+                if lines := [line for line in self.lines if (line.unit, line.tier) == (unit, tier)]:
+                    add(unit, tier, lines)
+        for tier in tiers:
+            add("all", tier, [line for line in self.lines if line.tier == tier])
+        add("all", "all", self.lines)
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

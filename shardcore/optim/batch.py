@@ -103,8 +103,8 @@ def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
 
 def check_new_params(op: str, groups: Sequence[Group], params: Sequence[object], device_type: str | None) -> None:
     """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
-    known = {p for group in groups for p in group["params"]}
-    start = len(known)
+    before = [p for group in groups for p in group["params"]]
+    known, start = {p for p in before if isinstance(p, torch.Tensor)}, len(before)  # groups may have been edited by hand
     for i, p in enumerate(params, start):
         name = f"params[{i}]"
         if not isinstance(p, torch.Tensor):
@@ -112,6 +112,8 @@ def check_new_params(op: str, groups: Sequence[Group], params: Sequence[object],
         if device_type is not None and not p.is_meta:
             check_device(op, name, p, device_type)
         check_tensor_param(op, name, p)
+        if not p.is_leaf and not p.retains_grad:
+            raise ValueError(f"{op}: {name} was computed from other tensors; expected a leaf, as a model's parameters are")
         if p in known:
             raise ValueError(f"{op}: {name} is given twice; expected each parameter once")
         known.add(p)

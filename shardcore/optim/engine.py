@@ -24,8 +24,8 @@ class ScalesLoss:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
 
-        With shardcore.shard(precision="fp16") that is loss (float32 at least) * loss_scale, by which the reduction divides
-        the gradients again; with every other precision, and without shard, loss itself.
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
+        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")

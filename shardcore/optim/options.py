@@ -307,7 +307,10 @@ def listed(op: str, params: object) -> list[Any]:
         )
     given = list(params)
     if not given or all(isinstance(g, dict) and "params" in g and not as_list(op, g) for g in given):
-        raise ValueError(f"{op}: params has no parameter; expected at least one")
+        raise ValueError(
+            f"{op}: params has no parameter; expected at least one (shardcore.shard(model, None) takes a model that is not "
+            "trained)"
+        )
     return given
 
 

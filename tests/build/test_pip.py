@@ -1,4 +1,4 @@
-"""pip install without --no-build-isolation stops at once and says what to add. Needs no network and builds nothing."""
+"""pip install without --no-build-isolation stops at once and says what to add; a wheel's requirements. Builds nothing."""
 
 import shutil
 import subprocess
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,3 +54,18 @@ def test_not_isolated_build_goes_on(checkout):
     result = pip("--no-build-isolation", "-w", str(checkout / "out"), str(checkout))
     assert result.returncode != 0
     assert "no sources in" in result.stdout + result.stderr
+
+
+@pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
+def test_a_wheel_requires_the_torch_that_it_is_built_against(checkout):
+    shutil.copytree(ROOT / "csrc", checkout / "csrc", dirs_exist_ok=True)
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import build_backend\n"
+        "print(build_backend.prepare_metadata_for_build_wheel('out'))\n"
+    )
+    (checkout / "out").mkdir()
+    made = subprocess.run([sys.executable, "-c", code], cwd=checkout, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    metadata = (checkout / "out" / made.stdout.splitlines()[-1] / "METADATA").read_text()
+    required = [line.split(": ")[1] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
+    assert [line for line in required if "extra ==" not in line] == [f"torch=={torch.__version__.split('+')[0]}"]

@@ -44,7 +44,9 @@ def test_sdist_holds_what_git_tracks(tmp_path):
     assert "SetuptoolsDeprecationWarning" not in made.stderr  # each becomes an error of some later setuptools
     with tarfile.open(next((tmp_path / "out").iterdir())) as archive:
         info = next(member for member in archive if member.name.count("/") == 1 and member.name.endswith("/PKG-INFO"))
-        assert b"\nLicense: Apache-2.0\n" in archive.extractfile(info).read()
+        metadata = archive.extractfile(info).read()
+        assert b"\nLicense: Apache-2.0\n" in metadata
+        assert b"\nRequires-Dist: torch>=2.11\n" in metadata
         inside = {member.name.partition("/")[2] for member in archive if member.isfile()}
     added = {name for name in inside if name in ("PKG-INFO", "setup.cfg") or name.startswith("shardcore.egg-info/")}
     assert inside - added == tracked

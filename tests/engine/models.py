@@ -49,7 +49,7 @@ class Run:
     stage: int = 2
     steps: int = 4
     accumulate: int = 1
-    precision: str = "fp32"
+    precision: str | None = "fp32"
     seed: int = 0
     batch: int = 4
     shard: dict[str, Any] = field(default_factory=dict)

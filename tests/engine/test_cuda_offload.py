@@ -31,6 +31,7 @@ def trained(device: torch.device, stage: int, offload: Any, streams: int = 0, **
     """Train with a step that is skipped; from the second step on each has the next of some streams as its current one."""
     model: Any = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    options = {"precision": "bf16"} | options
     model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, sync_each=True, **options)
     others = [torch.cuda.Stream(device) for _ in range(streams)] if device.type == "cuda" else []
     for step in range(4):
@@ -108,7 +109,7 @@ def test_what_travels_is_pinned_and_counted_and_no_more(
     def sharded(limit: int | None = None) -> tuple[Any, Any]:
         model = make_net().to(device)
         place = offload if limit is None else offload | {"pin_memory_limit": limit}
-        return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, offload=place)
+        return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, offload=place, precision="bf16")
 
     model, optimizer = sharded()
     copies = optimizer._engine.store.copies
@@ -142,7 +143,7 @@ def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int
         gc.collect()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-3)
-    model, optimizer = shardcore.shard(model, optimizer, 3, offload=offload, overlap_step=True)
+    model, optimizer = shardcore.shard(model, optimizer, 3, offload=offload, overlap_step=True, precision="bf16")
     for step in range(3):
         if step == 1 and device.type == "cuda":  # the order of units is known
             torch.cuda.reset_peak_memory_stats()

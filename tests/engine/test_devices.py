@@ -31,7 +31,7 @@ OFFLOADS = [(SPLIT,), (LEAVING,), (LEAVING, OFFLOAD | {"gradients": "cpu"}), (ST
 def trained(device: torch.device, stage: int, offload: Any, **options: Any) -> str:
     model = make_net().to(device)
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
-    accumulate = options.get("accumulate", 1)
+    accumulate, options = options.get("accumulate", 1), {"precision": "bf16"} | options
     model, optimizer = shardcore.shard(model, optimizer, stage, offload=offload, clip_grad_norm=0.5, **options)
     for step in range(3):
         for micro in range(accumulate):
@@ -69,30 +69,45 @@ def test_a_gpu_without_a_build_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("of_model", "bound", "local_rank", "expected"),
-    [(3, 2, "1", 3), (None, 2, "1", 2), (None, None, "1", 1), (None, None, "7", 0), (None, None, None, 0)],
+    ("of_model", "bound", "local_rank", "seen", "expected"),
+    [
+        (3, 2, "1", 4, 3),
+        (None, 2, "1", 4, 2),
+        (None, 2, None, 4, 2),
+        (None, None, "1", 4, 1),
+        (None, None, "7", 1, 0),
+        (None, None, None, 4, 0),
+    ],
 )
+@pytest.mark.parametrize("chosen", [0, 2])
 def test_the_gpu_over_which_the_first_message_goes(
     of_model: int | None,
     bound: int | None,
     local_rank: str | None,
+    seen: int,
+    chosen: int,
     expected: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of NCCL: the model's; else the bound one; else LOCAL_RANK's, if the rank sees so many; else the current one."""
+    """Of NCCL: the model's; else the bound one; else the current one, if it is not 0; else LOCAL_RANK's. It is made current."""
+    if chosen >= seen:
+        pytest.skip("the rank sees no such GPU")
+    if of_model is None and bound is None and chosen:
+        expected = chosen
     model = nn.Linear(2, 2)
     if of_model is not None:
         with FakeTensorMode():  # needs no GPU, as long as torch does not think that there are some
             model = nn.Module()
             model.weight = nn.Parameter(torch.empty(2, device=f"cuda:{of_model}"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-    found: list[torch.device] = []
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(("current", device)))
 
     def joined(*given: Any) -> Comm:
         found.append(Comm(*given).device)
@@ -111,4 +126,20 @@ def test_the_gpu_over_which_the_first_message_goes(
         world.bound_device_id = None
     finally:
         dist.destroy_process_group()
-    assert found == [torch.device("cuda", expected)]
+    own, told = torch.device("cuda", expected), bound is not None or local_rank is not None
+    assert found == [*[("current", own)] * (of_model is None and told), own]
+
+
+def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    model = make_net()
+    for start in (
+        lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters())),
+        lambda: shardcore.initialize(model=model, config={}),
+    ):
+        with pytest.raises(
+            ValueError, match="LOCAL_RANK is 4 but this machine has 4 CUDA devices; expected a process for each"
+        ):
+            start()

@@ -235,7 +235,7 @@ def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
     end("whole into an unsharded one", plain, plain_optimizer)
     before, before_optimizer = make(kind)
     go(before, before_optimizer, 0, 2)
-    before, before_optimizer = shardcore.shard(before, before_optimizer, LOADED[0])
+    before, before_optimizer = shardcore.shard(before, before_optimizer, LOADED[0], precision="bf16")
     end("carried into shards", before, before_optimizer)
     last, last_optimizer = sharded(kind, (SAVED[0], None, SAVED[2]))
     shardcore.load_sharded_state_dict(last, shards[0])
@@ -348,7 +348,7 @@ def test_capturable_steps_are_refused() -> None:
     model, optimizer = make("fp32")
     optimizer.param_groups[1]["capturable"] = True
     with pytest.raises(ValueError, match=r"param_groups\[1\].capturable is True; expected False .* decides on the host"):
-        shardcore.shard(model, optimizer)
+        shardcore.shard(model, optimizer, precision="bf16")
 
 
 def test_float32_models_become_any_kind() -> None:
@@ -357,7 +357,7 @@ def test_float32_models_become_any_kind() -> None:
     model = Model()
     given = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer: Any = shardcore.FusedAdam(model.parameters(), master="split")
-    model, _ = shardcore.shard(model, optimizer, keep_fp32=["gain", "head"])
+    model, _ = shardcore.shard(model, optimizer, keep_fp32=["gain", "head"], precision="bf16")
     assert model.inp.weight.dtype == torch.bfloat16
     for name, value in model.state_dict().items():
         assert name == "offset" or torch.equal(value, given[name])

@@ -55,7 +55,9 @@ def test_offload_and_torchs_optimizer() -> None:
             torch.manual_seed(3)
             model = meta() if on_meta else Net()
             theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            model, optimizer = shardcore.shard(model, theirs, 3, offload=offload, materialize=init if on_meta else None)
+            model, optimizer = shardcore.shard(
+                model, theirs, 3, offload=offload, materialize=init if on_meta else None, precision="bf16"
+            )
             loss_of(model, batch_of(0, 0, 0)).backward()
             optimizer.step()
             hashes.add(hash_of_training(model, optimizer))
@@ -75,7 +77,7 @@ def test_the_example_made_from_meta(stage: int) -> None:
     expected = {**PlainGPT(PRESETS["tiny"]).state_dict()}
     torch.manual_seed(0)
     model = meta(lambda: PlainGPT(PRESETS["tiny"]))
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=init)
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=init, precision="bf16")
     assert hash_of(model.state_dict().values()) == hash_of(expected.values())
     assert torch.equal(model.angles, PlainGPT(PRESETS["tiny"]).angles)
     assert model(torch.zeros(1, 8, dtype=torch.int64)).isfinite().all()
@@ -92,7 +94,7 @@ def test_reset_parameters_is_the_default() -> None:
     model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
     assert hash_of(model.state_dict().values()) == hash_of(expected.values())
     with pytest.raises(ValueError, match=r"the root \(Net\) has gain, offset on the meta device and no reset_parameters\(\)"):
-        shardcore.shard(model := meta(), shardcore.FusedAdam(model.parameters()))
+        shardcore.shard(model := meta(), shardcore.FusedAdam(model.parameters()), precision="bf16")
     assert model.gain.is_meta, "nothing was changed"
 
 
@@ -111,7 +113,7 @@ def _failing(rank: int, world_size: int, how: str) -> str:
 
     model = meta()
     try:
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fails)
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fails, precision="bf16")
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -139,7 +141,7 @@ def test_only_rank_0_need_fill_when_it_broadcasts() -> None:
 def _rank_0_fills(rank: int, world_size: int) -> str:
     model = meta()
     fill = init if rank == 0 else (lambda module: None)
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fill)
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=fill, precision="bf16")
     return hash_of(model.state_dict().values())
 
 
@@ -151,7 +153,7 @@ def test_what_cannot_be_made_is_refused_before_anything_changes() -> None:
         optimizer = shardcore.FusedAdam(model.parameters())
         before = [p.is_meta for p in model.parameters()]
         with pytest.raises(error, match=match):
-            shardcore.shard(model, optimizer, materialize=materialize)
+            shardcore.shard(model, optimizer, materialize=materialize, precision="bf16")
         assert [p.is_meta for p in model.parameters()] == before
         assert optimizer._engine is None
 
@@ -175,7 +177,7 @@ def test_what_cannot_be_made_is_refused_before_anything_changes() -> None:
     theirs.step()
     theirs.zero_grad()
     with pytest.raises(ValueError, match=r"exp_avg has no memory \(device meta\)"):
-        shardcore.shard(model, theirs, materialize=init)
+        shardcore.shard(model, theirs, materialize=init, precision="bf16")
 
 
 def test_optimizers_take_meta_parameters_and_refuse_to_step_on_them() -> None:

@@ -353,7 +353,7 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
         model = make_net()
         before = [(id(p), p.data_ptr()) for p in model.parameters()]
         try:
-            shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload)
+            shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload, precision="bf16")
         except MemoryError as error:
             assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
             text = str(error)

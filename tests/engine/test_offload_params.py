@@ -169,7 +169,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
             loss_of(model, batch_of(0, 0, 0)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        shardcore.shard(model, optimizer, 3, materialize=init if how == "meta" else None, **shard)
+        shardcore.shard(model, optimizer, 3, materialize=init if how == "meta" else None, precision="bf16", **shard)
 
     with pytest.MonkeyPatch.context() as patch:
         tier_with(patch, lambda tier: Watched(tier, log))

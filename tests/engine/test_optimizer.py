@@ -63,7 +63,7 @@ def test_a_bad_state_is_refused_before_anything_changes(kind: Any, bad: dict[str
     good = dict(optimizer.state[model.gain])
     optimizer.state[model.gain] = good | bad
     with pytest.raises((ValueError, TypeError), match=r"shard: the optimizer's state of param_groups\[0\] params"):
-        shardcore.shard(model, optimizer, 2)
+        shardcore.shard(model, optimizer, 2, precision="bf16")
     assert model.gain.dtype == torch.float32
     assert not hasattr(model, "_shardcore_engine")
     optimizer.state[model.gain] = good
@@ -135,7 +135,7 @@ def test_the_replaced_optimizer_keeps_no_states() -> None:
     old.step()
     old.zero_grad()
     scheduler = torch.optim.lr_scheduler.StepLR(old, 1)
-    _, new = shardcore.shard(model, old, 2)
+    _, new = shardcore.shard(model, old, 2, precision="bf16")
     assert not old.state
     assert scheduler.optimizer is old
     assert new.state_dict()["state"][0]["step"] == 1
@@ -146,7 +146,7 @@ def test_parameters_that_no_optimizer_updates_are_named(caplog: pytest.LogCaptur
         caplog.clear()
         model = make_net()
         with caplog.at_level(logging.WARNING, "shardcore"):
-            shardcore.shard(model, shardcore.FusedAdam(model.blocks.parameters()), stage)
+            shardcore.shard(model, shardcore.FusedAdam(model.blocks.parameters()), stage, precision="bf16")
         said = [record.getMessage() for record in caplog.records]
         assert [message.startswith("shard: no group of the optimizer has these") for message in said] == [True] * stage
     assert all(name in said[0] for name in ("gain", "inp.weight", "inp.bias", "head.weight"))

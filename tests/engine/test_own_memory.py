@@ -60,7 +60,7 @@ def test_memory_that_two_have_is_refused(share: Callable[[Net], None], device: s
     before = hash_of(model.parameters()) if device == "cpu" else ""
     filled = {"materialize": lambda module: None} if device == "meta" else {}
     with pytest.raises(ValueError, match=r"has memory that \S+ has, too; expected memory of its own, or one Parameter"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, **filled)  # type: ignore[arg-type]
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16", **filled)  # type: ignore[arg-type]
     assert device == "meta" or hash_of(model.parameters()) == before
 
 
@@ -74,7 +74,7 @@ def test_memory_side_by_side_is_not() -> None:
     model.register_buffer("four", model.three[1:3])
     model.five = nn.Parameter(model.three[2:], requires_grad=False)
     model.six = model.one  # one Parameter in both places
-    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
+    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16")
 
 
 @pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
@@ -85,21 +85,21 @@ def test_weights_in_another_order_of_memory_are_refused(make: Callable[..., torc
     model[0].requires_grad_(False)
     before = hash_of(model.parameters())
     with pytest.raises(ValueError, match=r"shard: 1.weight has strides \(36, 1, 12, 4\) for .* expected contiguous memory"):
-        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
     assert hash_of(model.parameters()) == before
     model[1].weight.data = model[1].weight.data.contiguous()
     model[2].weight.data = model[2].weight.data.t().contiguous().t()
     with pytest.raises(ValueError, match=r"shard: 2.weight has strides \(1, 5\) for shape \(5, 6\)"):
-        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
     model[2].weight.data = model[2].weight.data.contiguous()
-    shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage)
+    shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
 
 
 def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:
     model = make_net()
     model.table = (nn.EmbeddingBag if bag else nn.Embedding)(8, 10, max_norm=0.5)
     try:
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16")
     except ValueError as error:
         return str(error)
     rows = model.table(torch.tensor([[1, 2]]))

@@ -336,7 +336,7 @@ def test_a_buffer_that_the_report_forgets_is_seen() -> None:
 def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
     model = Model()
     before = {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
-    predict(model, None, 3, world_size=7, rank=6)
+    predict(model, None, 3, world_size=7, rank=6, precision="bf16")
     assert before == {name: (id(param), param.data_ptr()) for name, param in model.named_parameters()}
     for options, error, message in (
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),

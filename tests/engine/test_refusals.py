@@ -120,6 +120,23 @@ def test_models_and_optimizers() -> None:
         shardcore.shard(model, adam(model))
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norms_on_a_cpu_stay_float32(kind: type[nn.Module], precision: str) -> None:
+    model = nn.Sequential(nn.Linear(10, 4), kind(4), nn.Linear(4, 5))
+    with pytest.raises(
+        ValueError, match=rf"1 would have b?float16 .* on a CPU; expected keep_fp32=\[torch.nn.{kind.__name__}\]"
+    ):
+        shardcore.shard(model, adam(model), precision=precision)
+    model, _ = shardcore.shard(model, adam(model), precision=precision, keep_fp32=[kind])
+    if kind is nn.BatchNorm1d:
+        loss_of(model, batch_of(0, 0, 0)).backward()
+    others = [nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4, affine=True)]
+    for norm in (*others, nn.BatchNorm1d(4).bfloat16()):  # which torch runs
+        model = nn.Sequential(nn.Linear(10, 4), norm, nn.Linear(4, 5))
+        shardcore.shard(model, adam(model), precision=precision)
+
+
 def test_parameters_of_kinds_that_cannot_train() -> None:
     for dtype in (torch.float64, torch.complex64):
         model = make_net()
@@ -200,7 +217,7 @@ def test_models_that_are_sharded_by_others() -> None:
 def _disagree(rank: int, world_size: int, how: str) -> str:
     model: Any = make_net()
     stage = 2
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"precision": "bf16"}
     kind = {"lr": 1e-2}
     if how in ("lr", "tiers"):  # the same, in another order
         options["offload"] = (

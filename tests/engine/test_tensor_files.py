@@ -85,7 +85,7 @@ def test_masters_start_from_the_files_values(tmp_path: Path, safetensors: Any) -
     for dtype in (torch.float32, torch.float16, torch.float64):
         path = save(tmp_path / f"{dtype}.safetensors", {key: value.to(dtype) for key, value in given.items()})
         model = meta(lambda: Net().to(torch.bfloat16))
-        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path)
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
         for name, param in model.named_parameters():
             assert torch.equal(shardcore.full_state(param, "master"), given[name].to(dtype).float()), name
             with shardcore.full_params(model):
@@ -132,7 +132,7 @@ def test_a_function_fills_what_files_lack(tmp_path: Path, stage: int, safetensor
     cut = save(tmp_path / "cut.safetensors", {k: v for k, v in given.items() if k != "inp.bias"})
     model = meta()
     with pytest.raises(ValueError, match=r"inp \(Linear\) has bias on the meta device and weight not to be filled"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=[cut, init])
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=[cut, init], precision="bf16")
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -145,7 +145,9 @@ def test_a_function_fills_a_buffer_beside_parameters_that_files_have(tmp_path: P
         module.gain.data.fill_(9.0)  # of a stand-in
 
     model = meta()
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, materialize=[str(path), fill])
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, materialize=[str(path), fill], precision="bf16"
+    )
     state = model.state_dict()
     assert torch.equal(state["gain"], given["gain"])
     assert torch.equal(state["offset"], torch.full((5,), 0.5))
@@ -200,10 +202,10 @@ def _refused_files(rank: int, world_size: int, good: str, bad: Any) -> tuple[str
     model = meta()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     try:
-        shardcore.shard(model, optimizer, 3, materialize=bad if rank == world_size - 1 else good)
+        shardcore.shard(model, optimizer, 3, materialize=bad if rank == world_size - 1 else good, precision="bf16")
     except (ValueError, TypeError, OSError) as error:
         untouched = all(p.is_meta for p in model.parameters()) and not hasattr(model, "_shardcore_engine")
-        shardcore.shard(model, optimizer, 3, materialize=good)
+        shardcore.shard(model, optimizer, 3, materialize=good, precision="bf16")
         return str(error), untouched
     return "no error", False
 
@@ -227,7 +229,7 @@ def _disagreeing(rank: int, world_size: int, folder: str, how: str) -> str:
     save(path, tensors)
     model = make_net() if how == "meta" and rank == 1 else meta()
     try:
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path)
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16")
     except ValueError as error:
         return str(error)
     return "no error"
@@ -251,7 +253,7 @@ def _unreadable(rank: int, world_size: int, path: str) -> str:
     tensor_files.TensorFiles.read = fails
     model = meta()
     try:
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path)
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
     except RuntimeError as error:
         return str(error)
     finally:
@@ -270,7 +272,7 @@ def test_the_package_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     path = save(tmp_path / "model.safetensors", {"weight": torch.zeros(1)})
     model = meta()
     with pytest.raises(ModuleNotFoundError, match="the safetensors package reads, and it is missing; expected it"):
-        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path)
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

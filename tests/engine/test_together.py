@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.Module, Any]:
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model = make_net()
+    options = {"precision": "bf16"} | options
     return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=group, **options)
 
 
@@ -266,9 +267,9 @@ def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int,
 def _many_models(rank: int, world_size: int) -> tuple[int, int]:
     for _ in range(3):
         model = make_net()
-        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2)
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, precision="bf16")
         second = make_net()
-        second, other = shardcore.shard(second, shardcore.FusedAdam(second.parameters()), 2)
+        second, other = shardcore.shard(second, shardcore.FusedAdam(second.parameters()), 2, precision="bf16")
         loss_of(second, batch_of(0, 0, rank)).backward()
         loss_of(model, batch_of(0, 0, rank)).backward()
         optimizer.step()
@@ -328,10 +329,12 @@ def test_the_group_of_a_backward_that_was_left_is_not_used_again() -> None:
 def _order_differs(rank: int, world_size: int) -> list[str]:
     model = make_net()
     params = list(model.parameters())
-    errors = [error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params[::-1] if rank else params), 1))]
+    errors = [
+        error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params[::-1] if rank else params), 1, precision="bf16"))
+    ]
     if rank:
         model.add_module("tail", model.head)
-    errors.append(error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params), 1)))
+    errors.append(error_of(lambda: shardcore.shard(model, shardcore.FusedAdam(params), 1, precision="bf16")))
     return errors
 
 

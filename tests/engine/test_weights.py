@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -297,3 +298,30 @@ def test_shards_that_are_loaded_are_what_is_gathered_next(how: str) -> None:
     for wrong, before, pool in run_ranks(2, _load_after, how):
         assert wrong == []
         assert pool <= before or how == "gather"
+
+
+def _penalized(rank: int, world_size: int, stage: int) -> tuple[str, str]:
+    """Every rank has the same batches, so that sharded training has the bits of unsharded training."""
+    hashes = []
+    for shards in (True, False):
+        model = make_net()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        if shards:
+            model, optimizer = shardcore.shard(model, optimizer, stage)
+        for step in range(3):
+            x, y = batch_of(step, 0, 0)
+            x.requires_grad_()
+            with shardcore.full_params(model) if shards else nullcontext():
+                out = model(x)
+                (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+                ((out - y).square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.append(hash_of(model.state_dict().values()))
+    return hashes[0], hashes[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_penalty_inside_full_params(stage: int) -> None:
+    for sharded, plain in run_ranks(2, _penalized, stage):
+        assert sharded == plain

@@ -72,7 +72,7 @@ SENT = {
 @pytest.mark.parametrize("rank", [0, 1, 1023])
 def test_a_70b_model_over_1024_ranks(big: torch.nn.Module, stage: int, rank: int) -> None:
     start = time.perf_counter()
-    prediction = predict(big, None, stage, world_size=WORLD, rank=rank)
+    prediction = predict(big, None, stage, world_size=WORLD, rank=rank, precision="bf16")
     print(f"stage {stage}, rank {rank}: planned in {time.perf_counter() - start:.2f} s")
     assert prediction.numel == 80 * BLOCK + ROOT == 68_976_648_192
     assert prediction.units == 81
@@ -99,14 +99,14 @@ def rank(request: pytest.FixtureRequest) -> Iterator[int]:
 def train(stage: int, counted: Counter[Any]) -> tuple[Any, Prediction]:
     """Train three steps; `counted` is left with the messages of the last one."""
     model = small()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16")
     for _ in range(3):
         counted.clear()
         model(torch.arange(8).view(1, 8)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.skipped_steps == 0
-    return model, predict(small(), None, stage, world_size=WORLD, rank=dist.get_rank())
+    return model, predict(small(), None, stage, world_size=WORLD, rank=dist.get_rank(), precision="bf16")
 
 
 PLACES = combinations([0, WORLD - 1], [0, 1, 2, 3], meet=1)

@@ -6,14 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import free_port
+import pytest
+import torch
+
+import shardcore
+from tests.engine.models import batch_of, hash_of_training, loss_of, make_net
+from tests.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def python_blocks():
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
 def test_examples_run_over_two_ranks(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    blocks = python_blocks()
+    assert len(blocks) == 5
     script = tmp_path / "train.py"
     script.write_text("\n".join(blocks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
@@ -22,3 +31,59 @@ def test_examples_run_over_two_ranks(tmp_path):
         [*command, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+class Run:
+    """A model in training, that the README's functions save and resume."""
+
+    def __init__(self, seed, stage):
+        (source,) = (block for block in python_blocks() if "def resume" in block)
+        self.functions = {"shardcore": shardcore}
+        exec(source.partition('\nsave("')[0], self.functions)
+        model = make_net(seed)
+        optimizer = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        self.model, self.optimizer = shardcore.shard(model, optimizer, stage, precision="bf16")
+
+    def call(self, function, folder):
+        self.functions[function](folder, self.model, self.optimizer, self.scheduler)
+
+    def steps(self, first, end, rank):
+        for step in range(first, end):
+            loss_of(self.model, batch_of(step, 0, rank)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+
+    def digest(self):
+        return hash_of_training(self.model, self.optimizer), self.scheduler.state_dict()["_last_lr"]
+
+
+def _begun(rank, world_size, stage, folder):
+    """Save after two steps, and train two more."""
+    run = Run(0, stage)
+    run.steps(0, 2, rank)
+    run.call("save", folder)
+    saved = run.digest()
+    run.steps(2, 4, rank)
+    return saved, run.digest()
+
+
+def _resumed(rank, world_size, stage, folder, again):
+    """Resume, and save what was resumed; or train on."""
+    run = Run(1, stage)
+    run.call("resume", folder)
+    if again is None:
+        run.steps(2, 4, rank)
+    else:
+        run.call("save", again)
+    return run.digest()
+
+
+@pytest.mark.parametrize(("stage", "other", "ranks"), [(2, 3, 1), (3, 1, 3)])
+def test_a_run_resumes_over_another_number_of_ranks(stage, other, ranks, tmp_path):
+    """And after that over as many as at first, where it goes on as if nothing had been."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    ((saved, end), _) = run_ranks(2, _begun, stage, first)
+    assert all(found == saved for found in run_ranks(ranks, _resumed, other, first, second))
+    assert all(found == end for found in run_ranks(2, _resumed, stage, second, None))

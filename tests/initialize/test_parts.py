@@ -100,11 +100,19 @@ def test_refused_optimizers() -> None:
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
     _refused(TypeError, "optimizer is a SGD", plain, optimizer=torch.optim.SGD)
-    _refused(TypeError, "model_parameters is one tensor", model=model, model_parameters=model.gain)
+    for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
+        kind = type(wrong).__name__
+        _refused(TypeError, f"model_parameters has type {kind}; expected a list", model=model, model_parameters=wrong)
     _refused(ValueError, "params has no parameter", model=model, model_parameters=[])
     optimizer = shardcore.FusedAdam(model.head.parameters())
     others = model.inp.parameters()
     _refused(ValueError, "not those of optimizer", plain, model=model, optimizer=optimizer, model_parameters=others)
+    for items, says in (([[model.gain]], "an item of type list"), ([{"params": 5}], "a group without a list of params")):
+        for config, given in ((plain, optimizer), (None, None)):
+            text = (
+                f"model_parameters has {says}; expected parameters" if given is not None else "FusedAdam: .*params.* has type"
+            )
+            _refused(TypeError, text, config, model=model, optimizer=given, model_parameters=items)
 
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
@@ -252,9 +260,10 @@ def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) ->
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         environment.setenv(name, value)
     _refused(ValueError, "config amp is not supported", ds_config(amp={}))
-    assert not dist.is_initialized(), "what a failing call started, it ended"
+    group = dist.group.WORLD
+    assert group is not None, "what a failing call started stays"
     start(ds_config())
-    assert dist.is_initialized()
+    assert dist.group.WORLD is group
     assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
     start(ds_config())  # a second model uses the group that is there
 
@@ -281,9 +290,10 @@ def _hash(rank: int, world_size: int) -> str:
 
 
 def main() -> None:
-    """What torchrun runs: the environment is all that it gives."""
+    """What torchrun runs: the environment is all that it gives. The first configuration has a mistake."""
     torch.set_num_threads(1)
     assert not dist.is_initialized()
+    _refused(ValueError, "did you mean gradient_clipping", ds_config(2, gradient_cliping=1.0))
     value = _hash(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value}", flush=True)
     dist.destroy_process_group()
@@ -311,7 +321,7 @@ def test_what_takes_a_model_takes_the_engine_too() -> None:
         assert of_engine == of_module
 
 
-def test_torchrun(tmp_path: Path) -> None:
+def test_torchrun_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -132,6 +132,8 @@ BAD_PARAMS = [
     (lambda: [torch.ones(5).as_strided((3, 3), (1, 1))], ValueError, r"strides \(1, 1\) .* without gaps or overlaps"),
     (lambda: [torch.ones(3, 3).to_sparse()], ValueError, "layout torch.sparse_coo; expected a dense"),
     (lambda: [p := param(), p], ValueError, r"params\[1\] is given twice"),
+    (lambda: [param(), param() * 2], ValueError, r"params\[1\] was computed from other tensors; expected a leaf"),
+    (lambda: [{"params": [param()]}, {"params": [[param()]]}], TypeError, r"params\[1\] has type list; expected a tensor"),
     (lambda: [{"params": [p := param()]}, {"params": [p]}], ValueError, r"params\[1\] is given twice"),
 ]
 
