@@ -194,10 +194,6 @@ class _StateDictHook(_EngineHook):
         super().__init__(engine)
         self.name = name
 
-    def begin(self, prefix: str) -> Engine | None:
-        """Return the engine, None for a submodule on the way of the root's state_dict."""
-        return None if prefix and self.name else self.engine
-
     def read(self, engine: Engine) -> None:
         engine.read_all("state_dict", self.name or "the model")
 
@@ -206,11 +202,11 @@ class _BeforeStateDict(_StateDictHook):
     """Finish the step. If it failed, the other ranks, which wait for this one's part, are told so."""
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (engine := self.begin(prefix)) is not None:
+        if self.engine is not None:
             try:
-                engine.synchronize()
+                self.engine.synchronize()
             except StepError:
-                self.read(engine)
+                self.read(self.engine)
 
 
 class _WholeStateDict(_StateDictHook):
@@ -218,7 +214,10 @@ class _WholeStateDict(_StateDictHook):
 
     @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if (engine := self.begin(prefix)) is None:
+        # torch notes each module's prefix (without its dot) on the dict. With the parent's, this is part of the parent's call.
+        within = prefix and prefix[:-1].rpartition(".")[0] in getattr(state_dict, "_metadata", {})
+        engine = self.engine
+        if engine is None or (self.name and within):
             return
         self.read(engine)
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.

@@ -24,7 +24,7 @@ from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
-from shardcore.optim import step_tensor, warn_of_lost
+from shardcore.optim import step_count, step_tensor, warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -252,7 +252,9 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     def check() -> str:
         _check_names(keys, state)
         for name, (bucket, managed) in keys.items():
-            if not name.endswith(".step"):
+            if name.endswith(".step"):
+                step_count(_OP, name, state[name])
+            else:
                 _check_ranges(name, bucket, managed, state[name])
         return "that of the optimizer"
 
@@ -261,7 +263,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
         if key == "step":
-            managed.step = int(state[name])
+            managed.step = step_count(_OP, name, state[name])
             continue
         read = _reader(state[name])
         for piece in bucket.pieces_of(managed):

@@ -25,7 +25,7 @@ from shardcore.optim.options import (
     hyper_of,
 )
 from shardcore.optim.scale import check_max_norm
-from shardcore.optim.state import ParamState, StepCount, step_tensor
+from shardcore.optim.state import ParamState, StepCount, step_count, step_tensor
 from shardcore.optim.storage import (
     MASTER_STORAGE,
     MOMENTS,
@@ -66,6 +66,7 @@ __all__ = [
     "new_moments",
     "saved_states",
     "split_remainder",
+    "step_count",
     "step_tensor",
     "stored_moment",
     "warn_of_lost",

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -152,14 +153,23 @@ def test_parameters_that_no_optimizer_updates_are_named(caplog: pytest.LogCaptur
     assert all(name in said[0] for name in ("gain", "inp.weight", "inp.bias", "head.weight"))
 
 
-def _submodule(rank: int, world_size: int) -> bool:
-    model, _, _ = train(rank, Run(stage=2, precision="bf16"))
+def _submodule(rank: int, world_size: int, stage: int) -> bool:
+    model, _, _ = train(rank, Run(stage=stage, precision="bf16", shard={"overlap_step": stage == 2}))
     whole, block = model.state_dict(), model.blocks[1].state_dict()
-    copied = copy.deepcopy(model.blocks[1]).state_dict()
+    with shardcore.full_params(model):
+        copied = copy.deepcopy(model.blocks[1]).state_dict()
     assert all(value.dtype == torch.bfloat16 for value in copied.values())
     assert block["up.weight"].dtype == torch.float32
+    for prefix in ("blocks.1.", "block.", "m.blocks.1."):
+        for into in ({}, {"destination": OrderedDict()}):
+            prefixed = model.blocks[1].state_dict(prefix=prefix, **into)
+            assert list(prefixed) == [prefix + key for key in block]
+            assert all(prefixed[prefix + key].equal(value) for key, value in block.items())
+    prefixed = nn.ModuleDict({"outer": model}).state_dict()
+    assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
     return all(torch.equal(value, whole[f"blocks.1.{key}"]) for key, value in block.items())
 
 
-def test_a_submodules_state_dict_is_from_the_master_too() -> None:
-    assert run_ranks(2, _submodule) == [True, True]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_submodules_state_dict_is_from_the_master_too(stage: int) -> None:
+    assert run_ranks(2, _submodule, stage) == [True, True]

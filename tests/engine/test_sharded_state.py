@@ -128,6 +128,32 @@ def test_what_does_not_fit_is_refused_on_every_rank(how: str, text: str) -> None
     assert other[1]
 
 
+def _refused_step(rank: int, world_size: int, step: Any) -> tuple[str, bool]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    state: Any = shardcore.sharded_state_dict(optimizer)
+    before = hash_of_training(model, optimizer)
+    for name, value in state.items():
+        if isinstance(value, Shards):
+            for _, values in value.ranges:
+                values.fill_(3.0)
+        elif rank == 1 and name == "head.weight.step":
+            state[name] = step
+    try:
+        shardcore.load_sharded_state_dict(optimizer, state)
+    except (ValueError, TypeError) as error:
+        return str(error), hash_of_training(model, optimizer) == before
+    return "no error", False
+
+
+@pytest.mark.parametrize("step", [None, float("nan"), -5, torch.tensor(2.5)])
+def test_a_step_count_that_is_none_is_refused_before_anything_changes(step: Any) -> None:
+    (other, as_before), (own, own_as_before) = run_ranks(2, _refused_step, step)
+    assert "load_sharded_state_dict: head.weight.step has" in own
+    assert "rank 1 refused" in other
+    assert as_before
+    assert own_as_before
+
+
 class Counting(nn.Linear):
     """Keeps more than tensors."""
 
