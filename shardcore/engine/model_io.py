@@ -220,6 +220,7 @@ class _WholeStateDict(_StateDictHook):
         if engine is None or (self.name and within):
             return
         self.read(engine)
+        engine.updater.warn_of_lost_edits("state_dict")
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
         param_at = {(*managed.place, managed.param.shape): managed.param for managed in engine.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}

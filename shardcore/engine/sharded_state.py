@@ -166,6 +166,7 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
     engine.read_all("sharded_state_dict", "the model")
+    engine.updater.warn_of_lost_edits("sharded_state_dict")
     own = [name or "the model" for name, module in engine.model.named_modules() if _has_extra_state(module)]
     if own and engine.comm.rank == 0:
         logger.warning(
