@@ -142,13 +142,14 @@ def shard(
 
     broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
     materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
-        one unit in memory beside them. Default: each module's `reset_parameters()`. Or a callable, which is given each
+        one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
+        their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
         module that owns such parameters or buffers, on the rank's device and full of NaN, to fill in place; modules come in
         the model's order, so one seed gives the bits of building there, unless the model draws in another order or
         initializes again what its modules did. A tied weight takes what the first of its modules makes. Or .safetensors
         files under the model's names: a path, a list, or a folder in Hugging Face's layout, the same on all ranks; each rank
         reads what it keeps, and masters start from the files' values. What no file has must be in memory, or comes from a
-        callable in the list (`[folder, fill]`), as non-persistent buffers do.
+        callable in the list (`[folder, fill]`), as non-persistent buffers do (transformers models make those themselves).
 
     Afterwards:
 
@@ -156,9 +157,10 @@ def shard(
       add locally), a view that the next backward reuses: clone what you keep, edit it in place, not through `.data`. From
       stage 1 on it is None (`full_grad` gives it), torch.nn.utils.clip_grad_norm_ clips nothing and cannot say so
       (`clip_grad_norm` and `shardcore.clip_grad_norm_` do), and only `zero_grad()` of model or optimizer forgets gradients.
-    - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
-      unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
-      split master's weight is kept to the precision of bfloat16.
+    - Weights may be edited in place, not through `p.data`: float32 masters do not get that, and state dicts warn of it by name
+      (without masters it counts, at stage 3 in `full_params`). At stage 3 weights are whole only during their unit's forward
+      and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a split master's
+      weight is kept to the precision of bfloat16.
     - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters, and collective. Frozen parameters have no
       master, so with "bf16" they are bfloat16 there.
     - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
