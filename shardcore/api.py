@@ -38,7 +38,7 @@ from shardcore.engine.worker import WorkerThreads
 from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
-from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
+from shardcore.optim import AdamOptimizer, CPUAdam, joined_state, other_entries
 from shardcore.process_groups import NotAMemberError, own_gpu
 from shardcore.telling import first_difference
 from shardcore.units import UnitPolicy, plan_units
@@ -254,7 +254,8 @@ def shard(
         if tiers.optimizer is not None and host is None:
             host = make_host()
         store = DeviceStore(updated) if host is None else host
-        carried = {param: joined_state(state, param) for param, state in optimizer.state.items() if state}
+        others = other_entries(optimizer.state)
+        carried = {p: joined_state(state, p) for p, state in optimizer.state.items() if state and p not in others}
     # Move the weights into it.
     if adam is not optimizer:
         replace_optimizer(optimizer, adam, speak=comm.rank == 0)
@@ -320,7 +321,7 @@ def shard(
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
         model_io.attach(engine, DTYPES[precision] if cast_inputs and precision != "fp32" else None)
-        adam.state = ShardedStates(engine.updater.buckets, engine.settle)  # type: ignore[assignment]
+        adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)  # type: ignore[assignment]
         adam._engine = engine
     if host is not None:
         warn_of_pageable(host.copies)

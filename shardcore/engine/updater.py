@@ -164,6 +164,8 @@ class Updater:
 
     def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for an option that decides which states there are and is not as it was when they were made."""
+        if len(groups) != len(self._fixed):
+            raise ValueError(f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as shard() found them")
         for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             for key, value in fixed.items():
                 if group[key] != value:

@@ -11,6 +11,8 @@ from shardcore.optim.exchange import (
     import_groups,
     import_state,
     joined_state,
+    numbers_of,
+    other_entries,
     saved_states,
     warn_of_lost,
 )
@@ -64,6 +66,8 @@ __all__ = [
     "joined_state",
     "moment_values",
     "new_moments",
+    "numbers_of",
+    "other_entries",
     "saved_states",
     "split_remainder",
     "step_count",
