@@ -40,7 +40,7 @@ from shardcore.engine.worker import WorkerThreads
 from shardcore.neighbours import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
-from shardcore.optim import AdamOptimizer, CPUAdam, joined_state
+from shardcore.optim import AdamOptimizer, CPUAdam, joined_state, other_entries
 from shardcore.process_groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.telling import first_difference
 from shardcore.torch_clip import reach_shards
@@ -149,13 +149,14 @@ def shard(
 
     broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
     materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
-        one unit in memory beside them. Default: each module's `reset_parameters()`. Or a callable, which is given each
+        one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
+        their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
         module that owns such parameters or buffers, on the rank's device and full of NaN, to fill in place; modules come in
         the model's order, so one seed gives the bits of building there, unless the model draws in another order or
         initializes again what its modules did. A tied weight takes what the first of its modules makes. Or .safetensors
         files under the model's names: a path, a list, or a folder in Hugging Face's layout, the same on all ranks; each rank
         reads what it keeps, and masters start from the files' values. What no file has must be in memory, or comes from a
-        callable in the list (`[folder, fill]`), as non-persistent buffers do.
+        callable in the list (`[folder, fill]`), as non-persistent buffers do (transformers models make those themselves).
 
     Afterwards:
 
@@ -165,9 +166,10 @@ def shard(
       `clip_grad_norm`, `shardcore.clip_grad_norm_`, or torch.nn.utils' own functions on every rank: from the first `shard` at
       stage 1 to 3 on these reach sharded parameters, unless they were imported by name before it. They clip what the step
       uses: averaged, unscaled gradients. One that is not finite skips the step even if `clip_grad_value_` would hide it.
-    - Weights may be edited in place, not through `p.data` (but in `full_params`). At stage 3 they are whole only during their
-      unit's forward and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a
-      split master's weight is kept to the precision of bfloat16.
+    - Weights may be edited in place, not through `p.data`: float32 masters do not get that, and state dicts warn of it by name
+      (without masters it counts, at stage 3 in `full_params`). At stage 3 weights are whole only during their unit's forward
+      and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a split master's
+      weight is kept to the precision of bfloat16.
     - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters (float32), and collective. Frozen parameters
       have no master, so they keep the dtype of the weights there.
     - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
@@ -270,7 +272,8 @@ def shard(
         if tiers.optimizer is not None and host is None:
             host = make_host()
         store = DeviceStore(updated) if host is None else host
-        carried = {param: joined_state(state, param) for param, state in given.state.items() if state}
+        others = other_entries(given.state)
+        carried = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
     # Move the weights into it.
     if comm.rank == 0 and (conversions := builder.conversions(model)):
         logger.info("shard: precision=%r converts parameters: %s", precision, conversions)
@@ -338,7 +341,7 @@ def shard(
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
         model_io.attach(engine, builder.dtype if cast_inputs and precision != "fp32" else None)
-        adam.state = ShardedStates(engine.updater.buckets, engine.settle)
+        adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine
         for name, param in frozen if optimizer is None else ():
             if param.requires_grad:

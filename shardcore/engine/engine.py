@@ -233,7 +233,9 @@ class Engine:
         """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.read_all("optimizer.state_dict", "the optimizer")
         scale = self.scaler.state()
-        return self.state_io.state_dict() | ({} if scale is None else {"loss_scale": scale})
+        whole = self.state_io.state_dict()
+        whole["state"] |= self.optimizer.state.others
+        return whole | ({} if scale is None else {"loss_scale": scale})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
@@ -241,7 +243,7 @@ class Engine:
         self.synchronize()
         self.settle()
         self.scaler.check_state("load_state_dict", scale)
-        self.state_io.load_state_dict(state_dict)
+        self.optimizer.state.others = self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
         self.outcomes.forget_late()
         self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.build import Builder, become, together
+from shardcore.engine.pretrained import ConvertedFiles, OwnInit, blank_like, files_of, is_blank
 from shardcore.engine.store import StateStore, assign, part_of, set_weights
 from shardcore.engine.tensor_files import PathLike, TensorFiles
 
@@ -46,7 +47,7 @@ def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "From
             f"shard: materialize is {materialize!r}; expected a callable that fills a module, a path, or a list of paths and "
             "perhaps one such callable for what the files lack"
         )
-    return FromFiles(model, TensorFiles(paths), fills[0] if fills else None)
+    return FromFiles(model, files_of(model, TensorFiles(paths)), fills[0] if fills else None)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,14 +72,15 @@ class FromInit:
     """Fills each module by a function of it, in the model's order, so that random numbers are drawn as they were there."""
 
     def __init__(self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None) -> None:
-        """Plan for the modules that own tensors of `meta` (with names); without `init` each has to have reset_parameters."""
+        """Plan for the modules that own tensors of `meta` (with names); without `init` each is filled as building it does."""
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
-        self._init = init or _reset
+        own = OwnInit(model)
+        self._init: Fill = init or own
         self._modules = [(name, module) for name, module in model.named_modules() if self._own(module)]
         self.entries = [f"on the meta device: {name}" for name in meta.values()]
         for name, module in self._modules:
             what = f"{_described(name, module)} has {', '.join(key for _, key, _ in self._own(module))} on the meta device"
-            if init is None and not callable(getattr(module, "reset_parameters", None)):
+            if init is None and not own.covers(module):
                 raise ValueError(
                     f"shard: {what} and no reset_parameters(); expected materialize= with a callable that fills such a module, "
                     "or with files"
@@ -108,11 +110,11 @@ class FromInit:
             for table, key, tensor in self._own(module):
                 if tensor.is_meta:
                     fresh.append((table, key, tensor))
-                    become(tensor, _blank(tensor, builder.device))
+                    become(tensor, blank_like(tensor, builder.device))
                 else:  # another module has filled it; this one draws its random numbers, too, but for nothing
                     kept.append((table, key, tensor))
             for table, key, tensor in kept:
-                blank = _blank(tensor, builder.device)
+                blank = blank_like(tensor, builder.device)
                 table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
             doing = f"filling {_described(name, module)}"
             with together(builder.comm, doing):
@@ -146,15 +148,19 @@ class FromInit:
                     f"{what} became {tuple(found.shape)} {found.dtype} on {found.device}; expected {tuple(shape)} {dtype} in "
                     "memory, as it was built"
                 )
-            if has_values and found.is_floating_point() and bool(found.isnan().any()):
-                raise ValueError(f"{what} has NaN (all memory has before it is filled); expected every element to be filled")
+            if has_values and is_blank(found):
+                said = "NaN" if found.is_floating_point() else "unset values"
+                raise ValueError(
+                    f"{what} has {said} (all memory has before it is filled); expected every element to be filled, or the "
+                    "tensor in memory before shard()"
+                )
 
 
 class FromFiles:
     """Fills parameters and buffers with what files have under their names; every rank reads what it keeps."""
 
-    def __init__(self, model: nn.Module, files: TensorFiles, init: Fill | None) -> None:
-        """Match names; `init` fills the modules whose tensors the files lack.
+    def __init__(self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None) -> None:
+        """Match names; `init` fills the modules whose tensors the files lack, a transformers model what no file has.
 
         Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes.
         """
@@ -180,10 +186,12 @@ class FromFiles:
                 self._key[tensor] = stored[0]
             elif tensor.is_meta:
                 missing[tensor] = of_tensor[0]
-        if missing and init is None:
+        own = OwnInit(model)
+        lacking = [name for name in missing.values() if init is None and not own.computes(name)]
+        if lacking:
             where = _listed(list(dict.fromkeys(str(stored.path) for stored in files.stored.values())) or ["an empty file"])
             raise ValueError(
-                f"shard: {_listed(list(missing.values()))} is on the meta device and not in {where}; expected its values "
+                f"shard: {_listed(lacking)} is on the meta device and not in {where}; expected its values "
                 "there, the tensor in memory before shard(), or materialize=[path, fill] with a callable that fills its module"
             )
         self._rest = FromInit(model, missing, init) if missing else None
@@ -226,17 +234,6 @@ class FromFiles:
 
     def _reader(self, key: str) -> Callable[[int, int], torch.Tensor]:
         return lambda start, numel: self._files.read(key, start, numel)
-
-
-def _reset(module: nn.Module) -> None:
-    module.reset_parameters()  # type: ignore[operator]
-
-
-def _blank(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory in which what nobody fills shows as NaN."""
-    if like.dtype in _FLOATS:
-        return torch.full(like.shape, torch.nan, dtype=like.dtype, device=device)
-    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _described(name: str, module: nn.Module) -> str:

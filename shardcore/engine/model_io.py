@@ -201,10 +201,6 @@ class _StateDictHook(_EngineHook):
         super().__init__(engine)
         self.name = name
 
-    def begin(self, prefix: str) -> Engine | None:
-        """Return the engine, None for a submodule on the way of the root's state_dict."""
-        return None if prefix and self.name else self.engine
-
     def read(self, engine: Engine) -> None:
         engine.read_all("state_dict", self.name or "the model")
 
@@ -213,11 +209,11 @@ class _BeforeStateDict(_StateDictHook):
     """Finish the step. If it failed, the other ranks, which wait for this one's part, are told so."""
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (engine := self.begin(prefix)) is not None:
+        if self.engine is not None:
             try:
-                engine.synchronize()
+                self.engine.synchronize()
             except StepError:
-                self.read(engine)
+                self.read(self.engine)
 
 
 class _WholeStateDict(_StateDictHook):
@@ -225,9 +221,13 @@ class _WholeStateDict(_StateDictHook):
 
     @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if (engine := self.begin(prefix)) is None:
+        # torch notes each module's prefix (without its dot) on the dict. With the parent's, this is part of the parent's call.
+        within = prefix and prefix[:-1].rpartition(".")[0] in getattr(state_dict, "_metadata", {})
+        engine = self.engine
+        if engine is None or (self.name and within):
             return
         self.read(engine)
+        engine.updater.warn_of_lost_edits("state_dict")
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
         param_at = {(*managed.place, managed.param.shape): managed.param for managed in engine.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}

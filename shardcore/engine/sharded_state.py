@@ -5,11 +5,13 @@ cuts at rows). But torch.distributed.checkpoint describes every tensor as boxes 
 any range of a row-major tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has whole
 tensors under their own names, which DTensors, plain tensors and other world sizes load. `Shards` says its boxes by the
 protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
+Its HuggingFaceStorageWriter keeps one box per name and file, and drops the others; `_refuse_in_safetensors` makes it refuse.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
-from shardcore.optim import step_tensor, warn_of_lost
+from shardcore.optim import step_count, step_tensor, warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -71,6 +73,7 @@ class Shards(torch.Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
         """See torch.distributed._checkpointable: what this rank writes."""
+        _refuse_in_safetensors()
         planner, metadata = (import_module(f"torch.distributed.checkpoint.{name}") for name in ("planner", "metadata"))
         return [
             planner.WriteItem(
@@ -94,6 +97,32 @@ class Shards(torch.Tensor):
         """See torch.distributed._checkpointable: the memory of one box."""
         assert index.offset is not None
         return self.boxes[index.offset]
+
+
+@cache
+def _refuse_in_safetensors() -> None:
+    """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite each other in its files.
+
+    Its plan is the first place that knows both the writer and the boxes, and torch checks nothing there, so its method is
+    replaced. Tested with torch 2.13.
+    """
+    writer = import_module("torch.distributed.checkpoint").HuggingFaceStorageWriter
+    prepare = writer.prepare_local_plan
+
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        boxes = Counter(item.index.fqn for item in plan.items)
+        for item in plan.items:
+            data = item.tensor_data
+            part = data is not None and data.chunk.sizes != data.size
+            if part and (boxes[item.index.fqn] > 1 or not self.save_distributed):
+                raise ValueError(
+                    f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} boxes of it on this rank, of "
+                    "which its files would keep one; expected a FileSystemWriter for what sharded_state_dict returns, or "
+                    "model.state_dict(), which is whole, written by rank 0 alone (dcp.save(..., no_dist=True))"
+                )
+        return prepare(self, plan)
+
+    writer.prepare_local_plan = prepare_local_plan
 
 
 def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -137,6 +166,7 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
     engine.read_all("sharded_state_dict", "the model")
+    engine.updater.warn_of_lost_edits("sharded_state_dict")
     own = [name or "the model" for name, module in engine.model.named_modules() if _has_extra_state(module)]
     if own and engine.comm.rank == 0:
         logger.warning(
@@ -223,7 +253,9 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     def check() -> str:
         _check_names(keys, state)
         for name, (bucket, managed) in keys.items():
-            if not name.endswith(".step"):
+            if name.endswith(".step"):
+                step_count(_OP, name, state[name])
+            else:
                 _check_ranges(name, bucket, managed, state[name])
         return "that of the optimizer"
 
@@ -232,7 +264,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
         if key == "step":
-            managed.step = int(state[name])
+            managed.step = step_count(_OP, name, state[name])
             continue
         read = _reader(state[name])
         for piece in bucket.pieces_of(managed):

@@ -5,33 +5,55 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.digest import digest_of
 from shardcore.engine.updater import Updater
-from shardcore.optim import export_groups, export_state, import_groups, import_state, saved_states, step_tensor, warn_of_lost
+from shardcore.optim import (
+    export_groups,
+    export_state,
+    import_groups,
+    import_state,
+    numbers_of,
+    saved_states,
+    step_tensor,
+    warn_of_lost,
+)
 
 _OP = "load_state_dict"
 
 
-class ShardedStates(Mapping[nn.Parameter, Mapping[str, Any]]):
-    """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts. Read only."""
+class ShardedStates(Mapping[Any, Any]):
+    """What `optimizer.state` shows of a sharded optimizer: its parameters and their step counts, read only.
 
-    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[], None]) -> None:
+    others: what the user keeps there under other keys, on this rank.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[], None], others: dict[Any, Any]) -> None:
         """Show the parameters that `buckets`, those with an optimizer group, update, once `settle` has made counts known."""
         self._settle = settle
-        self._managed = {managed.param: managed for bucket in buckets for managed in bucket.params}
+        self._managed: dict[Any, Managed] = {managed.param: managed for bucket in buckets for managed in bucket.params}
+        self.others = others
 
-    def __getitem__(self, param: nn.Parameter) -> Mapping[str, Any]:
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, torch.Tensor):
+            return self.others[key]
         self._settle()
-        return _ParamStates({"step": step_tensor(self._managed[param].step)})
+        return _ParamStates({"step": step_tensor(self._managed[key].step)})
 
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._managed)
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, torch.Tensor):
+            raise TypeError("optimizer.state: a parameter's state was set; expected load_state_dict() (states lie in shards)")
+        self.others[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self.others[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([*self._managed, *self.others])
 
     def __len__(self) -> int:
-        return len(self._managed)
+        return len(self._managed) + len(self.others)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as the dict that it shows: a copy has no engine."""
@@ -61,7 +83,7 @@ class OptimizerStateIO:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
-        number_of = {param: number for number, param in enumerate(p for group in self.groups for p in group["params"])}
+        number_of = numbers_of(self.groups)
         found: dict[int, dict[str, Any]] = {}
         stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
         kept = [(bucket, key) for bucket in stepped for key in bucket.kind.keys]
@@ -74,12 +96,16 @@ class OptimizerStateIO:
         state = {number: found[number] for number in sorted(found)}
         return {"state": state, "param_groups": export_groups(self.groups)}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+        """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit.
+
+        Returns what the state has under other keys than parameters' (other_entries).
+        """
         groups = self.groups
         options = import_groups(_OP, groups, state_dict)
         self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
-        saved = {param: state for param, (_, state) in saved_states(_OP, groups, state_dict).items()}
+        states, others = saved_states(_OP, groups, state_dict)
+        saved = {param: state for param, (_, state) in states.items()}
         lost: list[str] = []
         taken: dict[Managed, Mapping[str, Any]] = {}
         for managed, bucket in self._optimized():
@@ -97,6 +123,7 @@ class OptimizerStateIO:
             if isinstance(v, torch.Tensor)
         ]
         self.updater.loaded = f"{zlib.crc32(' '.join(told).encode()):x}"
+        return others
 
     def carry(self, states: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Take over the states that an optimizer had before it was sharded, without remainders (joined_state).

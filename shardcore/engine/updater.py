@@ -1,6 +1,7 @@
 """The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
 
 import math
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,6 +72,7 @@ class Updater:
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
+        self._lost_edits: set[Managed] = set()  # that a warning named
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
         self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
@@ -162,6 +164,8 @@ class Updater:
 
     def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
         """Raise ValueError for an option that decides which states there are and is not as it was when they were made."""
+        if len(groups) != len(self._fixed):
+            raise ValueError(f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as shard() found them")
         for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
             for key, value in fixed.items():
                 if group[key] != value:
@@ -325,6 +329,35 @@ class Updater:
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
             managed.note_edit(managed.slice_of(bucket.weight) if bucket.weight.numel() else None)
+
+    @torch.no_grad()
+    def warn_of_lost_edits(self, op: str) -> None:
+        """Give one UserWarning for weights that no longer are their masters rounded, the first time that each is found.
+
+        Accepted edits are in the masters. What was written through `.data`, which no version counter shows, is not. Only this
+        rank's part is looked at.
+        """
+        lost = []
+        for bucket in self.buckets:
+            if bucket.kind.master != "fp32":  # a split master changes with its weight
+                continue
+            for managed, piece, values in bucket.owned_views(bucket.owned_weight):
+                master = self.store.read(bucket, "master", piece.start, piece.numel)
+                rounded = torch.empty_like(values, device=master.device)
+                _C.cast([rounded], [master])
+                weight = values.to(master.device)
+                same = torch.equal(rounded, weight) or torch.equal(rounded.nan_to_num(), weight.nan_to_num())
+                if not same and managed not in self._lost_edits:
+                    self._lost_edits.add(managed)
+                    lost.append(managed.name)
+        if lost:
+            warnings.warn(
+                f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a view of it), so the float32 "
+                "masters, which are saved and which the next step goes on from, do not have the edit; expected an edit of the "
+                "parameter itself (with torch.no_grad(): p.clamp_(-1, 1))",
+                UserWarning,
+                stacklevel=6,
+            )
 
     def _note_parts(self, bucket: Bucket) -> None:
         for managed, _, values in bucket.owned_views(bucket.owned_weight) if self._replicates else ():

@@ -11,6 +11,8 @@ from shardcore.optim.exchange import (
     import_groups,
     import_state,
     joined_state,
+    numbers_of,
+    other_entries,
     saved_states,
     warn_of_lost,
 )
@@ -25,7 +27,7 @@ from shardcore.optim.options import (
     hyper_of,
 )
 from shardcore.optim.scale import check_max_norm
-from shardcore.optim.state import ParamState, StepCount, step_tensor
+from shardcore.optim.state import ParamState, StepCount, step_count, step_tensor
 from shardcore.optim.storage import (
     MASTER_STORAGE,
     MOMENTS,
@@ -68,8 +70,11 @@ __all__ = [
     "moment_values",
     "new_moments",
     "norm_part",
+    "numbers_of",
+    "other_entries",
     "saved_states",
     "split_remainder",
+    "step_count",
     "step_tensor",
     "stored_moment",
     "warn_of_lost",

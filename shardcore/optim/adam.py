@@ -15,7 +15,16 @@ from shardcore._native import _C
 from shardcore.optim.batch import Active, Update, check_grads_list, check_new_params, collect
 from shardcore.optim.dtensor import Rows, any_sharded, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Gradients, ScalesLoss
-from shardcore.optim.exchange import adopt_torch_group, export_groups, export_state, import_groups, import_states, take_masters
+from shardcore.optim.exchange import (
+    adopt_torch_group,
+    export_groups,
+    export_state,
+    import_groups,
+    import_states,
+    numbers_of,
+    other_entries,
+    take_masters,
+)
 from shardcore.optim.hooked import hooked_step
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
 from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
@@ -304,17 +313,13 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         return state_dict
 
     def _own_state_dict(self) -> dict[str, Any]:
-        params = [p for group in self.param_groups for p in group["params"]]
         dtensors = self._find_dtensors()
-        states = ((i, self.state[p]) for i, p in enumerate(params) if p in self.state)
-        return {
-            "state": {
-                i: export_dtensors(export_state(state, local_part(params[i])), dtensors.get(params[i]))
-                for i, state in states
-                if state
-            },
-            "param_groups": export_groups(self.param_groups),
+        states = {
+            number: export_dtensors(export_state(state, local_part(param)), dtensors.get(param))
+            for param, number in numbers_of(self.param_groups).items()
+            if (state := self.state.get(param))
         }
+        return {"state": {**states, **other_entries(self.state)}, "param_groups": export_groups(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.

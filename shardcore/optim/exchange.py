@@ -43,18 +43,28 @@ _TORCH_NAMES = (
 )
 
 
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """Return each parameter's number in state dicts: how many are before its first place, as torch.optim counts."""
+    numbers: dict[torch.Tensor, int] = {}
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        numbers.setdefault(param, number)
+    return numbers
+
+
 def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return param_groups as torch.optim.Adam and AdamW write them: parameters as running indices, torch's keys added."""
+    """Return param_groups as torch.optim.Adam and AdamW write them: parameters by number, torch's keys added."""
     exported = []
-    start = 0
+    numbers = numbers_of(groups)
     for group in groups:
-        end = start + len(group["params"])
         options = {key: value for key, value in group.items() if key != "params"}
-        exported.append(
-            _TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": list(range(start, end))}
-        )
-        start = end
+        params = [numbers[param] for param in group["params"]]
+        exported.append(_TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": params})
     return exported
+
+
+def other_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what a user keeps in `optimizer.state` under other keys than parameters; state dicts have it as it is."""
+    return {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
 
 
 def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
@@ -199,10 +209,10 @@ def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
 
 def saved_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
-) -> dict[torch.Tensor, tuple[Any, Any]]:
-    """Return (id, state) of each parameter that a state dict has a state of; it must have passed import_groups.
+) -> tuple[dict[torch.Tensor, tuple[Any, Any]], dict[Any, Any]]:
+    """Return (id, state) of each parameter that a state dict has a state of, and its `other_entries`.
 
-    Raises TypeError or ValueError for states or ids that are no parameter's.
+    The state dict must have passed import_groups. Raises TypeError or ValueError for states or ids that are no parameter's.
     """
     saved = state_dict["state"]
     if not isinstance(saved, Mapping):
@@ -210,12 +220,15 @@ def saved_states(
     params: dict[Any, torch.Tensor] = {}
     for group, given in zip(groups, state_dict["param_groups"], strict=True):
         params.update(zip(given["params"], group["params"], strict=True))
-    if len(params) != sum(len(group["params"]) for group in groups):
+    if len(params) < len(numbers_of(groups)):
         raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
-    for key in saved:
+    others = {}
+    for key, value in saved.items():
         if key not in params:
-            raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
-    return {params[key]: (key, state) for key, state in saved.items()}
+            if isinstance(key, int) or (isinstance(value, Mapping) and "step" in value):  # a parameter's
+                raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+            others[key] = value
+    return {params[key]: (key, state) for key, state in saved.items() if key in params}, others
 
 
 def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
@@ -227,8 +240,8 @@ def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
 
 def import_states(
     op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], dtensors: Mapping[torch.Tensor, Rows]
-) -> tuple[dict[torch.Tensor, ParamState], dict[torch.Tensor, torch.Tensor]]:
-    """Return the states that loading state_dict gives to the parameters of groups; nothing is changed.
+) -> tuple[dict[Any, Any], dict[torch.Tensor, torch.Tensor]]:
+    """Return the states that loading state_dict gives to the parameters of groups, and other entries; nothing is changed.
 
     dtensors: those of the parameters that are DTensors; a saved tensor may then be a DTensor or whole. Also returned: the
     float32 masters of parameters (their local parts) whose state has a remainder. Their weights are part of the master and must
@@ -238,7 +251,8 @@ def import_states(
     states: dict[torch.Tensor, ParamState] = {}
     masters: dict[torch.Tensor, torch.Tensor] = {}
     lost: list[str] = []
-    for param, (key, value) in saved_states(op, groups, state_dict).items():
+    saved, others = saved_states(op, groups, state_dict)
+    for param, (key, value) in saved.items():
         group = group_of[param]
         master = group["master"] if param.dtype in MASTERED_DTYPES else None
         name, local = f"state[{key!r}]", local_part(param)
@@ -255,4 +269,4 @@ def import_states(
     else:
         share_counts(states.values())
     warn_of_lost(op, lost, stacklevel=4)
-    return states, masters
+    return {**states, **others}, masters

@@ -1,6 +1,7 @@
 """Parameters that were changed behind the engine's back: the next step says which, on every rank and at every stage."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -228,3 +229,69 @@ def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
         assert re.search(r"steps, loaded \(digest \w+\) on rank 1 but", weights)
         assert re.search(r"an optimizer state was loaded \(digest \w+\) on rank 1 but nothing on rank 0", states)
         assert after == expected
+
+
+def _through_data(rank: int, world_size: int, run: Run) -> list[str]:
+    """Clip weights as a WGAN does; what the state dicts between say."""
+    model, optimizer, _ = train(rank, run)
+    said: list[str] = []
+
+    def save() -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saved = model.state_dict()
+            shardcore.sharded_state_dict(model)
+        said.extend(f"{warning.category.__name__} {warning.message}" for warning in caught)
+        return saved["blocks.1.up.weight"].abs().max().item() > 0.011
+
+    with shardcore.full_params(model), torch.no_grad():
+        model.head.weight.clamp_(-0.01, 0.01)
+    save()
+    assert not said, "an edit that counts"
+    with shardcore.full_params(model):
+        for param in model.blocks[1].parameters():
+            param.data.clamp_(-0.01, 0.01)
+    lost = save()
+    save()
+    _backward_and_step(model, optimizer, rank)
+    save()
+    with shardcore.full_params(model):
+        model.inp.weight.data.zero_()
+    save()
+    return [str(lost), *said]
+
+
+def _backward_and_step(model: nn.Module, optimizer: Any, rank: int) -> None:
+    optimizer.scale_loss(loss_of(model, batch_of(7, 0, rank))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu", "ratio": 0.4}])
+def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: Any) -> None:
+    run = Run(stage=stage, precision="bf16", steps=2, shard={"offload": offload})
+    names: list[set[str]] = [set(), set()]
+    for lost, *said in run_ranks(2, _through_data, run):
+        assert lost == "True"
+        for text in said:
+            assert re.match(r"UserWarning (sharded_)?state_dict: the weights of .* were edited behind autograd", text)
+            names["inp.weight" in text].update(re.findall(r"[\w.]+\.(?:weight|bias)", text))
+        assert len(said) <= 2
+    assert {"blocks.1.norm.weight", "blocks.1.up.weight", "blocks.1.down.weight"} <= names[0]
+    assert names[1] == {"inp.weight"}
+
+
+@pytest.mark.parametrize("run", [Run(stage=2), Run(stage=2, precision="bf16", adam={"master": "split"})])
+def test_an_edit_through_data_counts_where_weights_are_masters(run: Run) -> None:
+    assert run_ranks(2, _through_data, run) == [["False"]] * 2
+
+
+def test_overflow_to_non_finite_weights_is_no_edit() -> None:
+    model, _, _ = train(0, Run(stage=2, precision="fp16", steps=0))
+    with torch.no_grad():
+        model.head.weight.fill_(float("nan"))
+    model.load_state_dict({**model.state_dict(), "inp.weight": torch.full((24, 10), 1e6)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.state_dict()["inp.weight"].eq(1e6).all()

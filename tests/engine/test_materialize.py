@@ -134,6 +134,37 @@ def test_a_function_that_fails_fails_on_every_rank(how: str, text: str) -> None:
         assert "build model and optimizer anew" in answer
 
 
+class Masked(nn.Module):
+    """Has buffers in which NaN does not show what was forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("places", torch.arange(4), persistent=False)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool), persistent=False)
+        self.register_buffer("turns", torch.ones(4, dtype=torch.complex64), persistent=False)
+
+
+@pytest.mark.parametrize("forgotten", ["places", "mask", "turns", ""])
+def test_buffers_of_other_dtypes_that_are_forgotten_show(forgotten: str) -> None:
+    def fills(module: nn.Module) -> None:
+        if not isinstance(module, Masked):
+            module.reset_parameters()  # type: ignore[operator]
+            return
+        for name, value in Masked().named_buffers(recurse=False):
+            if name != forgotten:
+                module.get_buffer(name).copy_(value)
+
+    model = meta(Masked)
+    optimizer = shardcore.FusedAdam(model.parameters())
+    if forgotten:
+        with pytest.raises(RuntimeError, match=f"ValueError: {forgotten} has unset values"):
+            shardcore.shard(model, optimizer, materialize=fills)
+    else:
+        shardcore.shard(model, optimizer, materialize=fills)
+        assert all(buffer.equal(Masked().get_buffer(name)) for name, buffer in model.named_buffers())
+
+
 def test_only_rank_0_need_fill_when_it_broadcasts() -> None:
     assert len(set(run_ranks(2, _rank_0_fills))) == 1
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -128,6 +129,38 @@ def test_state_shows_parameters_and_step_counts() -> None:
         optimizer.state[model.gain] = {}
 
 
+def _other_entries(rank: int, world_size: int, kind: Any) -> list[Any]:
+    model = make_net()
+    optimizer: Any = kind(model.parameters(), lr=1e-2)
+    one_backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state["tokens"] = 17
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+    optimizer.state["ema"] = {"decay": 0.5}
+    one_backward(model)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert list(saved["state"]) == [*range(len(list(model.parameters()))), "tokens", "ema"]
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], "tokens": 20}})
+    del optimizer.state["ema"]
+    assert len(optimizer.state) == len(list(optimizer.state)) == len(list(model.parameters())) + 1
+    with pytest.raises(TypeError, match=r"optimizer\.state: a parameter's state was set; expected load_state_dict\(\)"):
+        optimizer.state[model.gain] = {}
+    optimizer.param_groups.extend(optimizer.param_groups)
+    twice = optimizer.state_dict()
+    ids = twice["param_groups"][0]["params"]
+    assert [group["params"] for group in twice["param_groups"]] == [ids, ids]
+    with pytest.raises(ValueError, match=r"load_state_dict: param_groups has 2 groups; expected 1, as shard\(\) found them"):
+        optimizer.load_state_dict(twice)
+    return [saved["state"]["tokens"], saved["state"]["ema"], twice["state"]["tokens"], list(twice["state"])[:-1] == ids]
+
+
+@pytest.mark.parametrize("kind", [shardcore.FusedAdam, torch.optim.AdamW])
+def test_other_entries_of_state_and_groups_listed_twice_are_in_state_dicts(kind: Any) -> None:
+    assert run_ranks(2, _other_entries, kind) == [[17, {"decay": 0.5}, 20, True]] * 2
+
+
 def test_the_replaced_optimizer_keeps_no_states() -> None:
     model = make_net()
     old = torch.optim.AdamW(model.parameters())
@@ -152,14 +185,23 @@ def test_parameters_that_no_optimizer_updates_are_named(caplog: pytest.LogCaptur
     assert all(name in said[0] for name in ("gain", "inp.weight", "inp.bias", "head.weight"))
 
 
-def _submodule(rank: int, world_size: int) -> bool:
-    model, _, _ = train(rank, Run(stage=2, precision="bf16"))
+def _submodule(rank: int, world_size: int, stage: int) -> bool:
+    model, _, _ = train(rank, Run(stage=stage, precision="bf16", shard={"overlap_step": stage == 2}))
     whole, block = model.state_dict(), model.blocks[1].state_dict()
-    copied = copy.deepcopy(model.blocks[1]).state_dict()
+    with shardcore.full_params(model):
+        copied = copy.deepcopy(model.blocks[1]).state_dict()
     assert all(value.dtype == torch.bfloat16 for value in copied.values())
     assert block["up.weight"].dtype == torch.float32
+    for prefix in ("blocks.1.", "block.", "m.blocks.1."):
+        for into in ({}, {"destination": OrderedDict()}):
+            prefixed = model.blocks[1].state_dict(prefix=prefix, **into)
+            assert list(prefixed) == [prefix + key for key in block]
+            assert all(prefixed[prefix + key].equal(value) for key, value in block.items())
+    prefixed = nn.ModuleDict({"outer": model}).state_dict()
+    assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
     return all(torch.equal(value, whole[f"blocks.1.{key}"]) for key, value in block.items())
 
 
-def test_a_submodules_state_dict_is_from_the_master_too() -> None:
-    assert run_ranks(2, _submodule) == [True, True]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_submodules_state_dict_is_from_the_master_too(stage: int) -> None:
+    assert run_ranks(2, _submodule, stage) == [True, True]

@@ -128,6 +128,32 @@ def test_what_does_not_fit_is_refused_on_every_rank(how: str, text: str) -> None
     assert other[1]
 
 
+def _refused_step(rank: int, world_size: int, step: Any) -> tuple[str, bool]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    state: Any = shardcore.sharded_state_dict(optimizer)
+    before = hash_of_training(model, optimizer)
+    for name, value in state.items():
+        if isinstance(value, Shards):
+            for _, values in value.ranges:
+                values.fill_(3.0)
+        elif rank == 1 and name == "head.weight.step":
+            state[name] = step
+    try:
+        shardcore.load_sharded_state_dict(optimizer, state)
+    except (ValueError, TypeError) as error:
+        return str(error), hash_of_training(model, optimizer) == before
+    return "no error", False
+
+
+@pytest.mark.parametrize("step", [None, float("nan"), -5, torch.tensor(2.5)])
+def test_a_step_count_that_is_none_is_refused_before_anything_changes(step: Any) -> None:
+    (other, as_before), (own, own_as_before) = run_ranks(2, _refused_step, step)
+    assert "load_sharded_state_dict: head.weight.step has" in own
+    assert "rank 1 refused" in other
+    assert as_before
+    assert own_as_before
+
+
 class Counting(nn.Linear):
     """Keeps more than tensors."""
 
@@ -153,3 +179,56 @@ def test_shards_are_for_checkpoints_only() -> None:
         torch.add(shards, 1)
     with pytest.raises(ValueError, match="sharded_state_dict: Net is not sharded"):
         shardcore.sharded_state_dict(make_net())
+
+
+def _through_files(rank: int, world_size: int, folder: str, precision: str, names: list[str], how: str) -> str:
+    """Save the named weights, load them into zeroed copies; returns the error, or which elements differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(37, 37), nn.LayerNorm(6000, bias=False), nn.Linear(37, 37))
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision=precision)
+    own = {name: shardcore.sharded_state_dict(model)[name] for name in names}
+    whole = {name: model.state_dict()[name] for name in names}
+    writer: Any = dcp.FileSystemWriter(folder)
+    if how.startswith("safetensors"):
+        writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=how == "safetensors")
+    try:
+        if how == "safetensors, whole":
+            if rank == 0:
+                dcp.save(whole, storage_writer=writer, no_dist=True)
+            torch.distributed.barrier()
+        else:
+            dcp.save(own, storage_writer=writer)
+    except dcp.CheckpointException as error:
+        return str(error)
+    loaded: Any = {name: shardcore.sharded_state_dict(model)[name] for name in names}
+    for shards in loaded.values():
+        for _, values in shards.ranges:
+            values.zero_()
+    is_file = isinstance(writer, dcp.HuggingFaceStorageWriter)
+    dcp.load(loaded, storage_reader=(dcp.HuggingFaceStorageReader if is_file else dcp.FileSystemReader)(folder))
+    for name in names:
+        for start, values in loaded[name].ranges:
+            differ = int((values != whole[name].flatten()[start : start + values.numel()]).sum())
+            if differ:
+                return f"{differ} of {values.numel()} elements of {name} differ"
+    return "all equal"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("how", ["torch", "safetensors, whole"])
+def test_every_element_comes_back_from_files(tmp_path: Path, world_size: int, precision: str, how: str) -> None:
+    pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
+    names = ["0.weight", "0.bias", "1.weight", "2.weight"]
+    assert set(run_ranks(world_size, _through_files, str(tmp_path), precision, names, how)) == {"all equal"}
+
+
+@pytest.mark.parametrize("how", ["safetensors", "safetensors, rank 0"])
+def test_a_writer_that_keeps_one_box_a_file_refuses_several(tmp_path: Path, how: str) -> None:
+    pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
+    for text in run_ranks(2, _through_files, str(tmp_path / "matrix"), "bf16", ["0.weight", "1.weight"], how):
+        assert "0.weight is in " in text
+        assert "expected a FileSystemWriter for what sharded_state_dict returns" in text
+    # A vector is one box on each rank, which has a file of its own.
+    said = run_ranks(2, _through_files, str(tmp_path / "vector"), "bf16", ["1.weight"], how)
+    assert all(("all equal" if how == "safetensors" else "1.weight is in ") in text for text in said)

@@ -253,3 +253,49 @@ def test_groups_that_share_a_learning_rate_tensor_share_one_after_loading(make):
     optimizer.load_state_dict(optimizer.state_dict())
     first, second = (group["lr"] for group in optimizer.param_groups)
     assert first is second
+
+
+@pytest.mark.parametrize("make", [*OURS, torch.optim.AdamW])
+def test_entries_of_state_that_are_no_parameters_travel(make):
+    params = make_params()
+    optimizer = make(params, lr=0.01)
+    run(optimizer, params, 0, 1)
+    optimizer.state["tokens"], optimizer.state["ema"] = 17, {"decay": torch.tensor(0.5)}
+    saved = optimizer.state_dict()
+    assert list(saved["state"]) == [0, 1, 2, 3, 4, "tokens", "ema"]
+    for make_other in (*OURS, torch.optim.AdamW):
+        others = make_params()
+        other = make_other(others, lr=0.01)
+        other.state["mine"] = 3
+        other.load_state_dict(saved)
+        assert "mine" not in other.state
+        assert other.state["tokens"] == 17
+        run(other, others, 1, 2)
+        assert other.state_dict()["state"]["ema"] == {"decay": torch.tensor(0.5)}
+        assert set(other.state) == {*others, "tokens", "ema"}
+
+
+@pytest.mark.parametrize("key, value", [("9.weight", {"step": torch.tensor(1.0)}), (7, 1)])
+def test_a_state_of_a_parameter_that_is_not_there_is_no_such_entry(key, value):
+    optimizer = FusedAdam(make_params())
+    saved = optimizer.state_dict()
+    saved["state"][key] = value
+    with pytest.raises(ValueError, match=rf"has the key {key!r}; expected one of the ids"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", OURS)
+def test_a_group_that_is_listed_twice_has_the_same_parameters(make):
+    first, second = make_params(), make_params(seed=1)
+    ours = make([{"params": first}, {"params": second}], lr=0.01)
+    reference = torch.optim.AdamW([{"params": first}, {"params": second}], lr=0.01)
+    run(ours, first, 0, 1)
+    run(reference, first, 0, 1)
+    for optimizer in (ours, reference):
+        optimizer.param_groups.extend(optimizer.param_groups[:1])
+    saved, expected = ours.state_dict(), reference.state_dict()
+    assert [group["params"] for group in saved["param_groups"]] == [group["params"] for group in expected["param_groups"]]
+    assert list(saved["state"]) == list(expected["state"])
+    for source in (saved, expected):
+        ours.load_state_dict(source)
+        assert ours.state_dict()["state"][0]["step"] == 1
