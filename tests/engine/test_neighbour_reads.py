@@ -85,6 +85,7 @@ def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     try:
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
