@@ -59,16 +59,17 @@ def initialize(
     Starts torch.distributed from the environment unless it is started: as torchrun sets it, or else mpirun or srun, whose ranks
     then get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, too. Over several nodes mpirun has
     to pass on MASTER_ADDR, the host of rank 0. Without any of them the world is this process. With CUDA the device is
-    LOCAL_RANK's unless another one than 0 is current, and the backend nccl. Collective. Raises on every rank, with nothing
-    changed but that the group is started, which the next call uses: ValueError, TypeError, or NotImplementedError for what
-    is not built yet; OSError for the file.
+    LOCAL_RANK's unless another one than 0 is current, and the backend nccl. Collective. A configuration that cannot be
+    followed raises before a group is started. Raises on every rank, with nothing changed but that the group is started, which
+    the next call uses: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
     """
-    _start_process_group()
+    settings = read_config(config, args) if not dist.is_available() or not dist.is_initialized() else None
+    _start_process_group()  # not for a configuration that nobody can follow
     comm = Comm()
     problem: Exception | None = None
     entries: list[str] = []
     try:
-        settings = read_config(config, args)
+        settings = settings or read_config(config, args)
         sizes = settings.batch_sizes(comm.world_size)
         _check_model(model, settings)
         given = _optimizer(model, model_parameters, settings, optimizer)

@@ -290,10 +290,13 @@ def _hash(rank: int, world_size: int) -> str:
 
 
 def main() -> None:
-    """What torchrun runs: the environment is all that it gives. The first configuration has a mistake."""
+    """What torchrun runs: the environment is all that it gives. The first configuration has a mistake, then the parameters."""
     torch.set_num_threads(1)
     assert not dist.is_initialized()
     _refused(ValueError, "did you mean gradient_clipping", ds_config(2, gradient_cliping=1.0))
+    assert not dist.is_initialized()
+    with pytest.raises(TypeError, match="model_parameters has type int"):
+        shardcore.initialize(model=make_net(), model_parameters=5, config=ds_config(2))
     value = _hash(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value}", flush=True)
     dist.destroy_process_group()
