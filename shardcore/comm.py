@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore import neighbour_reads, telling
-from shardcore.launchers import world_told
+from shardcore.launchers import warn_of_idle_tasks, world_told
 from shardcore.overdue import Overdue
 from shardcore.process_groups import (
     GroupSlot,
@@ -91,6 +91,8 @@ class Comm:
                 "call torch.distributed.init_process_group() or shardcore.initialize() first (WORLD_SIZE=1 in the environment "
                 "says that this process is to train alone)"
             )
+        else:
+            warn_of_idle_tasks()
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"

@@ -63,13 +63,14 @@ def initialize(
     followed raises before a group is started. Raises on every rank, with nothing changed but that the group is started, which
     the next call uses: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
     """
-    settings = read_config(config, args) if not dist.is_available() or not dist.is_initialized() else None
-    _start_process_group()  # not for a configuration that nobody can follow
+    if dist.is_available() and not dist.is_initialized():
+        read_config(config, args)  # no group is started for a configuration that nobody can follow
+        _start_process_group()
     comm = Comm()
     problem: Exception | None = None
     entries: list[str] = []
     try:
-        settings = settings or read_config(config, args)
+        settings = read_config(config, args)
         sizes = settings.batch_sizes(comm.world_size)
         _check_model(model, settings)
         given = _optimizer(model, model_parameters, settings, optimizer)
@@ -116,13 +117,10 @@ def initialize(
 
 
 def _start_process_group() -> None:
-    """Start torch.distributed if the environment says how and nobody has yet. It stays, whatever is raised afterwards."""
-    if not dist.is_available():
-        return
-    if not dist.is_initialized():
-        follow_launcher(_OP)
+    """Start torch.distributed if the environment says how. It stays, whatever is raised afterwards."""
+    follow_launcher(_OP)
     device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
-    if dist.is_initialized() or ("RANK" not in os.environ and world_told()[1] == 1):
+    if "RANK" not in os.environ and world_told()[1] == 1:
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:

@@ -9,8 +9,12 @@ the tasks that the job asked for, and SLURM_PROCID=0. Only srun sets SLURM_STEP_
 salloc, where it is a step itself, has one. So that variable counts. (srun(1) and sbatch(1), "output environment variables".)
 """
 
+import logging
 import os
 import re
+from functools import cache
+
+logger = logging.getLogger("shardcore")
 
 # How many processes there are; each one's rank; its rank in its node; how many are in its node, where that is said.
 _LAUNCHERS = {
@@ -26,6 +30,18 @@ def world_told() -> tuple[str, int]:
         if name in os.environ:
             return name, whole_number(name)
     return "", 1
+
+
+@cache
+def warn_of_idle_tasks() -> None:
+    """Say once that the job has several tasks, of which this process is none: in a batch script without srun, say."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if tasks != "1" and "SLURM_PROCID" in os.environ and not {"WORLD_SIZE", *_LAUNCHERS} & set(os.environ):
+        logger.warning(
+            "SLURM_NTASKS is %s but srun did not start this process, so it trains alone; expected srun python ... or torchrun "
+            "to train over several ranks (WORLD_SIZE=1 says that one is meant)",
+            tasks,
+        )
 
 
 def follow_launcher(op: str) -> None:
