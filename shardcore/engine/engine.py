@@ -4,6 +4,7 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
-from shardcore.optim import check_max_norm, step_tensor
+from shardcore.optim import EngineRef, check_max_norm, step_tensor
 
 
 class Engine:
@@ -62,9 +63,10 @@ class Engine:
         returned, None where steps are complete then. home: see Reducer. pace: chooses the share of the store's states that is
         in host memory, which `resplit` then moves; it returns where in each bucket's owned range that begins.
         """
-        self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)  # both keep the engine
+        self.buckets, self.unmanaged, self.store = list(buckets), list(unmanaged), store
         self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
-        self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
+        self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
         self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
@@ -74,12 +76,12 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
-        self.outcomes = Outcomes(optimizer, scaler, late=verdicts is not None)
+        self._verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
+        self.outcomes = Outcomes(optimizer, scaler, late=self._verdicts is not None)
         constant = [*self.constant.values()]
-        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, verdicts)
+        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, self._verdicts)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
-            param.__dict__["_shardcore_engine"] = self
+            param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(model)
         self.whole_values = WholeValues(comm, device)
         self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole_values.of_buckets)
@@ -91,6 +93,14 @@ class Engine:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None, for the same reason."""
         return type(None), ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model. RuntimeError where only its optimizer, or modules of it, are left."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the sharded model is gone; expected it to be kept as long as its state is read or loaded")
+        return model
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
@@ -198,9 +208,10 @@ class Engine:
                 raise ValueError(
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
-        if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
+        optimizer = self._optimizer()
+        if not self.lifetimes.owns_everything and getattr(optimizer, "found_inf", None) is not None:
             for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
-                self.optimizer.__dict__.pop(left, None)
+                vars(optimizer).pop(left, None)
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 '(precision="fp16" has optimizer.scale_loss, "bf16" needs none, and non-finite steps are skipped anyway)'
@@ -242,6 +253,8 @@ class Engine:
         self.scaler.check_state("load_state_dict", scale)
         self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
+        if self._verdicts is not None:
+            self._verdicts.take_scale()
         self.outcomes.forget_late()
         self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 

@@ -74,8 +74,8 @@ class Exchange:
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: deque[_Flight] = deque()
-        self._lost: list[Any] = []
+        self._flights: deque[_Flight] = comm.keeps(deque())
+        self._lost: list[Any] = comm.keeps([])
 
     def send(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None) -> None:
         """Start with one bucket, which `notice` announced; those that are too many in flight are finished."""

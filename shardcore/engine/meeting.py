@@ -52,12 +52,11 @@ class Meetings:
         """Announce over `comm`; `units` are the names of all units, in the same order on every rank."""
         self._comm = comm
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
-        self._unchecked: deque[Notice] = deque()
-        self._lost: list[Notice] = []
+        self._unchecked: deque[Notice] = comm.keeps(deque())
+        self._lost: list[Notice] = comm.keeps([])
         self._at: int | None = None  # on NCCL: the last point
         comm.watch(self.where)
         self._untold, self._digest = deque[int](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
-        self._refusing = _Refusing(self)
         self.before: Callable[[], None] = lambda: None  # makes what is to be announced before the next meeting
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
@@ -132,7 +131,7 @@ class Meetings:
 
     def refusing(self) -> "_Refusing":
         """Let an error of this rank's own stop the other ranks: it tells them in place of what it would announce next."""
-        return self._refusing
+        return _Refusing(self)
 
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""

@@ -22,6 +22,7 @@ from shardcore.engine.meeting import Meetings
 from shardcore.engine.store import StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, take_edits
+from shardcore.optim import weakly
 
 
 class WholeUnits:
@@ -38,8 +39,8 @@ class WholeUnits:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy
         self.meetings = Meetings(comm, [unit.name for unit in units])
-        self.meetings.before = self._start_owed
-        self.meetings.on_parting.append(self._forget)
+        self.meetings.before = weakly(self._start_owed)
+        self.meetings.on_parting.append(weakly(self._forget))
         self._owed: Unit | None = None  # see _start_ahead
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
@@ -47,9 +48,13 @@ class WholeUnits:
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
-        self._lost: list[Any] = []  # gathers that may never end, and their memory
+        self._lost: list[Any] = comm.keeps([])  # gathers that may never end, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self._scratch: list[tuple[Unit, Managed]] = []
+
+    def __del__(self) -> None:
+        """Leave with the group what a forward that failed has started."""
+        self._lost += [unit.gathers for unit in self.units if unit.gathers is not None]
 
     def _start_ahead(self, unit: Unit) -> None:
         """Gather a unit that is used soon. If its weights are not updated yet, do it before the next gather or meeting.
@@ -136,7 +141,7 @@ class WholeUnits:
         """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
         self._parted, self._owed = True, None
         for unit in self.units:
-            unit.guest = None
+            unit.guest = 0
             if not self.meetings.sent_by_all(unit.notice):
                 self._lose(unit)
 

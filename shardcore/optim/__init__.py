@@ -5,6 +5,7 @@ and clipping have one meaning.
 """
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
+from shardcore.optim.engine import EngineRef, engine_of, weakly
 from shardcore.optim.exchange import (
     export_groups,
     export_state,
@@ -45,6 +46,7 @@ __all__ = [
     "SCALES",
     "AdamOptimizer",
     "CPUAdam",
+    "EngineRef",
     "FusedAdam",
     "ParamState",
     "StepCount",
@@ -54,6 +56,7 @@ __all__ = [
     "clip_grad_norm_",
     "draws_random_bits",
     "dtype_name",
+    "engine_of",
     "export_groups",
     "export_state",
     "global_norm",
@@ -69,4 +72,5 @@ __all__ = [
     "step_tensor",
     "stored_moment",
     "warn_of_lost",
+    "weakly",
 ]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.optim.dtensor import Ranks, Rows, any_sharded, find_rows, grouped
+from shardcore.optim.engine import engine_of
 from shardcore.optim.options import PARAM_DTYPES, dtype_name
 from shardcore.optim.scale import check_max_norm
 from shardcore.optim.uncompiled import uncompiled
@@ -122,7 +123,7 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
     which the parameter lies in memory (channels_last, transposed), whatever its gradient's strides.
     """
     op = "clip_grad_norm_"
-    engine = getattr(model_or_params, "_shardcore_engine", None)
+    engine = engine_of(model_or_params)
     if engine is not None and not isinstance(model_or_params, torch.Tensor):
         return engine.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
     if isinstance(model_or_params, torch.nn.Module):
@@ -131,9 +132,9 @@ def clip_grad_norm_(model_or_params: torch.nn.Module | torch.Tensor | Iterable[t
         given = type(model_or_params).__name__
         raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
     params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
-    engines = {id(e): e for e in (getattr(p, "_shardcore_engine", None) for p in params) if e is not None}
-    for engine in engines.values():
-        of_one = len(engines) == 1 and all(hasattr(p, "_shardcore_engine") for p in params)
+    engines = dict.fromkeys(map(engine_of, params))
+    for engine in filter(None, engines):
+        of_one = len(engines) == 1
         problem = None if of_one else ValueError(f"{op}: params are not all of one sharded model; expected one model at a time")
         return engine.clip_grad_norm_(max_norm, params, problem)  # type: ignore[no-any-return]
     dtensors = find_rows(op, params)

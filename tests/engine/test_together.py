@@ -273,9 +273,6 @@ def _many_models(rank: int, world_size: int) -> tuple[int, int]:
         optimizer.step()
         other.step()
         del model, optimizer, second, other
-        if rank == 0:
-            gc.collect()  # the other rank's are collected whenever they are
-    gc.collect()
     before = len(slots_of(dist.group.WORLD))
     _model, _, _ = train(rank, Run(steps=1))
     return before, len(slots_of(dist.group.WORLD))
