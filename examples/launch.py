@@ -4,7 +4,6 @@ Ranks that we start meet through a file, so no port can be taken. The first rank
 traceback (not the "connection closed" that it causes in the others) is what the user sees.
 """
 
-import gc
 import os
 import signal
 import sys
@@ -132,6 +131,5 @@ def _run_rank(
     ours = {"backend": "nccl", "device_id": place} if place.type == "cuda" else {"backend": "gloo"}
     dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **ours)
     result = function(Rank(rank, world_size, place), *args)
-    gc.collect()  # models hold process groups: left to the end of Python these would end after what they run on
     dist.destroy_process_group()
     return result

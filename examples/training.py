@@ -1,7 +1,6 @@
 """One training of the GPT with shardcore, as short as a user would write it, and what it measured."""
 
 import ctypes
-import gc
 import hashlib
 import math
 import statistics
@@ -147,7 +146,6 @@ def train(
         skipped_steps=optimizer.skipped_steps,
     )
     del model, optimizer, scheduler
-    gc.collect()  # the model and its engine refer to each other; the next training needs the room
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()
     return training

@@ -248,7 +248,10 @@ def shard(
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
-    agree(comm, problem or short, entries)
+    try:
+        agree(comm, problem or short, entries)
+    finally:
+        problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
 
     # Take memory, on the device and in the tier.
     comm.separate()
@@ -340,7 +343,7 @@ def shard(
         engine.state_io.carry(carried)
         if not broadcast or isinstance(filler, FromFiles):
             engine.updater.note_own_weights()
-        model_io.attach(engine, builder.dtype if cast_inputs and precision != "fp32" else None)
+        model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine
         for name, param in frozen if optimizer is None else ():
@@ -417,7 +420,10 @@ def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
     answers = comm.gather_json({"problem": None if problem is None else str(problem), "digest": digest})
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            problem = None  # else a cycle
     for rank, answer in enumerate(answers):
         if answer["problem"] is not None:
             raise ValueError(f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from shardcore.tags import Tags
 from shardcore.telling import as_bytes
 from shardcore.topology import topology_of
 
+T = TypeVar("T")
 # torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -99,6 +100,7 @@ class Comm:
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags = Tags()
         self._slot = GroupSlot(None)
+        self._on_way: list[Any] = []
         self._overdue: Overdue | None = None
 
     def separate(self) -> None:
@@ -121,7 +123,7 @@ class Comm:
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True
-        weakref.finalize(self, slot.release)
+        weakref.finalize(self, slot.release, self._on_way)
         if slot.met or self.world_size == 1:
             return
         if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
@@ -140,6 +142,15 @@ class Comm:
     def tell_device(self) -> torch.device:
         """Where what ranks `tell` each other travels: the CPU, which waits for no device, wherever gloo is there for that."""
         return self.device if self.world_size > 1 and self._tells_by_nccl else torch.device("cpu")
+
+    def keeps(self, on_way: T) -> T:
+        """Return `on_way`, a container of what travels: what is in it when this object goes stays with the group.
+
+        Not on NCCL, which keeps the memory of what it was given itself.
+        """
+        if not self.uses_nccl:
+            self._on_way.append(on_way)
+        return on_way
 
     def watch(self, where: Callable[[], str]) -> None:
         """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""

@@ -257,7 +257,7 @@ def _walk(given: Any, section: Section, where: str, values: dict[str, Any], prob
             try:
                 values[path] = entry(path, value)
             except _PROBLEMS as problem:
-                problems.append(problem)
+                problems.append(problem.with_traceback(None))  # which would hold this frame, and all that call it, in a cycle
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _raise_all(problems: list[Exception]) -> None:
     if len(problems) == 1:
-        raise problems[0]
+        raise problems.pop()
     if problems:
         kinds = {type(problem) for problem in problems}
         kind = kinds.pop() if len(kinds) == 1 else ValueError

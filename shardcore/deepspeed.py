@@ -82,7 +82,10 @@ def initialize(
         entries.append(f"training_data of {len(samples)} samples")
     except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
         problem = error
-    agree(comm, problem, entries, _OP)
+    try:
+        agree(comm, problem, entries, _OP)
+    finally:
+        problem = None  # as in shard
     if "gradient_clipping" not in settings.given and comm.rank == 0:
         logger.warning(
             "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "

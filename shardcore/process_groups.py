@@ -5,7 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ class GroupSlot:
     neighbours: the ranks on it that read each other's memory, once they have met. host: the group of the same ranks on which
     they tell each other what lies in host memory, if `group` has no gloo for that. in_backward: one has begun and not ended.
     broken: what was raised when a wait failed. spoiled: one did, or a backward was left, or ranks parted: messages that nobody
-    took may lie there.
+    took may lie there. left: what an engine that is gone left on its way; gloo breaks a connection if that loses its memory.
     """
 
     group: dist.ProcessGroup | None
@@ -43,10 +43,12 @@ class GroupSlot:
     in_backward: bool = False
     broken: str = ""
     spoiled: bool = False
+    left: list[Any] = field(default_factory=list)
 
-    def release(self) -> None:
-        """Leave it to the next engine, unless what this one left there would meet that one's messages."""
-        self.taken = self.in_backward or self.spoiled
+    def release(self, on_way: list[Any]) -> None:
+        """Leave it to the next engine, unless what this one left there, `on_way` or not, would meet that one's messages."""
+        self.left += filter(None, on_way)
+        self.taken = self.in_backward or self.spoiled or bool(self.left)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:

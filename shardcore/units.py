@@ -48,23 +48,26 @@ def _owner_chains(model: nn.Module, chosen: set[nn.Module]) -> Iterator[tuple[st
     """Yield each distinct parameter with the units that contain all of its uses, outermost first."""
     first_name: dict[nn.Parameter, str] = {}
     common: dict[nn.Parameter, list[nn.Module]] = {}
-
-    def visit(module: nn.Module, prefix: str, chain: list[nn.Module]) -> None:
-        if module in chosen:
-            chain = [*chain, module]
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            first_name.setdefault(param, prefix + name)
-            known = common.get(param, chain)
-            common[param] = [a for a, b in zip(known, chain, strict=False) if a is b]
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, f"{prefix}{name}.", chain)
-
-    visit(model, "", [model])
+    for name, param, chain in _uses(model, chosen, "", [model]):
+        first_name.setdefault(param, name)
+        known = common.get(param, chain)
+        common[param] = [a for a, b in zip(known, chain, strict=False) if a is b]
     for param, name in first_name.items():
         yield name, param, common[param]
+
+
+def _uses(
+    module: nn.Module, chosen: set[nn.Module], prefix: str, chain: list[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """Yield each use of a parameter in `module`, which is called `prefix`, with the units around it, outermost first."""
+    if module in chosen:
+        chain = [*chain, module]
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield prefix + name, param, chain
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _uses(child, chosen, f"{prefix}{name}.", chain)
 
 
 def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
@@ -141,21 +144,21 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
     chosen: list[nn.Module] = []
-    seen: set[nn.Parameter] = set()
-
-    def visit(module: nn.Module) -> int:
-        if isinstance(module, _READERS):
-            own = set(module.parameters()) - seen
-            children: list[nn.Module] = []
-        else:
-            own = {p for p in module._parameters.values() if p is not None} - seen
-            children = list(module.children())
-        seen.update(own)
-        rest = sum(p.numel() for p in own) + sum(map(visit, children))
-        if rest >= min_numel and _is_called(module):
-            chosen.append(module)
-            return 0
-        return rest
-
-    visit(model)
+    _choose_by_size(model, min_numel, chosen, set())
     return chosen
+
+
+def _choose_by_size(module: nn.Module, min_numel: int, chosen: list[nn.Module], seen: set[nn.Parameter]) -> int:
+    """Add to `chosen`; returns how many parameters of the module, none of them in `seen`, are left for who holds it."""
+    if isinstance(module, _READERS):
+        own = set(module.parameters()) - seen
+        children: list[nn.Module] = []
+    else:
+        own = {p for p in module._parameters.values() if p is not None} - seen
+        children = list(module.children())
+    seen.update(own)
+    rest = sum(p.numel() for p in own) + sum(_choose_by_size(child, min_numel, chosen, seen) for child in children)
+    if rest >= min_numel and _is_called(module):
+        chosen.append(module)
+        return 0
+    return rest

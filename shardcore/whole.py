@@ -9,14 +9,15 @@ from torch import nn
 
 from shardcore.engine import sharded_state
 from shardcore.engine.engine import Engine
+from shardcore.optim import EngineRef, engine_of
 
 
 def _engine_of(op: str, thing: Any) -> Engine:
-    engine = getattr(thing, "_shardcore_engine", None) or getattr(thing, "_engine", None)
+    engine = engine_of(thing) or getattr(thing, "_engine", None)
     if not isinstance(engine, Engine):
-        raise ValueError(
-            f"{op}: {type(thing).__name__} is not sharded; expected what shardcore.shard returned, or a parameter of it"
-        )
+        gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
+        state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"
+        raise ValueError(f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a parameter of it")
     return engine
 
 
@@ -56,7 +57,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
-    engine = _engine_of("full_params", next((p for p in params if hasattr(p, "_shardcore_engine")), model))
+    engine = _engine_of("full_params", next((p for p in params if engine_of(p) is not None), model))
     with engine.weights.whole(params) if engine.weights is not None else nullcontext():
         yield
 

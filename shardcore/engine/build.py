@@ -18,14 +18,14 @@ from shardcore.engine.membership import check_unwrapped
 from shardcore.engine.store import StateStore
 from shardcore.engine.unit import Unit
 from shardcore.layout import FlatLayout, plan_flat
-from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, export_state, import_state
+from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, engine_of, export_state, import_state
 from shardcore.telling import plain
 from shardcore.units import UnitSpec
 
 
 def check_model(model: nn.Module, alone: bool) -> None:
     """Raise unless `model` can be sharded. alone: over one rank."""
-    if getattr(model, "_shardcore_engine", None) is not None:
+    if engine_of(model) is not None:
         raise ValueError("shard: the model is already sharded; expected a model that shard() has not changed")
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
@@ -34,7 +34,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             where = name or "the model"
             raise TypeError(f"shard: {where} is a ScriptModule, which takes no hooks; expected an ordinary module")
-        if getattr(module, "_shardcore_engine", None) is not None:
+        if engine_of(module) is not None:
             raise ValueError(f"shard: the module {name} is already sharded; expected to shard the whole model once")
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and not alone:
             raise ValueError(
@@ -42,7 +42,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 "that its own batch uses, so that ranks part; expected None over several ranks (normalize what it returns)"
             )
     for name, param in model.named_parameters():
-        if getattr(param, "_shardcore_engine", None) is not None:
+        if engine_of(param) is not None:
             raise ValueError(f"shard: {name} belongs to another sharded model; expected a parameter of this model alone")
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
@@ -213,7 +213,6 @@ def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]
     return [
         Unit(
             spec.name,
-            spec.module,
             buckets_of[spec.name],
             stays=spec.name == "" or len(modules.intersection(spec.module.modules())) > 1,
         )
@@ -387,6 +386,9 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
         return
     said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)
-    raise RuntimeError(
-        f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank ({then})"
-    ) from problem
+    try:
+        raise RuntimeError(
+            f"shard: {doing} failed on rank {rank}: {text}; expected it to succeed on every rank ({then})"
+        ) from problem
+    finally:
+        problem = None  # else the error holds this frame, and what it had allocated, in a cycle

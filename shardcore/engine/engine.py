@@ -4,6 +4,7 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ from shardcore.engine.updater import Updater
 from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
-from shardcore.optim import step_tensor
+from shardcore.optim import EngineRef, step_tensor
 from shardcore.telling import READS
 
 
@@ -63,9 +64,10 @@ class Engine:
         returned, None where steps are complete then. home: see Reducer. pace: chooses the share of the store's states that is
         in host memory, which `resplit` then moves; it returns where in each bucket's owned range that begins.
         """
-        self.model, self.buckets, self.unmanaged, self.store = model, list(buckets), list(unmanaged), store
+        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)  # both keep the engine
+        self.buckets, self.unmanaged, self.store = list(buckets), list(unmanaged), store
         self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
-        self.comm, self.lifetimes, self.max_norm, self.optimizer, self.device = comm, lifetimes, max_norm, optimizer, device
+        self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         self.meetings = Meetings(comm, []) if weights is None else weights.meetings
         self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
@@ -75,12 +77,12 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
-        self.outcomes = Outcomes(optimizer, scaler, late=verdicts is not None)
+        self._verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
+        self.outcomes = Outcomes(optimizer, scaler, late=self._verdicts is not None)
         constant = [*self.constant.values()]
-        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, verdicts)
+        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, self._verdicts)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
-            param.__dict__["_shardcore_engine"] = self
+            param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(model)
         self.whole_values = WholeValues(comm, device)
         self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole_values.of_buckets)
@@ -92,6 +94,14 @@ class Engine:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None, for the same reason."""
         return type(None), ()
+
+    @property
+    def model(self) -> nn.Module:
+        """The sharded model. RuntimeError where only its optimizer, or modules of it, are left."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the sharded model is gone; expected it to be kept as long as its state is read or loaded")
+        return model
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
@@ -137,7 +147,7 @@ class Engine:
             self._step_together(grad_scale, max_norm, problem)
 
     def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
-        self.meetings.meet(STEP, self.reducer.told())
+        self.meetings.meet(STEP, self.reducer.count)
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
@@ -199,9 +209,10 @@ class Engine:
                 raise ValueError(
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
-        if not self.lifetimes.owns_everything and getattr(self.optimizer, "found_inf", None) is not None:
+        optimizer = self._optimizer()
+        if not self.lifetimes.owns_everything and getattr(optimizer, "found_inf", None) is not None:
             for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
-                self.optimizer.__dict__.pop(left, None)
+                vars(optimizer).pop(left, None)
             raise ValueError(
                 "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
                 "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; non-finite steps are skipped)"
@@ -234,7 +245,8 @@ class Engine:
         self.read_all("optimizer.state_dict", "the optimizer")
         scale = self.scaler.state()
         whole = self.state_io.state_dict()
-        whole["state"] |= self.optimizer.state.others
+        optimizer: Any = self._optimizer()  # it makes this call
+        whole["state"] |= optimizer.state.others
         return whole | ({} if scale is None else {"loss_scale": scale})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,8 +255,11 @@ class Engine:
         self.synchronize()
         self.settle()
         self.scaler.check_state("load_state_dict", scale)
-        self.optimizer.state.others = self.state_io.load_state_dict(state_dict)
+        optimizer: Any = self._optimizer()  # it makes this call
+        optimizer.state.others = self.state_io.load_state_dict(state_dict)
         self.scaler.load_state(scale)
+        if self._verdicts is not None:
+            self._verdicts.take_scale()
         self.outcomes.forget_late()
         self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 
@@ -289,16 +304,16 @@ class Engine:
             self.reducer.host.arrive()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
 
-        self.together(op, check, self.reducer.told())
+        self.together(op, check, self.reducer.count)
         self.reducer.reduce_pending()
         self.reducer.host.arrive()
         return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
-    def together(self, op: str, check: Callable[[], str], told: Sequence[str] = ()) -> None:
+    def together(self, op: str, check: Callable[[], str], backwards: int = 0) -> None:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
-        What `check` returns says which value is read, where there are several: it has to be the same on every rank; so does
-        what is `told` before. Whoever calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
+        What `check` returns says which value is read, where there are several: it has to be the same on every rank, as the
+        number of `backwards` is. Whoever calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
         """
         self.reducer.settle()
         self.settle()
@@ -308,7 +323,7 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        self.meetings.meet(READ, told, detail=READS.index(op))
+        self.meetings.meet(READ, backwards, detail=READS.index(op))
         try:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -336,7 +351,7 @@ class Engine:
             self.reducer.host.arrive()
             return self._of("full_grad", param)[1].name
 
-        self.together("full_grad", check, self.reducer.told())
+        self.together("full_grad", check, self.reducer.count)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
         self.reducer.host.arrive()

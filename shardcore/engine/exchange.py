@@ -74,8 +74,8 @@ class Exchange:
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: deque[_Flight] = deque()
-        self._lost: list[Any] = []
+        self._flights: deque[_Flight] = comm.keeps(deque())
+        self._lost: list[Any] = comm.keeps([])
 
     def send(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None) -> None:
         """Start with one bucket, which `notice` announced; those that are too many in flight are finished."""
@@ -113,7 +113,7 @@ class Exchange:
             for level in range(first_level, len(self._levels)):
                 numel = bucket.layout.numel // prod(map(len, self._levels[: level + 1]))
                 size = numel * (torch.float32 if level else dtype).itemsize
-                pieces.append((self._levels[level], self._tag_number(bucket, level), size))
+                pieces.append((self._levels[level], self._tag_number(bucket, level, dtype), size))
             size = bucket.owned_numel // len(owners) * summed(bucket).itemsize
             pieces.append((owners, self.gather_number(bucket), size))
 
@@ -160,11 +160,14 @@ class Exchange:
         else:
             received = self.pool.take(sent.numel(), sent.dtype)
             several = ranks if len(self._levels) > 1 else None
-            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, several, of=self._tag_number(bucket, level))
+            number = self._tag_number(bucket, level, sent.dtype)
+            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, several, of=number)
         self._flights.append(_Flight(bucket, whole, notice, level, sent, received, works))
 
-    def _tag_number(self, bucket: Bucket, level: int) -> int:
-        return (len(self._levels) + 1) * self._number[bucket] + level
+    def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
+        """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
+        sums = level == 0 and dtype != bucket.dtype
+        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + sums
 
     def gather_number(self, bucket: Bucket) -> int:
         """Return the number (Comm.all_to_all, `of`) of what those who own the same range gather of its sum."""

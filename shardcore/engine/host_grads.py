@@ -163,8 +163,8 @@ class HostGrads:
         self._worker = Worker("shardcore-add", None if home is None else home.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
-        self._leaving: deque[_Leaving] = deque()
-        self._lost: list[_Leaving] = []
+        self._leaving: deque[_Leaving] = comm.keeps(deque())
+        self._lost: list[_Leaving] = comm.keeps([])
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 

@@ -18,6 +18,7 @@ called on, and each stream that waits for a bucket waits for an event of the wor
 """
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,16 +40,18 @@ from shardcore.engine.store import Scalars, Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit
 from shardcore.engine.waiting import Waiting, WaitingGroup
-from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
+from shardcore.engine.worker import Worker, WorkerThreads, own_thread_count, use_own_threads
+from shardcore.optim import weakly
+from shardcore.optim.uncompiled import keep_uncompiled
 
 _BEGIN_S = 0.1  # at most, that a step waits for its worker to begin
 
 
 @dataclass(eq=False)
 class _Reader:
-    """A module with parameters of its own in `buckets`."""
+    """A module with parameters of its own in `buckets`. It is not kept: it keeps this, by its hooks."""
 
-    module: nn.Module
+    module: "weakref.ref[nn.Module]"
     buckets: list[Bucket]
 
 
@@ -86,6 +89,7 @@ class LazyStep:
 
         groups: the optimizer's (live) param_groups, whose "params" wait, too.
         """
+        self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self.units, self.store, self.comm, self.lifetimes, self.device = list(units), store, comm, lifetimes, device
         self._worker, self._groups = Worker("shardcore-step", threads, device), groups
         self._lock = threading.RLock()
@@ -94,13 +98,13 @@ class LazyStep:
         self._work: tuple[Any, ...] | None = None  # what the worker was not given yet
         self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
         self._worker_gathers = self._gathers and not comm.uses_nccl
-        self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
+        self._left: list[_Update] = comm.keeps([])
         self._readers: dict[Bucket, list[_Reader]] = {bucket: [] for unit in units for bucket in unit.buckets}
         bucket_of = {managed.param: bucket for bucket in self._readers for managed in bucket.params}
         for module in model.modules():
             own = [bucket_of[param] for param in module._parameters.values() if param in bucket_of]
             if own:
-                reader = _Reader(module, list(dict.fromkeys(own)))
+                reader = _Reader(weakref.ref(module), list(dict.fromkeys(own)))
                 for bucket in reader.buckets:
                     self._readers[bucket].append(reader)
         self._used: dict[Unit, None] = {}  # since the last forward of the whole model ended, in order
@@ -108,8 +112,7 @@ class LazyStep:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         _alive.add(self)
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
-        for method in ("before_forward", "end_forward"):
-            setattr(self, method, torch.compiler.disable(getattr(self, method)))  # type: ignore[no-untyped-call]
+        keep_uncompiled(LazyStep, "before_forward", "end_forward")
 
     # --- the order ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +153,7 @@ class LazyStep:
         self._pending = {update.bucket: update for update in updates}
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
-        self._groups[:] = [WaitingGroup(group, lambda: self._read(list(self._pending))) for group in self._groups]
+        self._groups[:] = [WaitingGroup(group, weakly(self._read)) for group in self._groups]
         self._submit()
         begun.wait(_BEGIN_S)  # else it may wait for the interpreter until what the caller does next ends
 
@@ -161,8 +164,8 @@ class LazyStep:
             self._work = None
 
     def _let_wait(self, reader: _Reader) -> None:
-        own = reader.module._parameters
-        reader.module.__dict__["_parameters"] = Waiting(own, lambda: self._read(reader.buckets))
+        if (module := reader.module()) is not None:
+            module.__dict__["_parameters"] = Waiting(module._parameters, lambda: self._read(reader.buckets))
 
     # --- waiting ------------------------------------------------------------------------------------------------------
 
@@ -170,8 +173,9 @@ class LazyStep:
         """Wait for all that is pending. On CUDA all of this is in the order of the current stream."""
         self.wait(list(self._pending))
 
-    def _read(self, buckets: Sequence[Bucket]) -> None:
-        """Wait for weights that someone reads, perhaps on this rank alone. See Note [Who gathers]."""
+    def _read(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Wait for weights (None: all) that someone reads, perhaps on this rank alone. See Note [Who gathers]."""
+        buckets = list(self._pending) if buckets is None else buckets
         if self._gathers and not self._worker_gathers:
             updates = [self._pending[bucket] for bucket in buckets if bucket in self._pending]
             missing = [update.bucket.unit or "the root" for update in updates if update.gathers is None]
@@ -247,20 +251,29 @@ class LazyStep:
 
     @staticmethod
     def _put_back(reader: _Reader) -> None:
-        waiting = reader.module._parameters
-        if isinstance(waiting, Waiting):
-            reader.module.__dict__["_parameters"] = waiting.own
+        module = reader.module()
+        if module is not None and isinstance(waiting := module._parameters, Waiting):
+            module.__dict__["_parameters"] = waiting.own
 
-    # --- fork ---------------------------------------------------------------------------------------------------------
+    # --- fork, and the end --------------------------------------------------------------------------------------------
 
-    def before_fork(self) -> None:
-        """Finish what is pending: a child has no worker. What fails is said at the next call."""
+    def let_end(self) -> None:
+        """Finish what is pending, as far as that asks nothing of other ranks. What fails is said at the next call."""
         with suppress(Exception):
             if self._gathers and not self._worker_gathers:  # the others may not be asked to gather now
                 for update in self._pending.values():
                     self._wait_for_adam(update)
             else:
                 self.finish()
+
+    def __del__(self) -> None:
+        """Finish what is pending, or the next engine on this group would meet its messages (Comm.separate)."""
+        try:
+            if self._pending and not own_thread_count() and not sys.is_finalizing():  # not on a worker: it may be this one's
+                self.let_end()
+        finally:
+            if self._pending and self._worker_gathers:
+                self._left += self._pending.values()
 
     def after_fork(self) -> None:
         """Work in a forked child: who held the lock stayed with the parent."""
@@ -341,9 +354,9 @@ def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
 _alive: "weakref.WeakSet[LazyStep]" = weakref.WeakSet()
 
 
-def _before_fork() -> None:
+def _before_fork() -> None:  # a child has no worker
     for lazy in list(_alive):
-        lazy.before_fork()
+        lazy.let_end()
 
 
 def _after_fork() -> None:

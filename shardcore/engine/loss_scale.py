@@ -8,7 +8,7 @@ Source: Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740). Options and th
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ class LossScaler:
             )
         self.live: torch.Tensor | None = None
         self.live_unscale: torch.Tensor | None = None
-        self.loaded: Callable[[], None] = lambda: None
         self._steps = 0  # at which the scale may have moved, and loads of another
 
     @property
@@ -187,4 +186,3 @@ class LossScaler:
         self.stable_steps = int(state["stable_steps"])
         self.hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)
         self._steps += 1  # losses multiplied before are not scaled by this one
-        self.loaded()

@@ -33,11 +33,12 @@ REFUSAL = "an error of its own"
 _REMEMBERED = 1 << 12  # of what was not told, enough for the passes of a step
 _EVALUATES = 1  # detail of weights
 _POINTS = (BACKWARD, LOCAL_BACKWARD, END_OF_FORWARD, END_OF_BACKWARD, STEP, READ, REFUSAL)
+_ORDERED = (_POINTS.index(END_OF_FORWARD), _POINTS.index(END_OF_BACKWARD))
 
 
 @dataclass(eq=False)
 class Notice:
-    """An announcement: of each rank what it does next, a digest of its history and a detail for errors, (world_size, 3) int64.
+    """An announcement: of each rank what it does next, what it says of itself and a detail for errors, (world_size, 3) int64.
 
     agreed: every rank is known to have announced the same.
     """
@@ -54,17 +55,16 @@ class Meetings:
         """Announce over `comm`; `units` are the names of all units, in the same order on every rank."""
         self._comm = comm
         self._names = [*_POINTS, *(f"the weights of {unit or 'the root'}" for unit in units)]
-        self._unchecked: deque[Notice] = deque()
-        self._lost: list[Notice] = []
+        self._unchecked: deque[Notice] = comm.keeps(deque())
+        self._lost: list[Notice] = comm.keeps([])
         self._at: tuple[int, int] | None = None  # on NCCL: the last point
         comm.watch(self.where)
         self._untold, self._digest = deque[tuple[int, int]](maxlen=_REMEMBERED), 0  # the last of it, and the digest of all
-        self._refusing = _Refusing(self)
         self.on_parting: list[Callable[[], None]] = []  # forget what ranks may have learned differently, serve who waits
 
-    def start(self, point: str, told: Sequence[str] = ()) -> Notice | None:
-        """Tell the others that this rank has come to `point`, and a digest of what it says there; see `check`, `compare`."""
-        return self._announce(_POINTS.index(point), _digest(told))
+    def start(self, point: str, backwards: int = 0) -> Notice | None:
+        """Tell the others that this rank has come to `point` after so many `backwards` (Reducer.count); see `check`."""
+        return self._announce(_POINTS.index(point), backwards)
 
     def start_weights(self, index: int) -> Notice | None:
         """Tell the others that this rank gathers the weights of unit `index`; see `check`."""
@@ -78,7 +78,10 @@ class Meetings:
 
     def _elsewhere(self, rows: torch.Tensor) -> RuntimeError:
         points = rows[:, ::2].tolist()
-        error = elsewhere([self._name(what, detail) for what, detail in points])
+        names = [self._name(what, detail) for what, detail in points]
+        if (rows[:, 0] == rows[0, 0]).all():
+            names = [name + after(count) for name, count in zip(names, rows[:, 1].tolist(), strict=True)]
+        error = elsewhere(names)
         if any(what >= len(_POINTS) and detail == _EVALUATES for what, detail in points):
             error = RuntimeError(
                 f"{error}; at stage 3 every rank runs each forward, in evaluation, too (inside full_params(model), which is "
@@ -86,7 +89,7 @@ class Meetings:
             )
         return error
 
-    def _announce(self, what: int, history: int = 0, detail: int = 0) -> Notice | None:
+    def _announce(self, what: int, said: int = 0, detail: int = 0) -> Notice | None:
         if self._comm.world_size == 1:
             return None
         if self._comm.uses_nccl:
@@ -95,7 +98,7 @@ class Meetings:
             self._digest = zlib.crc32(b"%d " % what, self._digest)
             return None
         rows = torch.zeros(self._comm.world_size, 3, dtype=torch.int64, device=self._comm.device)
-        rows[self._comm.rank] = torch.tensor([what, history, detail], device="cpu")
+        rows[self._comm.rank] = torch.tensor([what, said, detail], device="cpu")
         with held_back_interrupts():
             notice = Notice(rows, iter(self._comm.all_gather(rows, Traffic.NOTICE)))
             self._unchecked.append(notice)
@@ -111,45 +114,45 @@ class Meetings:
         return not self.broken and (notice is None or notice.agreed)
 
     def check(self, notice: Notice | None) -> None:
-        """Wait until every rank has said where it is; RuntimeError if one is elsewhere (Note [Parting])."""
+        """Wait until every rank has said where it is; RuntimeError if one is elsewhere, or ran another number of backwards.
+
+        See Note [Parting].
+        """
         while notice is not None and not notice.agreed:
             if notice not in self._unchecked:
                 raise different_ways("they did so before this call")
             first = self._unchecked[0]
             self._comm.refuse_if_broken()  # the wait that failed is not among first.works any more
             wait_all(first.works)
-            whats = first.rows[:, 0].tolist()
-            if len(set(whats)) > 1:
+            compared = 1 if first.rows[self._comm.rank, 0] in _ORDERED else 2  # the order is for `meet`
+            if (first.rows[:, :compared] != first.rows[0, :compared]).any():
                 self.part()
                 raise self._elsewhere(first.rows)
             first.agreed = True
             self._unchecked.popleft()  # last: until here an interrupt lets all of this be done again
 
-    def meet(self, point: str, told: Sequence[str] = (), detail: int = 0) -> None:
-        """Raise RuntimeError unless every rank comes to this point now and says the same there. Collective.
+    def meet(self, point: str, backwards: int = 0, detail: int = 0) -> None:
+        """Raise RuntimeError unless every rank comes to this point now, after as many `backwards`. Collective.
 
         detail: of a read, which of READS.
         """
-        notice = self._announce(_POINTS.index(point), _digest(told), detail)
-        if notice is not None:
-            self.compare(notice, told)
+        self.check(self._announce(_POINTS.index(point), backwards, detail))
 
-    def compare(self, notice: Notice | None, told: Sequence[str]) -> None:
-        """Wait for the others; RuntimeError unless every rank said at `notice` what this one did. Collective.
-
-        Where nothing is announced (NCCL) ranks tell each other now.
-        """
-        if self._comm.world_size == 1:
-            return
-        if notice is not None:
-            self.check(notice)
-            digests = notice.rows[:, 1]
-        else:
-            digests = self._comm.tell(torch.tensor([_digest(told)], device="cpu"), Traffic.BACKWARD)[:, 0]
-        if (digests != digests[0]).any():
-            difference = first_difference(self._comm.gather_json(list(told)))
+    def end_pass(self, point: str, order: Sequence[str]) -> None:
+        """Raise RuntimeError unless every rank comes to this end of a pass, by the same `order` of units. Collective."""
+        notice = self._announce(_POINTS.index(point), zlib.crc32("\n".join(order).encode()))
+        self.check(notice)
+        if notice is not None and (notice.rows[:, 1] != notice.rows[0, 1]).any():
+            difference = first_difference(self._comm.gather_json([f"use {i}: {name}" for i, name in enumerate(order)]))
             self.part()
             raise different_ways(str(difference))
+
+    def agree_on_nccl(self, backwards: int) -> None:
+        """Raise RuntimeError unless every rank sends gradients after as many backwards: where nothing announces it."""
+        if self._comm.uses_nccl and self._comm.world_size > 1:
+            counts = self._comm.tell(torch.tensor([backwards], device="cpu"), Traffic.BACKWARD)[:, 0].tolist()
+            if len(set(counts)) > 1:
+                raise elsewhere([BACKWARD + after(count) for count in counts])
 
     def where(self) -> str:
         """Return the point that this rank has come to, where nothing is told of it."""
@@ -166,7 +169,7 @@ class Meetings:
 
     def refusing(self) -> "_Refusing":
         """Let an error of this rank's own stop the other ranks: it tells them in place of what it would announce next."""
-        return self._refusing
+        return _Refusing(self)
 
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""
@@ -177,8 +180,10 @@ class Meetings:
         self._comm.start_anew()
 
 
-def _digest(told: Sequence[str]) -> int:
-    return zlib.crc32("\n".join(told).encode())
+def after(backwards: int) -> str:
+    """Say in words what Reducer.count says."""
+    added = "some" if backwards % 2 else "none"
+    return f" ({backwards // 2} backwards since the last step or zero_grad(), {added} of them added locally)"
 
 
 class _Refusing:

@@ -5,6 +5,7 @@ holds and is, by identity, a microsecond a module; names are looked at only if s
 """
 
 import sys
+import weakref
 from collections.abc import Iterator
 from itertools import chain
 
@@ -33,20 +34,21 @@ class Membership:
 
     def __init__(self, model: nn.Module) -> None:
         """Remember what `model` has now."""
-        self._model = model
+        self._model = weakref.ref(model)  # it keeps this, by its hooks
         self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._modules: list[nn.Module] = []
-        self._remember()
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._remember(model)
 
-    def _remember(self) -> None:
-        self._modules = list(self._model.modules())
+    def _remember(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules()]
         self._held = self._look()
 
     def _look(self) -> list[int]:
         """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
-        params = chain.from_iterable(module._parameters.values() for module in self._modules)
-        children = chain.from_iterable(module._modules.values() for module in self._modules)
-        return [*map(id, chain(params, children, map(type, self._modules)))]
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        params = chain.from_iterable(module._parameters.values() for module in modules)
+        children = chain.from_iterable(module._modules.values() for module in modules)
+        return [*map(id, chain(params, children, map(type, modules)))]
 
     def check(self, op: str) -> None:
         """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
@@ -54,10 +56,11 @@ class Membership:
         Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
         gradients by themselves are refused as well.
         """
-        if self._look() == self._held:
+        model = self._model()
+        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
             return
-        check_unwrapped(op, self._model)
-        changes = list(self._changes())
+        check_unwrapped(op, model)
+        changes = list(self._changes(model))
         if changes:
             more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise ValueError(
@@ -65,13 +68,13 @@ class Membership:
                 "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
                 "place or with load_state_dict)"
             )
-        self._remember()
+        self._remember(model)
 
-    def _changes(self) -> Iterator[str]:
+    def _changes(self, model: nn.Module) -> Iterator[str]:
         first_names: dict[nn.Parameter, str] = {}
         for name, param in self._params.items():
             first_names.setdefault(param, name)
-        now = dict(self._model.named_parameters(remove_duplicate=False))
+        now = dict(model.named_parameters(remove_duplicate=False))
         for name, param in now.items():
             before = self._params.get(name)
             if param not in first_names:

@@ -10,6 +10,7 @@ from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.engine import Engine
 from shardcore.engine.store import StateStore
+from shardcore.optim import engine_of
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
     Waits for a step that is on its way. shardcore.predict says the same before training.
     """
-    engine = getattr(model, "_shardcore_engine", None)
+    engine = engine_of(model)
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
     engine.synchronize()

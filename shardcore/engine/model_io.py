@@ -4,6 +4,7 @@ All are hooks and one instance attribute on the user's module: its class stays. 
 of a sharded model is an ordinary model with ordinary weights.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,25 +20,25 @@ from shardcore.engine.unit import callable_parts
 from shardcore.engine.weights import Weights
 
 
-def attach(engine: Engine, input_dtype: torch.dtype | None) -> None:
+def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) -> None:
     """Install the hooks of `engine` on its model; floating inputs of the root forward are cast to `input_dtype` if given."""
-    model: Any = engine.model
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
     if engine.weights is not None:
         for index, unit in enumerate(engine.weights.units):
-            if unit.module._forward_pre_hooks and unit.module is not model:  # the user's
-                unit.module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
-            unit.module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
-            unit.module.register_forward_hook(_AfterUnit(engine, index))
-            for part in callable_parts(unit, engine.weights.units):
+            module = model.get_submodule(unit.name)
+            if module._forward_pre_hooks and module is not model:  # the user's
+                module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
+            module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
+            module.register_forward_hook(_AfterUnit(engine, index))
+            for part in callable_parts(model, unit, engine.weights.units):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))
     if engine.lazy is not None:
         model.__dict__["train"] = _Train(model, engine)
         for index, unit in enumerate(engine.lazy.units):  # before the user's own hooks, which may read weights, too
-            unit.module.register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
+            model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
     model.register_forward_hook(_AfterForward(engine))
     for name, module in model.named_modules():
         if any(param in engine.managed for param in module.parameters()):
@@ -63,12 +64,27 @@ class _EngineHook:
         return None if weights is None or (weights.all_held and not torch.is_grad_enabled()) else weights
 
 
-class _ZeroGrad(_EngineHook):
-    """`model.zero_grad`: gradients live in shards, where nn.Module.zero_grad does not look."""
+class _Method(_EngineHook):
+    """What stands in for a method of the model, which has it in its `__dict__` and so is not kept by it."""
 
     def __init__(self, model: nn.Module, engine: Engine | None) -> None:
         super().__init__(engine)
-        self.model = model
+        self._model = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this method is gone; expected it to be kept")
+        return model
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied and pickled with the model, as a method of the copy."""
+        return type(self), (self.model, None)
+
+
+class _ZeroGrad(_Method):
+    """`model.zero_grad`: gradients live in shards, where nn.Module.zero_grad does not look."""
 
     def __call__(self, set_to_none: bool = True) -> None:
         if self.engine is not None:
@@ -77,12 +93,8 @@ class _ZeroGrad(_EngineHook):
             type(self.model).zero_grad(self.model, set_to_none)
 
 
-class _Train(_EngineHook):
+class _Train(_Method):
     """`model.train`, and so `model.eval`: whoever changes the mode finds new weights, also behind references held before."""
-
-    def __init__(self, model: nn.Module, engine: Engine | None) -> None:
-        super().__init__(engine)
-        self.model = model
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if self.engine is not None and mode != self.model.training:

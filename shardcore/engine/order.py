@@ -30,9 +30,10 @@ class Order(Generic[T]):
             self._on_track &= len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
             self._uses.append(unit)
 
-    def told(self) -> list[str]:
-        """Return the uses so far in this pass, for ranks to compare."""
-        return [f"use {i}: {getattr(unit, 'name', unit) or 'root'}" for i, unit in enumerate(self._uses or [])]
+    @property
+    def now(self) -> list[T]:
+        """The units used so far in this pass."""
+        return self._uses or []
 
     @property
     def next(self) -> T | None:

@@ -36,6 +36,7 @@ from shardcore.engine.meeting import BACKWARD, LOCAL_BACKWARD, REFUSAL, Meetings
 from shardcore.engine.trace import scope
 from shardcore.engine.use import agree_on_use
 from shardcore.engine.weights import Weights
+from shardcore.optim import weakly
 
 
 class Reducer:
@@ -63,9 +64,9 @@ class Reducer:
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
         self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
-        self.pool = BufferPool(device, self._forget)
+        self.pool = BufferPool(device, weakly(self._forget))
         self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._exchange = Exchange(comm, self.pool, self._finish, meetings, self.buckets, policy.backend_sums)
+        self._exchange = Exchange(comm, self.pool, weakly(self._finish), meetings, self.buckets, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -74,7 +75,7 @@ class Reducer:
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
         self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
-        meetings.on_parting.append(self._serve)
+        meetings.on_parting.append(weakly(self._serve))
         self.boundary = Boundary(one_thread=device.type == "cpu")
         self._partings, self._serving = 0, False  # Tags.partings when it began; whether others wait for it (stage 3)
         self._notice: Notice | None = None  # what told that it sends
@@ -85,7 +86,7 @@ class Reducer:
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
-        self._gathers: list[dist.Work] = []
+        self._gathers: list[dist.Work] = comm.keeps([])
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
@@ -117,14 +118,17 @@ class Reducer:
             self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
             self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
             if self.weights is not None:
-                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD, self.told())
+                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD, self.count)
                 self._serving = self._reducing
                 self.weights.begin_backward()
 
-    def told(self) -> list[str]:
-        """Return what ranks compare before they send gradients: what some added locally travels in another dtype."""
-        added = "some" if self._local_sums else "none"
-        return [f"{self._number} backwards since the last step or zero_grad(), {added} of them added locally"]
+    @property
+    def count(self) -> int:
+        """What ranks compare before they use gradients of others: twice the backwards since the last step, this one included.
+
+        Plus one if some were added locally, as such sums travel in another dtype.
+        """
+        return 2 * self._number + self._local_sums
 
     def end_step(self) -> None:
         """Learn that a step used the gradients, or was skipped."""
@@ -263,7 +267,8 @@ class Reducer:
         self.show_grads()
 
     def _wait_gathers(self, lost: bool = False) -> None:
-        works, self._gathers = self._gathers, []  # once each: gloo's receive cannot be waited for twice
+        works = [*self._gathers]
+        self._gathers.clear()  # once each: gloo's receive cannot be waited for twice
         if lost and works:
             for bucket in self.buckets:
                 self._exchange.keep(works, bucket.grad)
@@ -321,8 +326,8 @@ class Reducer:
                 self._sent_any = True
                 self.comm.start_backward()
                 if self.weights is None:
-                    self._notice = self._meetings.start(BACKWARD, self.told())
-                self._meetings.compare(self._notice, self.told())
+                    self._notice = self._meetings.start(BACKWARD, self.count)
+                self._meetings.agree_on_nccl(self.count)
             self._exchange.send(bucket, whole, self._notice)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
@@ -334,7 +339,10 @@ class Reducer:
         late = whole is self._late.get(bucket)
         if bucket in self.host:
             unchanged = alone and (as_it_is or late)
-            number, release = self._exchange.gather_number(bucket), partial(self._release_full, bucket)
+            number, release = (
+                self._exchange.gather_number(bucket),
+                partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes),
+            )
             self.host.reduce(bucket, whole, last, factor, unchanged, release, number)
             bucket.reduced = True
             return

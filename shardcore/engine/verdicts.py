@@ -14,6 +14,7 @@ the parameter had a gradient, and the device has the bits of those that were not
 import logging
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -71,10 +72,13 @@ class DeviceVerdicts:
         self._norm, self._ranks, self._scaler = floats[5], ranks, scaler
         self._steps = 0
         if scaler.options is not None:
-            scaler.live, scaler.live_unscale, scaler.loaded = floats[0], floats[3], self._take_scale
-            self._take_scale()
+            scaler.live, scaler.live_unscale = floats[0], floats[3]
+            self.take_scale()
 
-    def _take_scale(self) -> None:
+    def take_scale(self) -> None:
+        """Go on from the scale that the host knows, if it moves."""
+        if self._scaler.options is None:
+            return
         words = torch.zeros(4, dtype=torch.int64, device="cpu")
         words[1], words[2] = self._scaler.stable_steps, self._scaler.hysteresis_left
         floats = words.view(torch.float64)
@@ -128,7 +132,7 @@ class Outcomes:
     def __init__(self, optimizer: Any, scaler: LossScaler, late: bool) -> None:
         """Count skipped steps in `optimizer`. late: outcomes come after their steps, so that any thread may be first to ask."""
         self.lock = threading.RLock() if late else nullcontext()
-        self._optimizer, self._scaler = optimizer, scaler
+        self._optimizer, self._scaler = weakref.ref(optimizer), scaler
         self._coming: deque[tuple[Outcome, Sequence[Managed]]] = deque()
         self._late: RuntimeError | None = None
         self.last_norm: float | None = None
@@ -193,9 +197,10 @@ class Outcomes:
             return
         for managed in updated:
             managed.skips += 1
-        skipped = self._optimizer._count_skip()
+        optimizer = self._optimizer()
+        skipped = "not counted, as the optimizer is gone" if optimizer is None else optimizer._count_skip()
         logger.warning(
-            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %d)%s",
+            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %s)%s",
             norm,
             skipped,
             self._scaler.after_overflow(),

@@ -30,6 +30,7 @@ from shardcore.engine.one_thread import ForwardThread
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.unit import Unit
 from shardcore.engine.whole_units import WholeUnits
+from shardcore.optim.uncompiled import keep_uncompiled
 
 logger = logging.getLogger("shardcore")
 # Shown by torch.compile, too, where it is told to take everything (fullgraph=True).
@@ -61,12 +62,8 @@ class Weights(WholeUnits):
         self._thread = ForwardThread()
         self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
-        for method in (
-            *("before_hooks", "before_forward", "after_forward", "before_part", "after_part"),
-            *("begin_forward", "end_forward", "warn_of_compiling"),
-        ):
-            call = torch.compiler.disable(getattr(self, method), reason=_COMPILE_BLOCKS)  # type: ignore[no-untyped-call]
-            setattr(self, method, call)
+        of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
+        keep_uncompiled(Weights, *of_units, "begin_forward", "end_forward", "warn_of_compiling", reason=_COMPILE_BLOCKS)
 
     def _forget(self) -> None:
         super()._forget()
@@ -107,7 +104,7 @@ class Weights(WholeUnits):
         if in_backward() or self.all_held:
             return
         self._thread.leave()
-        self.meetings.meet(END_OF_FORWARD, self._forward.told())
+        self.meetings.end_pass(END_OF_FORWARD, [unit.name or "root" for unit in self._forward.now])
         self._forward.end()
         for unit in self.units:
             if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
@@ -120,7 +117,7 @@ class Weights(WholeUnits):
     def before_forward(self, index: int, inputs: Any) -> None:
         """Make unit `index` ready, and watch for the end of this call's backward."""
         unit = self.units[index]
-        unit.guest, unit.began = None, torch._C._autograd._get_sequence_nr()
+        unit.guest, unit.began = 0, torch._C._autograd._get_sequence_nr()
         self._use(unit)
         if unit.stays or not torch.is_grad_enabled():
             return
@@ -173,15 +170,15 @@ class Weights(WholeUnits):
         unit = self.units[index]
         self._start_anew()
         if not unit.open:
-            unit.guest, unit.began = part, torch._C._autograd._get_sequence_nr()
+            unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
             self._use(unit)
 
     def after_part(self, index: int, part: nn.Module, output: Any) -> None:
         """Let go of the unit if it was whole for this call alone; with gradients it stays until backward ends."""
         unit = self.units[index]
-        if unit.guest is not part:
+        if unit.guest != id(part):
             return
-        unit.guest = None
+        unit.guest = 0
         if torch.is_grad_enabled():
             self._watch_backward(unit, output)
         elif not in_backward():
@@ -209,6 +206,6 @@ class Weights(WholeUnits):
 
     def end_backward(self) -> None:
         """End a backward."""
-        self.meetings.meet(END_OF_BACKWARD, self._backward.told())
+        self.meetings.end_pass(END_OF_BACKWARD, [unit.name or "root" for unit in self._backward.now])
         self._backward.end()
         self.close_all()

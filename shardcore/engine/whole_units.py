@@ -21,6 +21,7 @@ from shardcore.engine.lazy import LazyStep
 from shardcore.engine.meeting import Meetings
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, take_edits
+from shardcore.optim import weakly
 
 
 class WholeUnits:
@@ -37,17 +38,21 @@ class WholeUnits:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy
         self.meetings = Meetings(comm, [unit.name for unit in units])
-        self.meetings.on_parting.append(self._forget)
+        self.meetings.on_parting.append(weakly(self._forget))
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
-        self._lost: list[Any] = []  # gathers that may never end, and their memory
+        self._lost: list[Any] = comm.keeps([])  # gathers that may never end, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
+
+    def __del__(self) -> None:
+        """Leave with the group what a forward that failed has started."""
+        self._lost += [unit.gathers for unit in self.units if unit.gathers is not None]
 
     def _start(self, unit: Unit) -> None:
         """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start collectives in other orders."""
@@ -115,7 +120,7 @@ class WholeUnits:
         """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
         self._parted = True
         for unit in self.units:
-            unit.guest = None
+            unit.guest = 0
             if not self.meetings.sent_by_all(unit.notice):
                 self._lose(unit)
 

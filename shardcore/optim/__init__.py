@@ -5,6 +5,7 @@ and clipping have one meaning.
 """
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
+from shardcore.optim.engine import EngineRef, engine_of, weakly
 from shardcore.optim.exchange import (
     export_groups,
     export_state,
@@ -16,7 +17,7 @@ from shardcore.optim.exchange import (
     saved_states,
     warn_of_lost,
 )
-from shardcore.optim.norm import by_engine, clip_grad_norm_, engine_of, global_norm, join, norm_part
+from shardcore.optim.norm import by_engine, clip_grad_norm_, global_norm, join, norm_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
@@ -47,6 +48,7 @@ __all__ = [
     "SCALES",
     "AdamOptimizer",
     "CPUAdam",
+    "EngineRef",
     "FusedAdam",
     "ParamState",
     "StepCount",
@@ -78,4 +80,5 @@ __all__ = [
     "step_tensor",
     "stored_moment",
     "warn_of_lost",
+    "weakly",
 ]

@@ -1,5 +1,10 @@
-"""What an optimizer hands its work to once it is sharded."""
+"""What an optimizer hands its work to once it is sharded, and how everything finds it.
 
+Invariant: no reference cycle leads through an engine (docs/architecture.md, What belongs to whom). The model's hooks and the
+optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
+"""
+
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -50,6 +55,30 @@ class GradShards(Protocol):
 
     def scale(self, coefficient: float) -> None: ...
     def clamp(self, limit: float) -> None: ...
+
+
+class EngineRef(weakref.ref[Any]):
+    """How a parameter refers to its engine, without keeping it. A copy of the parameter refers to None."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def engine_of(thing: object) -> Any:
+    """Return the engine of a sharded model, or of a parameter of it; None where there is none, or none any more."""
+    engine = getattr(thing, "_shardcore_engine", None)
+    return engine() if isinstance(engine, EngineRef) else engine
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a call of a bound method that does not keep the object; once that is gone it does nothing and returns None."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> Any:
+        here = weak()
+        return None if here is None else here(*arguments)
+
+    return call
 
 
 class Engine(Protocol):

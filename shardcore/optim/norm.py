@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardcore._native import _C
 from shardcore.comm import Comm
 from shardcore.optim.dtensor import Ranks, Rows, any_sharded, find_rows, grouped
-from shardcore.optim.engine import Engine
+from shardcore.optim.engine import Engine, engine_of
 from shardcore.optim.options import PARAM_DTYPES, dtype_name, number
 from shardcore.optim.scale import check_max_norm
 from shardcore.optim.uncompiled import uncompiled
@@ -146,12 +146,6 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     if grad.dtype not in PARAM_DTYPES:
         raise TypeError(f"{op}: grads[{index}] has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
-
-
-def engine_of(thing: object) -> Engine | None:
-    """Return the engine of a sharded model, or of a parameter of one; None for anything else."""
-    engine: Engine | None = getattr(thing, "_shardcore_engine", None)
-    return engine
 
 
 def by_engine(params: Iterable[object]) -> dict[Engine, list[torch.Tensor]]:

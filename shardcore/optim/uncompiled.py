@@ -25,3 +25,14 @@ def uncompiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
         return (outside if compiled else function)(*args, **kwargs)
 
     return call
+
+
+def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
+    """Make torch.compile call these methods of a class as they are, and say the reason. Imports torch._dynamo.
+
+    (Bound methods kept on an object would keep that object in a cycle.)
+    """
+    for name in names:
+        method = vars(kind)[name]
+        if not hasattr(method, "_torchdynamo_disable"):
+            setattr(kind, name, torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]

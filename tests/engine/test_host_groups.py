@@ -3,7 +3,6 @@
 A backend of another name stands in for NCCL: gloo's code, but of the name alone shardcore sees that it is not gloo.
 """
 
-import gc
 import io
 import logging
 import time
@@ -120,7 +119,6 @@ def _several(rank: int, world_size: int, store: str) -> tuple[int, int]:
             assert timeout_of(group, CPU) == timedelta(seconds=40)
         count = len(dist.distributed_c10d._world.pg_names)
         del first, one, second, two
-        gc.collect()
         _, again, _ = train(rank, run)
         assert again._engine.comm._slot.host in beside
         return count, len(dist.distributed_c10d._world.pg_names)
