@@ -56,6 +56,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
     if errors:
         stop_ranks()
         raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+    for _, pipe in _workers[:world_size]:
+        pipe.send(None)
     return results
 
 
@@ -147,10 +149,13 @@ def _serve(pipe: Connection) -> None:
             )
             # Tests are too small to read each other's memory: even worlds do it with all that travels, odd ones with nothing.
             neighbour_reads.MIN_BYTES = smallest if world_size % 2 else 1
-            try:
-                answer = (True, function(rank, world_size, *args))
-            finally:
-                dist.destroy_process_group()
+            answer = (True, function(rank, world_size, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+        try:
+            pipe.recv()  # until every rank has answered: those that wait for this one are to find the difference, not its end
+        except EOFError:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -171,13 +171,13 @@ class Engine:
                 self.settle()
                 self.outcomes.raise_late()
             raise
+        self.reducer.end_step()
         if plan is not None:
             if self.lazy is None:
                 self.updater.apply(plan)
             self.updater.count(plan)
             if self.pace is not None:
                 self.pace.updated = True
-        self.reducer.end_step()
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
         if plan is not None and self.lazy is not None:  # last: a signal handler may raise while it waits for the worker

@@ -20,7 +20,6 @@ import torch
 
 from shardcore.comm import Comm, Traffic, wait_all
 from shardcore.engine.interrupts import held_back_interrupts
-from shardcore.engine.order import in_backward
 from shardcore.telling import READS, different_ways, elsewhere, first_difference
 
 BACKWARD = "a backward"
@@ -66,9 +65,8 @@ class Meetings:
         """Tell the others that this rank has come to `point` after so many `backwards` (Reducer.count); see `check`."""
         return self._announce(_POINTS.index(point), backwards)
 
-    def start_weights(self, index: int) -> Notice | None:
-        """Tell the others that this rank gathers the weights of unit `index`; see `check`."""
-        evaluates = not torch.is_grad_enabled() and not in_backward()
+    def start_weights(self, index: int, evaluates: bool) -> Notice | None:
+        """Tell the others that this rank gathers the weights of unit `index`, perhaps to evaluate; see `check`."""
         return self._announce(len(_POINTS) + index, detail=_EVALUATES * evaluates)
 
     def _name(self, what: int, detail: int) -> str:
@@ -174,7 +172,8 @@ class Meetings:
     def part(self) -> None:
         """Start anew, as every rank does at this point. See Note [Parting]."""
         for call in self.on_parting:
-            call()
+            with suppress(RuntimeError):  # of a rank that has gone: the error that names the difference says more
+                call()
         self._lost += self._unchecked
         self._unchecked.clear()
         self._comm.start_anew()

@@ -77,6 +77,7 @@ class Weights(WholeUnits):
             )
         self._start_anew()
         order = self._backward if in_backward() else self._forward
+        self._evaluates = order is self._forward and not torch.is_grad_enabled()
         self._open(unit)
         if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
             return

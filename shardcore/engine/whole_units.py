@@ -47,6 +47,7 @@ class WholeUnits:
         self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
         self._lost: list[Any] = comm.keeps([])  # gathers that may never end, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self._evaluates = False  # the forward that uses weights now keeps nothing for a backward
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
 
@@ -69,7 +70,7 @@ class WholeUnits:
             try:
                 with self.meetings.refusing():
                     starts = self._bring(unit)
-                unit.notice = self.meetings.start_weights(self.units.index(unit))
+                unit.notice = self.meetings.start_weights(self.units.index(unit), self._evaluates)
                 for start in starts:
                     gathers += start()
                 unit.gathers = iter(gathers)
@@ -198,6 +199,7 @@ class WholeUnits:
     def renew(self) -> None:
         """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
         held = [unit for unit in self.units if unit.held]
+        self._evaluates = False
         try:
             for unit in held:
                 if self.lazy is not None:
@@ -220,7 +222,7 @@ class WholeUnits:
 
         What this takes is given up at the end: the pool would keep as much as the whole model.
         """
-        before = self.pool.allocated_bytes
+        before, self._evaluates = self.pool.allocated_bytes, False
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
         self._start_anew()
         held: list[Unit] = []

@@ -115,7 +115,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
         """Return where the parts of those parameters lie that are DTensors now: Accelerate swaps them in after fully_shard."""
         if self._repeat is None:  # else there were none in the last step, and this one makes sure that it has its parameters
-            params = (param for group in self.param_groups for param in group.get("params") or ())
+            lists = (group.get("params") for group in self.param_groups)
+            params = (param for params in lists if isinstance(params, list) for param in params)
             self._dtensors = find_rows(self._op, params, self._dtensors)
         return self._dtensors
 

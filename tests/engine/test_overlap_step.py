@@ -246,7 +246,7 @@ def test_all_is_there_before_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None
     """The worker's gathers and a meeting would be on one group, from two threads."""
     model, optimizer = start(0, Run(stage=2), True)
     engine, met = optimizer._engine, []
-    monkeypatch.setattr(engine.meetings, "meet", lambda point, **_: met.append((point, len(engine.lazy._pending))))
+    monkeypatch.setattr(engine.meetings, "meet", lambda point, *_, **__: met.append((point, len(engine.lazy._pending))))
     for step, call in enumerate((optimizer.step, model.state_dict)):
         stepped(model, optimizer, 0, step)
         call()
