@@ -6,7 +6,8 @@ answer for themselves. So the first `shard` at stage 1, 2 or 3 replaces the func
 torch.nn.utils.clip_grad: sharded parameters go to their engine; calls without any go to torch's function, unchanged. What was
 imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) cannot be reached.
 
-get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
+A list from which a caller has left out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then: the
+functions warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
 `foreach` only picks torch's implementation, so for sharded parameters it changes nothing.
 
 Tested with torch 2.13.0.
@@ -52,6 +53,17 @@ def _listed(tensors: _Tensors) -> Sequence[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
 
+_INSTEAD = (
+    "gradients of a sharded model (stage 1 to 3) are in no p.grad: give clip_grad_norm_ all parameters, whatever their "
+    "p.grad is; with max_norm=math.inf it only returns the norm"
+)
+
+
+def _warn_if_empty(op: str, listed: Sequence[torch.Tensor]) -> None:
+    if not listed:
+        warnings.warn(f"{op}: nothing was given, so nothing is clipped and a norm is 0 ({_INSTEAD})", stacklevel=3)
+
+
 def _any_in_shards(params: Sequence[torch.Tensor]) -> bool:
     return any(engine.grads_in_shards for engine in by_engine(params))
 
@@ -66,8 +78,8 @@ def _clip_grad_norm_(
     listed = _listed(parameters)
     if _any_in_shards(listed):
         return clip_grad_norm_(listed, max_norm, norm_type, error_if_nonfinite)
-    # An empty generator as it is: torch warns of it.
-    result: torch.Tensor = _torchs["clip_grad_norm_"](listed or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    _warn_if_empty("clip_grad_norm_", listed)
+    result: torch.Tensor = _torchs["clip_grad_norm_"](listed, max_norm, norm_type, error_if_nonfinite, foreach)
     return result
 
 
@@ -79,8 +91,9 @@ def _clip_grads_with_norm_(
     def coefficient() -> float:
         return _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
 
+    _warn_if_empty(op, listed)
     plain = _clip_sharded(op, listed, coefficient, lambda grads, scale: grads.scale(scale))
-    if plain or not listed:
+    if plain:
         _torchs[op](plain, max_norm, total_norm, foreach)
 
 
@@ -93,8 +106,9 @@ def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | N
             raise ValueError(f"{op}: clip_value has {value}; expected a number of at least 0")
         return value
 
+    _warn_if_empty(op, listed)
     plain = _clip_sharded(op, listed, limit, lambda grads, value: grads.clamp(value))
-    if plain or not listed:
+    if plain:
         _torchs[op](plain, clip_value, foreach)
 
 
@@ -121,13 +135,8 @@ def _get_total_norm(
     tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     listed = _listed(tensors)
-    instead = (
-        "gradients of a sharded model (stage 1 to 3) are in no p.grad: torch.nn.utils.clip_grad_norm_(parameters, math.inf) "
-        "returns their norm"
-    )
     if any(tensor is None for tensor in listed):
-        raise TypeError(f"get_total_norm: tensors has None; expected tensors ({instead})")
-    if not listed:
-        warnings.warn(f"get_total_norm: tensors is empty, so the norm is 0 ({instead})", stacklevel=2)
+        raise TypeError(f"get_total_norm: tensors has None; expected tensors ({_INSTEAD})")
+    _warn_if_empty("get_total_norm", listed)
     result: torch.Tensor = _torchs["get_total_norm"](listed, norm_type, error_if_nonfinite, foreach)
     return result

@@ -232,7 +232,8 @@ class Bucket:
             if managed.place_now() != managed.place or managed.param.dtype != self.dtype:
                 raise ValueError(
                     f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
-                    "(do not re-assign .data, move or cast a sharded model; edit weights in place or use load_state_dict)"
+                    "(do not re-assign .data, move or cast a sharded model, as Accelerate's prepare() and Trainer do on "
+                    "several CPU ranks; edit weights in place or use load_state_dict)"
                 )
 
     def owned_slice(self, whole: torch.Tensor) -> torch.Tensor:

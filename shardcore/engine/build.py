@@ -95,10 +95,14 @@ def check_norms(model: nn.Module, builder: "Builder") -> None:
     for name, module in model.named_modules() if builder.device.type == "cpu" else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
             dtype, statistics = builder.dtype_of(module.weight), module.running_mean
-            if statistics is not None and statistics.dtype == torch.float32 != dtype:
+            if statistics is not None and statistics.dtype != dtype and torch.float32 in (statistics.dtype, dtype):
+                instead = (
+                    f"keep_fp32=[torch.nn.{type(module).__name__}] (initialize has no such option: shard, or train in fp32)"
+                )
                 raise ValueError(
-                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside float32 running statistics, "
-                    f"which torch's batch norm does not take on a CPU; expected keep_fp32=[torch.nn.{type(module).__name__}]"
+                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside {dtype_name(statistics.dtype)} "
+                    "running statistics, which torch's batch norm does not take on a CPU; expected "
+                    f"{instead if dtype != torch.float32 else 'both in one dtype (module.float() before shard)'}"
                 )
 
 

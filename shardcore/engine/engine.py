@@ -84,6 +84,7 @@ class Engine:
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(model)
+        self.state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.whole_values = WholeValues(comm, device)
         self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole_values.of_buckets)
 
@@ -323,7 +324,10 @@ class Engine:
             self.synchronize()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
-        self.meetings.meet(READ, backwards, detail=READS.index(op))
+        try:
+            self.meetings.meet(READ, backwards, detail=READS.index(op))
+        except RuntimeError as error:
+            raise RuntimeError(f"{op}: {error}") from error
         try:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:

@@ -80,6 +80,11 @@ class Meetings:
         if (rows[:, 0] == rows[0, 0]).all():
             names = [name + after(count) for name, count in zip(names, rows[:, 1].tolist(), strict=True)]
         error = elsewhere(names)
+        reads = [READS[detail] for what, detail in points if what == _POINTS.index(READ)]
+        if reads and len(reads) < len(points):
+            error = RuntimeError(
+                f"{error}; {reads[0]} is collective: every rank calls it, also where one alone uses the result"
+            )
         if any(what >= len(_POINTS) and detail == _EVALUATES for what, detail in points):
             error = RuntimeError(
                 f"{error}; at stage 3 every rank runs each forward, in evaluation, too (inside full_params(model), which is "

@@ -42,8 +42,7 @@ def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) ->
     model.register_forward_hook(_AfterForward(engine))
     for name, module in model.named_modules():
         if any(param in engine.managed for param in module.parameters()):
-            if engine.lazy is not None:
-                module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
+            module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
             module.register_state_dict_post_hook(_WholeStateDict(engine, name))
         if any(param is not None for param in module._parameters.values()):
             load = _LoadIntoMaster(engine)
@@ -218,10 +217,17 @@ class _StateDictHook(_EngineHook):
 
 
 class _BeforeStateDict(_StateDictHook):
-    """Finish the step. If it failed, the other ranks, which wait for this one's part, are told so."""
+    """Note the outermost of the sharded modules whose state_dict this is: a part may also lie in a module that is not sharded.
+
+    Finish the step. If it failed, the other ranks, which wait for this one's part, are told so.
+    """
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.engine is not None:
+        if self.engine is None:
+            return
+        reader = self.engine.state_dict_of
+        if reader is None or not self.name or (reader[0] and not self.name.startswith(f"{reader[0]}.")):
+            self.engine.state_dict_of = self.name, prefix
             try:
                 self.engine.synchronize()
             except StepError:
@@ -233,11 +239,10 @@ class _WholeStateDict(_StateDictHook):
 
     @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        # torch notes each module's prefix (without its dot) on the dict. With the parent's, this is part of the parent's call.
-        within = prefix and prefix[:-1].rpartition(".")[0] in getattr(state_dict, "_metadata", {})
         engine = self.engine
-        if engine is None or (self.name and within):
+        if engine is None or engine.state_dict_of != (self.name, prefix):  # part of the state_dict of a module around this one
             return
+        engine.state_dict_of = None
         self.read(engine)
         engine.updater.warn_of_lost_edits("state_dict")
         # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.

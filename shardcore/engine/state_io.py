@@ -43,11 +43,17 @@ class ShardedStates(Mapping[Any, Any]):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if isinstance(key, torch.Tensor):
-            raise TypeError("optimizer.state: a parameter's state was set; expected load_state_dict() (states lie in shards)")
+            _refuse()
         self.others[key] = value
 
     def __delitem__(self, key: Any) -> None:
+        if isinstance(key, torch.Tensor):
+            _refuse()
         del self.others[key]
+
+    def clear(self) -> None:
+        """Raise TypeError: the states of parameters lie in shards."""
+        _refuse()
 
     def __iter__(self) -> Iterator[Any]:
         return iter([*self._managed, *self.others])
@@ -60,7 +66,16 @@ class ShardedStates(Mapping[Any, Any]):
         return dict, (dict(self),)
 
 
+def _refuse(*_: Any, **__: Any) -> None:
+    raise TypeError(
+        "optimizer.state: it was changed, but states lie in shards; expected optimizer.load_state_dict(), or "
+        "shardcore.load_sharded_state_dict(optimizer, ...)"
+    )
+
+
 class _ParamStates(dict[str, Any]):
+    __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = __ior__ = _refuse  # type: ignore[assignment]
+
     def __missing__(self, key: str) -> None:
         raise KeyError(
             f"optimizer.state: {key!r} was read, but states lie in shards; expected shardcore.full_state(param, {key!r}), or "

@@ -112,6 +112,15 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if group["capturable"] and plain:
             self._skip_counter(plain[0].device)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; TypeError for `state` once it lies in shards, where a new dict would change nothing."""
+        if name == "state" and self.__dict__.get("_engine") is not None:
+            raise TypeError(
+                "optimizer.state: it was replaced, but states lie in shards; expected optimizer.load_state_dict(), or "
+                "shardcore.load_sharded_state_dict(optimizer, ...)"
+            )
+        super().__setattr__(name, value)
+
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
         """Return where the parts of those parameters lie that are DTensors now: Accelerate swaps them in after fully_shard."""
         if self._repeat is None:  # else there were none in the last step, and this one makes sure that it has its parameters

@@ -177,13 +177,13 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_C, "use_threads", lambda count: (given.append((threading.current_thread().name, count)), use(count)))
     core = own_cores()[-1]
     for cpu_threads in (1, 3):
-        _, optimizer, _ = train(
+        model, optimizer, _ = train(
             0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
         )
         worker = optimizer._engine.lazy._worker
         worker.threads = WorkerThreads(worker.threads.count, (core,))
         before = _threads()
-        loss_of(optimizer._engine.model, batch_of(0, 0, 0)).backward()
+        loss_of(model, batch_of(0, 0, 0)).backward()
         after_backward = _threads()
         optimizer.step()
         optimizer.synchronize()

@@ -145,8 +145,17 @@ def _other_entries(rank: int, world_size: int, kind: Any) -> list[Any]:
     optimizer.load_state_dict({**saved, "state": {**saved["state"], "tokens": 20}})
     del optimizer.state["ema"]
     assert len(optimizer.state) == len(list(optimizer.state)) == len(list(model.parameters())) + 1
-    with pytest.raises(TypeError, match=r"optimizer\.state: a parameter's state was set; expected load_state_dict\(\)"):
-        optimizer.state[model.gain] = {}
+    for change in (
+        lambda: optimizer.state.__setitem__(model.gain, {}),
+        lambda: optimizer.state.__delitem__(model.gain),
+        lambda: optimizer.state[model.gain].update(exp_avg=torch.zeros(())),
+        lambda: optimizer.state[model.gain].__setitem__("exp_avg", torch.zeros(())),
+        lambda: optimizer.state[model.gain].clear(),
+        lambda: optimizer.state.clear(),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(TypeError, match=r"optimizer\.state: .* states lie in shards; expected optimizer\.load_state_dict"):
+            change()
     optimizer.param_groups.extend(optimizer.param_groups)
     twice = optimizer.state_dict()
     ids = twice["param_groups"][0]["params"]
@@ -197,8 +206,13 @@ def _submodule(rank: int, world_size: int, stage: int) -> bool:
             prefixed = model.blocks[1].state_dict(prefix=prefix, **into)
             assert list(prefixed) == [prefix + key for key in block]
             assert all(prefixed[prefix + key].equal(value) for key, value in block.items())
-    prefixed = nn.ModuleDict({"outer": model}).state_dict()
-    assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
+    for parts in ({"outer": model, "alias": model.blocks[1]}, {"alias": model.blocks[1], "outer": model}):
+        prefixed = nn.ModuleDict(parts).state_dict()  # as a LightningModule has a part of its model
+        assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
+        assert all(prefixed[f"alias.{key}"].equal(value) for key, value in block.items())
+    both = model.head.state_dict()
+    model.blocks[1].state_dict(destination=both, prefix="enc.")
+    assert all(both[f"enc.{key}"].equal(value) for key, value in block.items())
     return all(torch.equal(value, whole[f"blocks.1.{key}"]) for key, value in block.items())
 
 

@@ -1,6 +1,7 @@
 """Ranks that go different ways get the same error, at once; none waits, none takes another unit's weights or gradients."""
 
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -80,11 +81,30 @@ def test_ranks_that_go_different_ways_are_told_so(what: str, first: str, later: 
         assert f"ranks went different ways: {later if trained else first}; expected every rank" in error
 
 
+def _saved_by_rank_0(rank: int, world_size: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    model, _, _ = train(rank, Run(stage=2, steps=1, shard={"process_group": group}))
+    try:
+        if rank == 0:
+            model.state_dict()
+        else:
+            time.sleep(5)  # in a barrier, say
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_read_on_one_rank_beside_a_barrier_is_named() -> None:
+    said, _ = run_ranks(2, _saved_by_rank_0)
+    assert said.startswith("state_dict: waiting for the other ranks failed")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
 def test_below_stage_3_ranks_that_leave_out_a_call_are_told_so(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
         assert f"ranks went different ways: ranks 0, 2 at a backward; rank 1 at {odd}; expected every rank" in error
+        assert ("state_dict is collective: every rank calls it" in error) == (what == "reads")
 
 
 class Ordered(Net):
