@@ -89,7 +89,7 @@ class Comm:
         elif (told := world_told())[1] > 1:
             raise ValueError(
                 f"shard: {told[0]} is {told[1]} but torch.distributed is not initialized (each rank would train alone); "
-                "call shardcore.initialize(), or torch.distributed.init_process_group() (it reads torchrun's variables), first; "
+                "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
                 "WORLD_SIZE=1 in the environment says that this process is to train alone"
             )
         else:

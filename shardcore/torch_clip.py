@@ -6,8 +6,8 @@ answer for themselves. So the first `shard` at stage 1, 2 or 3 replaces the func
 torch.nn.utils.clip_grad: sharded parameters go to their engine; calls without any go to torch's function, unchanged. What was
 imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) cannot be reached.
 
-A list from which a caller has left out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then: the
-functions warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
+A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, and the functions
+warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
 `foreach` only picks torch's implementation, so for sharded parameters it changes nothing.
 
 Tested with torch 2.13.0.

@@ -91,18 +91,16 @@ def _check_apart(model: nn.Module) -> None:
 
 
 def check_norms(model: nn.Module, builder: "Builder") -> None:
-    """Raise ValueError for batch norms that torch cannot run on the CPU: 16-bit weights beside float32 running statistics."""
+    """Raise ValueError for batch norms that torch cannot run on the CPU: weights of another dtype than their statistics."""
     for name, module in model.named_modules() if builder.device.type == "cpu" else ():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.weight is not None:
             dtype, statistics = builder.dtype_of(module.weight), module.running_mean
             if statistics is not None and statistics.dtype != dtype and torch.float32 in (statistics.dtype, dtype):
-                instead = (
-                    f"keep_fp32=[torch.nn.{type(module).__name__}] (initialize has no such option: shard, or train in fp32)"
-                )
+                kept = f"keep_fp32=[torch.nn.{type(module).__name__}] (initialize has no such option: shard, or train in fp32)"
                 raise ValueError(
-                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside {dtype_name(statistics.dtype)} "
-                    "running statistics, which torch's batch norm does not take on a CPU; expected "
-                    f"{instead if dtype != torch.float32 else 'both in one dtype (module.float() before shard)'}"
+                    f"shard: {name or 'the model'} would have {dtype_name(dtype)} weights beside "
+                    f"{dtype_name(statistics.dtype)} running statistics, which torch's batch norm does not take on a CPU; "
+                    f"expected {kept if dtype != torch.float32 else 'both in one dtype (module.float() before shard)'}"
                 )
 
 

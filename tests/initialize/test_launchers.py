@@ -160,7 +160,7 @@ def test_shard_without_a_group_is_refused(environment: pytest.MonkeyPatch, varia
     for name, value in variables.items():
         environment.setenv(name, value)
     model = make_net()
-    with pytest.raises(ValueError, match=r"is 2 but torch.distributed is not initialized .*call shardcore.initialize\(\), or"):
+    with pytest.raises(ValueError, match=r"is 2 but torch.distributed is not initialized .*call shardcore.initialize\(\) or"):
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
 
 
