@@ -68,8 +68,9 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
     checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
     model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
-    "parameter.step" and so on, without its options. The values are copies of what this rank has. What modules keep beside
-    tensors (`get_extra_state`) is left out, with a warning that names them.
+    "parameter.step" and so on, without its options, and, where the loss scale moves, "loss_scale.scale",
+    "loss_scale.stable_steps" and "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this
+    rank has. What modules keep beside tensors (`get_extra_state`) is left out, with a warning that names them.
     """
     engine = _engine_of("sharded_state_dict", of)
     return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
@@ -80,7 +81,7 @@ def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: M
 
     Moments that 8-bit codes cannot keep exactly are warned of; for bfloat16 ones torch.distributed.checkpoint rounds before.
 
-    Raises ValueError on every rank, with nothing changed, for other keys or shards.
+    Raises ValueError or TypeError on every rank, with nothing changed, for other keys or shards, or a loss scale that is none.
     """
     engine = _engine_of("load_sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):

@@ -258,11 +258,15 @@ class Engine:
         self.scaler.check_state("load_state_dict", scale)
         optimizer: Any = self._optimizer()  # it makes this call
         optimizer.state.others = self.state_io.load_state_dict(state_dict)
-        self.scaler.load_state(scale)
+        self.load_loss_scale(scale)
+        self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
+
+    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from a state that LossScaler.check_state accepts; None keeps the scale. Errors of earlier steps are logged."""
+        self.scaler.load_state(state)
         if self._verdicts is not None:
             self._verdicts.take_scale()
         self.outcomes.forget_late()
-        self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 

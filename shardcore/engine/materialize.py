@@ -4,6 +4,7 @@ Invariants: a Parameter stays the same object (`become`). Whole values exist for
 parameter, and only where the stage keeps whole weights anyway). Every check that needs no value runs before anything changes.
 """
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from shardcore.engine.build import Builder, become, together
 from shardcore.engine.pretrained import ConvertedFiles, OwnInit, blank_like, files_of, is_blank
 from shardcore.engine.store import StateStore, assign, part_of, set_weights
 from shardcore.engine.tensor_files import PathLike, TensorFiles
+
+logger = logging.getLogger("shardcore")
 
 Fill: TypeAlias = Callable[[nn.Module], object]
 Materialize: TypeAlias = Fill | PathLike | Sequence[PathLike | Fill]
@@ -38,7 +41,8 @@ def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "From
                 "shard: materialize is a callable and nothing of the model is on the meta device; expected None, or a model "
                 'built under torch.device("meta") (it would never be called)'
             )
-        return FromInit(model, meta, materialize) if meta else None
+        in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
+        return FromInit(model, meta, materialize, in_memory) if meta else None
     items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
     paths = [item for item in items if isinstance(item, str | os.PathLike)] if isinstance(items, list | tuple) else []
     fills = [item for item in items if callable(item)] if paths else []
@@ -71,8 +75,14 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
 class FromInit:
     """Fills each module by a function of it, in the model's order, so that random numbers are drawn as they were there."""
 
-    def __init__(self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None) -> None:
-        """Plan for the modules that own tensors of `meta` (with names); without `init` each is filled as building it does."""
+    def __init__(
+        self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None, in_memory: Sequence[str] = ()
+    ) -> None:
+        """Plan for the modules that own tensors of `meta` (with names); without `init` each is filled as building it does.
+
+        in_memory: parameters that keep the values they have, of which `fill` warns: nobody may have set them.
+        """
+        self._in_memory = in_memory
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
         own = OwnInit(model)
         self._init: Fill = init or own
@@ -103,6 +113,13 @@ class FromInit:
 
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
+        if self._in_memory and builder.comm.rank == 0:
+            logger.warning(
+                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing has set it (a constructor that "
+                'calls torch.FloatTensor(...) leaves memory unset even under torch.device("meta")), expected '
+                'model.to("meta") before the optimizer is made',
+                ", ".join(self._in_memory),
+            )
         place_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
         for name, module in self._modules:
             fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -162,9 +179,11 @@ class FromFiles:
     def __init__(self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None) -> None:
         """Match names; `init` fills the modules whose tensors the files lack, a transformers model what no file has.
 
-        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes.
+        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes. What the files of a
+        transformers model have beside it is dropped, with a warning from `fill`.
         """
         self._files = files
+        self._dropped = files.dropped if isinstance(files, ConvertedFiles) else []
         named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in named:
@@ -174,7 +193,7 @@ class FromFiles:
         if unexpected:
             raise ValueError(
                 f"shard: {files.stored[unexpected[0]].path} has {_listed(unexpected)}, which is no parameter or buffer of the "
-                "model; expected the model's own names"
+                "model; expected the model's own names: write the file without the others, or rename them in it"
             )
         self._key: dict[torch.Tensor, str] = {}
         missing: dict[torch.Tensor, str] = {}
@@ -190,8 +209,9 @@ class FromFiles:
         lacking = [name for name in missing.values() if init is None and not own.computes(name)]
         if lacking:
             where = _listed(list(dict.fromkeys(str(stored.path) for stored in files.stored.values())) or ["an empty file"])
+            beside = f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
             raise ValueError(
-                f"shard: {_listed(lacking)} is on the meta device and not in {where}; expected its values "
+                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}; expected its values "
                 "there, the tensor in memory before shard(), or materialize=[path, fill] with a callable that fills its module"
             )
         self._rest = FromInit(model, missing, init) if missing else None
@@ -211,6 +231,10 @@ class FromFiles:
 
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if one cannot read."""
+        if self._dropped and builder.comm.rank == 0:
+            logger.warning(
+                "shard: the files have %s, which the model does not; dropped, as from_pretrained does", ", ".join(self._dropped)
+            )
         with together(builder.comm, "reading files"):
             self._read(builder, buckets, store)
         if self._rest is not None:

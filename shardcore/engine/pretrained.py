@@ -142,6 +142,7 @@ def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFi
 class ConvertedFiles:
     """Tensors in files under a transformers model's names, as `TensorFiles` has them: `stored` and `read`.
 
+    dropped: names of what the model does not have, as from_pretrained reports and drops it (the old head under a new one).
     What is only renamed is read by ranges. What transformers makes of several tensors, or of one in another form, is made
     whole when it is read, and kept until the next such tensor is.
     """
@@ -169,9 +170,8 @@ class ConvertedFiles:
                 self._parts.setdefault(name, (converter_of[pattern], []))[1].append((key, pattern))
         unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=self._key.keys() - own.keys())
         model._adjust_missing_and_unexpected_keys(unexpected)  # leaves out what from_pretrained ignores
-        for name, key in self._key.items():
-            if name in own or name in unexpected.unexpected_keys:
-                self.stored[name] = files.stored[key]
+        self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
+        self.stored.update({name: files.stored[key] for name, key in self._key.items() if name in own})
         for first, (_, parts) in self._parts.items():
             source = files.stored[parts[0][0]]
             for name, made in self._convert(first, self._empty).items():

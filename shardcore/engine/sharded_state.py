@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardcore")
 
 _OP = "load_sharded_state_dict"
+_SCALE = "loss_scale."  # what its keys begin with
 
 
 class Shards(torch.Tensor):
@@ -228,7 +229,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 @torch.no_grad()
 @held_back_interrupts()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the states by "parameter.key": `Shards`, and each parameter's step count. Collective."""
+    """Return the states by "parameter.key": `Shards`, and each parameter's step count; and a moving loss scale. Collective."""
     engine.read_all("sharded_state_dict", "the optimizer")
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
@@ -236,13 +237,17 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
         for key in bucket.kind.keys:
             if key != "master":  # it is in the model's state
                 found[f"{name}.{key}"] = shards_of(bucket, managed, partial(engine.store.read, bucket, key))
+    for key, value in (engine.scaler.state() or {}).items():
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        found[f"{_SCALE}{key}"] = torch.tensor(value, dtype=dtype, device="cpu")
     return found
 
 
 @torch.no_grad()
 @held_back_interrupts()
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Set states and step counts from what `optimizer_state` returned and a checkpoint filled. Collective."""
+    """Set states, step counts and loss scale from what `optimizer_state` returned and a checkpoint filled. Collective."""
+    scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}
     keys = {
         f"{name}.{key}": (bucket, managed)
         for name, bucket, managed in _updated(engine)
@@ -250,16 +255,23 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         if key != "master"
     }
 
+    def loaded_scale() -> dict[str, Any] | None:
+        values = {key: state[name] for name, key in scale.items()}
+        numbers = {key: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for key, v in values.items()}
+        return numbers or None
+
     def check() -> str:
-        _check_names(keys, state)
+        _check_names({**keys, **scale}, state)
         for name, (bucket, managed) in keys.items():
             if name.endswith(".step"):
                 step_count(_OP, name, state[name])
             else:
                 _check_ranges(name, bucket, managed, state[name])
-        return "that of the optimizer"
+        engine.scaler.check_state(_OP, loaded_scale())
+        return f"that of the optimizer{f' with the loss scale {loaded_scale()}' if scale else ''}"
 
     engine.together(_OP, check)
+    engine.load_loss_scale(loaded_scale())
     rounded: list[str] = []
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]

@@ -1,10 +1,12 @@
 """precision="fp16": one hash everywhere, gradients against float32, overflows, what is refused, and twins that must fail."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -252,6 +254,77 @@ def _resume(rank: int, world_size: int, stage: int, keep_scale: bool) -> bool:
 def test_the_scale_is_part_of_the_state(stage: int) -> None:
     assert run_ranks(2, _resume, stage, True) == [True, True]
     assert run_ranks(2, _resume, stage, False) == [False, False], "a scale that starts anew gives other steps"
+
+
+def _states(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+
+
+def _four_more(model: nn.Module, optimizer: Any) -> tuple[float, dict[str, Any], str]:
+    """The scale at first; what it and the training became. Every rank has the same samples: any number of ranks, one sum."""
+    scale = optimizer.loss_scale
+    for step in range(5, 9):
+        optimizer.scale_loss(loss_of(model, batch_of(step, 0, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return scale, optimizer.state_dict()["loss_scale"], hash_of_training(model, optimizer)
+
+
+def _in_shards(rank: int, world_size: int, stage: int, folder: str, resume: bool) -> Any:
+    model, optimizer, _ = train(rank, fp16(stage=stage, steps=0 if resume else 5), make_net(7) if resume else None)
+    if not resume:
+        assert optimizer.skipped_steps > 0
+        assert optimizer.loss_scale != 2.0**19
+        dcp.save(_states(model, optimizer), checkpoint_id=folder)
+        return _four_more(model, optimizer)
+    state = _states(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    assert optimizer.loss_scale == 2.0**19, "loading fills copies"
+    shardcore.load_sharded_state_dict(model, state["model"])
+    shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
+    return _four_more(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_scale_is_part_of_a_checkpoint_in_shards(tmp_path: Path, stage: int) -> None:
+    saved, other = run_ranks(2, _in_shards, stage, str(tmp_path), False)
+    assert saved == other
+    for world_size in (2, 1):
+        assert run_ranks(world_size, _in_shards, stage, str(tmp_path), True) == [saved] * world_size
+
+
+def _wrong_scale(rank: int, world_size: int, value: Any) -> tuple[str, bool]:
+    model, optimizer, _ = train(rank, fp16(steps=5))
+    before = optimizer.loss_scale, hash_of_training(model, optimizer)
+    state = shardcore.sharded_state_dict(optimizer)
+    for values in (values for shards in state.values() for _, values in getattr(shards, "ranges", [])):
+        values.fill_(3.0)
+    if rank == 1:
+        state["loss_scale.scale"] = value
+    try:
+        shardcore.load_sharded_state_dict(optimizer, state)
+    except (ValueError, TypeError) as error:
+        return str(error), (optimizer.loss_scale, hash_of_training(model, optimizer)) == before
+    return "no error", False
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(torch.tensor(0.0), "expected a scale above 0"), ("1", "expected a finite number"), (torch.tensor(4.0), "something else")],
+)
+def test_a_scale_that_none_or_only_one_rank_can_have_is_refused_before_anything_changes(value: Any, text: str) -> None:
+    (other, as_before), (own, own_as_before) = run_ranks(2, _wrong_scale, value)
+    assert text in own
+    assert "rank 1 refused" in other or "something else" in other
+    assert as_before
+    assert own_as_before
+
+
+def test_only_a_scale_that_moves_is_in_a_checkpoint_in_shards() -> None:
+    for run, expected in ((fp16(steps=0), True), (fp16(steps=0, shard={"loss_scale": 128.0}), False), (Run(steps=0), False)):
+        _, optimizer, _ = train(0, run)
+        found = {key for key in shardcore.sharded_state_dict(optimizer) if key.startswith("loss_scale.")}
+        assert found == ({f"loss_scale.{key}" for key in ("scale", "stable_steps", "hysteresis_left")} if expected else set())
 
 
 def test_torch_optim_and_plain_optimizers_read_the_state() -> None:

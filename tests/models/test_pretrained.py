@@ -1,6 +1,7 @@
 """Models of the transformers package on the meta device: from their own folders as from_pretrained, and from nothing."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,49 @@ def test_a_new_head_over_a_base_models_folder_is_asked_for(tmp_path: Path) -> No
     assert state["classifier.bias"].eq(0).all()
 
 
+_HEADS = [
+    ("BertForPreTraining", "BertForSequenceClassification", "bert", "classifier", "cls.seq_relationship.weight"),
+    ("LlamaForCausalLM", "LlamaForSequenceClassification", "llama", "score", "lm_head.weight"),
+    ("LlamaForCausalLM", "LlamaModel", "llama", None, "lm_head.weight"),
+]
+
+
+def _another_head(rank: int, world_size: int, made: str, of: str, head: str | None, folder: str) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardcore").addHandler(handler)
+    config = getattr(transformers, MODELS[of][1]).from_pretrained(folder)
+    with torch.device("meta"):
+        model: Any = getattr(transformers, made)(config)
+    optimizer = shardcore.FusedAdam(model.parameters())
+    materialize = folder if head is None else [folder, model._init_weights]
+    model, _ = shardcore.shard(model, optimizer, 3, precision="fp32", materialize=materialize)
+    state = model.state_dict()
+    theirs = getattr(transformers, made).from_pretrained(folder, dtype=torch.float32).state_dict()
+    if head is not None:
+        assert 0 < state[f"{head}.weight"].std() < 0.05
+    differ = [key for key, value in state.items() if not torch.equal(value, theirs[key])]
+    assert differ == ([] if head is None else [f"{head}.weight"])
+    return messages
+
+
+@pytest.mark.parametrize(("old", "made", "of", "head", "dropped"), _HEADS)
+def test_an_old_head_is_dropped_with_a_warning(
+    tmp_path: Path, old: str, made: str, of: str, head: str | None, dropped: str
+) -> None:
+    getattr(transformers, old)(getattr(transformers, MODELS[of][1])(**MODELS[of][2])).save_pretrained(tmp_path)
+    (message,), nothing = run_ranks(2, _another_head, made, of, head, str(tmp_path))
+    assert "which the model does not; dropped, as from_pretrained does" in message
+    assert dropped in message
+    assert nothing == []
+
+
 def test_files_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = _saved("mixtral", tmp_path)
     other = _on_meta("llama", None)
-    with pytest.raises(ValueError, match=r"has model\.layers\.0\.block_sparse_moe.* no parameter or buffer of the model"):
+    match = r"0\.mlp\.down_proj.* not in .* \(where model\.layers\.0\.block_sparse_moe.* is not of the model\); expected its"
+    with pytest.raises(ValueError, match=match):
         shardcore.shard(other, shardcore.FusedAdam(other.parameters()), 3, materialize=folder)
     config = json.loads((tmp_path / "config.json").read_text())
     with torch.device("meta"):
@@ -275,3 +315,25 @@ def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
     model.logit_scale = nn.Parameter(torch.tensor(2.5))
     model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
     assert model.state_dict()["logit_scale"] == 2.5
+
+
+def test_what_a_constructor_leaves_in_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """XLNet's calls torch.FloatTensor, which knows of no meta device."""
+    config = transformers.XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=2, d_inner=48)
+    torch.manual_seed(0)
+    for moved in (False, True):
+        caplog.clear()
+        with torch.device("meta"):
+            model: Any = transformers.XLNetLMHeadModel(config)
+        names = [name for name, param in model.named_parameters() if not param.is_meta]
+        assert "transformer.layer.0.rel_attn.q" in names
+        if moved:
+            model.to("meta")
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
+        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        if not moved:
+            assert len(warned) == 1
+            assert f"kept as it is and not filled: {', '.join(names)}. If nothing has set it" in warned[0]
+    assert warned == []
+    state = model.state_dict()
+    assert all(state[name].std() == pytest.approx(0.02, rel=0.5) for name in names)
