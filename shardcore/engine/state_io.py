@@ -76,6 +76,10 @@ def _refuse(*_: Any, **__: Any) -> None:
 class _ParamStates(dict[str, Any]):
     __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = __ior__ = _refuse  # type: ignore[assignment]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a plain dict."""
+        return dict, (dict(self),)
+
     def __missing__(self, key: str) -> None:
         raise KeyError(
             f"optimizer.state: {key!r} was read, but states lie in shards; expected shardcore.full_state(param, {key!r}), or "
