@@ -121,12 +121,14 @@ def _clip_sharded(
     """Clip the gradients of those that are sharded by the number that `check` returns, or raises for; returns the others."""
     if not _any_in_shards(params):
         return params
-    value, problem = math.nan, None
+    value = math.nan
+    problems: list[Exception] = []
     try:
         value = check()
     except (TypeError, ValueError) as error:
-        problem = error  # the engine raises it on every rank
-    for shards in [engine.own_grads(op, some, f"{value}", problem) for engine, some in by_engine(params).items()]:
+        problems.append(error)  # the engine raises it on every rank
+    grads_of = by_engine(params).items()
+    for shards in [engine.own_grads(op, some, f"{value}", problems) for engine, some in grads_of]:
         clip(shards, value)
     return [param for param in params if engine_of(param) is None]
 

@@ -122,53 +122,56 @@ class Engine:
         grads: Any,
         grad_scale: float,
         max_norm: float | None,
-        problem: Exception | None = None,
+        problems: list[Exception],
     ) -> Any:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards.
 
-        problem: why the optimizer refuses its arguments on this rank; raised where all ranks learn of it.
+        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised where all
+        ranks learn of it: an error that frames on its way held would hold them, and the model, in a cycle.
         """
         if grads is not None:
-            problem = problem or ValueError("step: grads was given; expected None after shard() (gradients come from backward)")
+            problems.append(ValueError("step: grads was given; expected None after shard() (gradients come from backward)"))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with scope("step"):
-            self._step(grad_scale, max_norm, problem)
+            self._step(grad_scale, max_norm, problems)
         return loss
 
-    def _step(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
+    def _step(self, grad_scale: float, max_norm: float | None, problems: list[Exception]) -> None:
         self.reducer.settle()
         try:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
-            problem = problem or error
+            problems.append(error)
         with held_back_interrupts(), self.outcomes.lock:  # what ranks begin together they end together
-            self._step_together(grad_scale, max_norm, problem)
+            self._step_together(grad_scale, max_norm, problems)
 
-    def _step_together(self, grad_scale: float, max_norm: float | None, problem: Exception | None) -> None:
+    def _step_together(self, grad_scale: float, max_norm: float | None, problems: list[Exception]) -> None:
         self.meetings.meet(STEP, self.reducer.count)
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
         self.outcomes.poll()
-        late = () if problem is not None else (self.outcomes.raise_late,)
+        late = () if problems else (self.outcomes.raise_late,)
         for get_ready in (*late, self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
             try:
                 get_ready()
             except (ValueError, TypeError, RuntimeError) as error:
-                problem = problem or error
+                problems.append(error)
         if self.pace is not None:
             self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
         order, ways = self.lazy.order if self.lazy is not None else (), self.meetings.untold()
+        refuses = bool(problems)
+        del problems[1:]
         try:
-            outcome, plan = self.updater.decide(grad_scale, limit, problem, self.scaler.host_scale, order, ways)
+            outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, order, ways)
         except Exception as error:  # on every rank
             if ways:  # which may differ, and so what was learned of them
                 self.meetings.part()
-            if isinstance(error, ValueError) and error is not problem:  # perhaps another rank knew before of what comes late
+            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew before of what comes late
                 self.settle()
                 self.outcomes.raise_late()
             raise
@@ -291,20 +294,21 @@ class Engine:
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problem: Exception | None = None,
+        problems: list[Exception],
         norm_type: float | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
         params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank. problem: why this rank refuses. norm_type: of the norm to take, None for no norm.
+        rank. problems: why this rank refuses, if it does; taken out where it is raised. norm_type: of the norm to take, None
+        for no norm.
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
 
         def check() -> str:
-            if problem is not None:
-                raise problem
+            if problems:
+                raise problems.pop()
             self.reducer.accept_user_grads(op)
             self.reducer.host.arrive()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
@@ -336,7 +340,10 @@ class Engine:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error
-        agree_on_read(self.comm, op, what, problem)
+        try:
+            agree_on_read(self.comm, op, what, problem)
+        finally:
+            problem = None  # as in step
 
     def read_all(self, op: str, what: str) -> None:
         """Begin a read of all weights or states of `what`, as every rank does (see `together`)."""

@@ -17,7 +17,10 @@ def agree_on_read(comm: Comm, op: str, what: str, problem: Exception | None) -> 
     row = torch.tensor([READS.index(op), problem is not None, here], device="cpu")
     others = comm.tell(row, Traffic.READ, READS.index(op)).tolist()
     if problem is not None:
-        raise problem
+        try:
+            raise problem
+        finally:
+            problem = None  # as in Engine.step
     for rank, (read, refuses, there) in enumerate(others):
         if read != READS.index(op):
             raise ValueError(f"{op}: rank {rank} calls {READS[read]}; expected every rank to make the same calls in one order")

@@ -83,7 +83,7 @@ class Updater:
         self,
         grad_scale: float,
         max_norm: float | None,
-        problem: Exception | None = None,
+        problems: list[Exception],
         loss_scale: float | None = 1.0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
@@ -92,14 +92,14 @@ class Updater:
 
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
         multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
-        what they were divided by, None if only the device knows. Collective. `problem`
-        is this rank's reason to refuse: it is raised, and every other rank raises, too, as all do if these numbers, the options
-        of a group, the parameters that have gradients, or `ways` (where each rank was since the last step) differ between
-        ranks. `order` may differ.
+        what they were divided by, None if only the device knows. Collective. `problems` has this rank's reason to refuse, if
+        any: it is taken out and raised, and every other rank raises, too, as all do if these numbers, the options of a group,
+        the parameters that have gradients, or `ways` (where each rank was since the last step) differ between ranks. `order`
+        may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
-        squares, same_order = self._agreed(active, problem, terms, zlib.crc32("\n".join(order).encode()), ways)
+        squares, same_order = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
         if not active:
             return None, None
         if self._verdicts is not None:
@@ -177,7 +177,7 @@ class Updater:
     def _agreed(
         self,
         active: Sequence[Bucket],
-        problem: Exception | None,
+        problems: list[Exception],
         terms: Mapping[str, float | None],
         order: int,
         ways: Sequence[str],
@@ -190,15 +190,15 @@ class Updater:
         told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
         parts = zlib.crc32(" ".join(managed.part for managed in self._every()).encode()) if self._replicates else 0
-        said = torch.tensor([problem is not None, digest, order, parts], dtype=torch.float64, device="cpu")
+        said = torch.tensor([bool(problems), digest, order, parts], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._verdicts is not None:
             rows = self.comm.tell(said, Traffic.STEP)
         else:
             rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP)
             squares = rows[:, 4:].contiguous()
-        if problem is not None:
-            raise problem
+        if problems:
+            raise problems.pop()
         if rows[:, 0].any():
             refusing = rows[:, 0].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")

@@ -211,7 +211,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             scale = self._scale(grad_scale, limit, capturable)
         if self._engine is not None:
             assert isinstance(scale, float)
-            return self._engine.step(closure, grads, scale, limit, refusal.problem)  # type: ignore[no-any-return]
+            return self._engine.step(closure, grads, scale, limit, refusal.problems)  # type: ignore[no-any-return]
         loss = None
         if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
             with torch.enable_grad():
@@ -253,7 +253,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         actives: list[Active] = []
         update = None
         with refusal:
-            if refusal.problem is None:
+            if not refusal.problems:
                 check_groups(self._op, self.param_groups, self._capture_type)
                 actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._find_dtensors())
                 update = Update(self._op, actives, self.state, isinstance(scale, DeviceScale))
@@ -286,7 +286,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
                 )
             return scale
         # Where others wait for the norm, before any decision of this rank alone.
-        norm = None if max_norm is None and refusal.problem is None else global_norm(grads, sharded, refusal)
+        norm = None if max_norm is None and not refusal.problems else global_norm(grads, sharded, refusal)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")

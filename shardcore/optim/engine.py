@@ -97,7 +97,7 @@ class Engine(Protocol):
         grads: Gradients | None,
         grad_scale: float,
         max_norm: float | None,
-        problem: Exception | None,
+        problems: list[Exception],
     ) -> Any: ...
     @property
     def loss_scale(self) -> float: ...
@@ -112,6 +112,6 @@ class Engine(Protocol):
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problem: Exception | None = None,
+        problems: list[Exception],
         norm_type: float | None = None,
     ) -> GradShards: ...

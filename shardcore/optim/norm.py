@@ -27,13 +27,13 @@ ShardedGradients = Mapping[Ranks, Sequence[torch.Tensor]]
 class Refusal:
     """Why this rank refuses a call in which others wait for its squares: kept until global_norm has told them.
 
-    ``with refusal:`` runs this rank's checks: a ValueError or TypeError ends the block and is kept as ``problem``. Where nobody
-    waits it is raised at once.
+    ``with refusal:`` runs this rank's checks: a ValueError or TypeError ends the block and is kept (``problems``). Where
+    nobody waits it is raised at once.
     """
 
     def __init__(self, op: str, others_wait: bool) -> None:
         self.op, self._others_wait = op, others_wait
-        self.problem: Exception | None = None
+        self.problems: list[Exception] = []  # at most one; taken out where it is raised, since who keeps it keeps its frames
 
     def __enter__(self) -> None:
         pass
@@ -41,17 +41,17 @@ class Refusal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not self._others_wait or not isinstance(error, TypeError | ValueError):
             return False
-        self.problem = self.problem or error
+        self.problems = self.problems or [error]
         return True
 
     def row(self) -> torch.Tensor:
         """Return this rank's number if it refuses, else infinity: float64 (1,)."""
-        return torch.tensor([math.inf if self.problem is None else dist.get_rank()], dtype=torch.float64, device="cpu")
+        return torch.tensor([math.inf if not self.problems else dist.get_rank()], dtype=torch.float64, device="cpu")
 
     def settle(self, smallest: float) -> None:
         """Raise this rank's problem, or name the rank that refused: the smallest of all rows."""
-        if self.problem is not None:
-            raise self.problem
+        if self.problems:
+            raise self.problems.pop()
         if math.isfinite(smallest):
             raise ValueError(f"{self.op}: rank {smallest:.0f} refused, so no rank wrote anything; its own error says why")
 
@@ -201,7 +201,7 @@ def clip_grad_norm_(
         found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
         in_order = _C.dense(list(found.values()), [params[i] for i in found])  # so it has the bits of step(max_norm=)
     what = f"max_norm={limit} norm_type={order}"
-    shards = [engine.own_grads(op, some, what, refusal.problem, order) for engine, some in engines.items()]
+    shards = [engine.own_grads(op, some, what, refusal.problems, order) for engine, some in engines.items()]
     grads = list(found.values())
     part = global_part(*grouped([params[i] for i in found], in_order, dtensors), refusal, order)
     norm = norm_of(join([part, *(each.part for each in shards)], order), order)

@@ -188,6 +188,34 @@ def test_a_model_whose_pass_failed_is_gone_at_once(stage: int, options: dict[str
     assert left(run()) == []
 
 
+def _step_with_another_parameter(model: nn.Module, optimizer: Any) -> None:
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    model.head.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    optimizer.step()
+
+
+REFUSED: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "step(grads=)": lambda model, optimizer: optimizer.step(grads=[1]),
+    "step": _step_with_another_parameter,
+    "clip_grad_norm_": lambda model, optimizer: shardcore.clip_grad_norm_(model, -1.0),
+    "clip_grad_value_": lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), -1.0),
+    "full_state": lambda model, optimizer: shardcore.full_state(model.head.weight, "unknown"),
+    "load_sharded_state_dict": lambda model, optimizer: shardcore.load_sharded_state_dict(model, {}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_whose_call_was_refused_is_gone_at_once(stage: int, what: str) -> None:
+    def run() -> dict[str, "weakref.ref[Any]"]:
+        model, optimizer = trained(stage)
+        with pytest.raises((ValueError, KeyError)):
+            REFUSED[what](model, optimizer)
+        return parts_of(model, optimizer)
+
+    assert left(run()) == []
+
+
 def test_a_model_that_was_refused_is_not_kept() -> None:
     def refuse(make: Callable[[nn.Module], Any], build: Callable[[], nn.Module] = make_net) -> dict[str, "weakref.ref[Any]"]:
         model = build()
