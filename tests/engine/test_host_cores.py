@@ -176,10 +176,12 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     use = _C.use_threads
     monkeypatch.setattr(_C, "use_threads", lambda count: (given.append((threading.current_thread().name, count)), use(count)))
     core = own_cores()[-1]
+    kept = []  # or the threads of the first model would end some time after the second is made
     for cpu_threads in (1, 3):
         model, optimizer, _ = train(
             0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
         )
+        kept.append(model)
         worker = optimizer._engine.lazy._worker
         worker.threads = WorkerThreads(worker.threads.count, (core,))
         before = _threads()

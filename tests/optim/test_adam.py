@@ -302,7 +302,7 @@ def test_engine_takes_over(make):
     optimizer.load_state_dict(optimizer.state_dict())
     names = [call[0] for call in engine.calls]
     assert names == ["step", "zero_grad", "state_dict", "load_state_dict"]
-    assert engine.calls[0][1:] == (None, None, 0.5, 3.0, None)
+    assert engine.calls[0][1:] == (None, None, 0.5, 3.0, [])
     with pytest.raises(ValueError, match="add_param_group"):
         optimizer.add_param_group({"params": params_of(2)})
     with pytest.raises(TypeError, match="sharded"):
