@@ -247,30 +247,6 @@ def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequenc
 def withdraw(tensors: Sequence[torch.Tensor], messages: Sequence[str]) -> None:
     """Close the storages of tensors again, and let go of the memory that was lent."""
 
-class Ticket:
-    """A piece on its way between processes. Dropped, it goes on: the piece's memory is kept until it was read."""
-
-    def wait(self) -> None:
-        """Wait until the piece was read; RuntimeError: the other process is gone, sent another size, or took too long."""
-
-class NeighbourReads:
-    """This process's end of pieces that processes of one machine read from each other (csrc/copy/neighbour_reads.h).
-
-    It is number ``own`` of ``count``. A piece fails whose wait took longer than ``timeout_seconds``. What
-    belongs together has the same tag; of several with the same, the first sent goes to the first received. RuntimeError
-    where the system has no file or memory for it.
-    """
-
-    def __init__(self, count: int, own: int, timeout_seconds: float) -> None: ...
-    def address(self) -> tuple[int, int, int, int, int]:
-        """Return what the others `connect` to."""
-    def connect(self, number: int, address: Sequence[int]) -> str:
-        """Find process ``number``; returns why it cannot be read, or an empty string. It has to find this one, too."""
-    def send(self, to: int, tag: int, data: torch.Tensor) -> Ticket:
-        """Offer ``data`` (CPU, contiguous), which must not change until the ticket's wait() returned."""
-    def receive(self, source: int, tag: int, data: torch.Tensor) -> Ticket:
-        """Read what ``source`` sends under the tag, of the same size in bytes, into ``data`` (CPU, contiguous)."""
-
 class CopyEvent:
     """When one copy of a HostTier is done. What it tells of stays valid when the tier or the tensors are let go of.
 

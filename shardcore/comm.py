@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore import neighbour_reads, telling
+from shardcore import telling
 from shardcore.launchers import warn_of_idle_tasks, world_told
 from shardcore.overdue import Overdue
 from shardcore.process_groups import (
@@ -128,10 +128,6 @@ class Comm:
             return
         if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
             slot.host = host_group_beside(self.group, self.device, self.gather_json)
-        elif not self.uses_nccl and self._backends.get("cpu") == "gloo":
-            slot.neighbours = neighbour_reads.meet(
-                self.rank, self.world_size, timeout_of(self.group, self.device).total_seconds(), self.gather_json
-            )
         slot.met = True
 
     @property
@@ -282,22 +278,17 @@ class Comm:
         me, size = ranks.index(self.rank), len(ranks)
         works: list[Any] = []
         operations: list[tuple[Any, torch.Tensor, int]] = []
-        neighbours = self._slot.neighbours
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
             for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
                 peer = self._global(rank)
-                if data.numel() == 0:
-                    continue
-                if neighbours is not None and neighbours.serve(rank, data):
-                    works.append((neighbours.receive if call is dist.irecv else neighbours.send)(data, rank, tag))
-                else:
+                if data.numel() > 0:
                     operations.append((call, data, peer))
         if self.uses_nccl and operations:  # as one group of calls: NCCL would wait for them one after the other
             works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
             return [*works[:-1], *self._started(works[-1] if works else None, sent[0])]
         with _explained():
-            works += [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
+            works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
         return [work for work in works if work is not None]
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:

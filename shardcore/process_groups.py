@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.launchers import whole_number
-from shardcore.neighbour_reads import Neighbours
 
 logger = logging.getLogger("shardcore")
 
@@ -29,14 +28,12 @@ class NotAMemberError(ValueError):
 class GroupSlot:
     """A process group that one engine at a time takes; `group` is None for the one that the user gave.
 
-    neighbours: the ranks on it that read each other's memory, once they have met. host: the group of the same ranks on which
-    they tell each other what lies in host memory, if `group` has no gloo for that. in_backward: one has begun and not ended.
+    host: the group of the same ranks on which they tell each other what lies in host memory, if `group` has no gloo for that. in_backward: one has begun and not ended.
     broken: what was raised when a wait failed. spoiled: one did, or a backward was left, or ranks parted: messages that nobody
     took may lie there. left: what an engine that is gone left on its way; gloo breaks a connection if that loses its memory.
     """
 
     group: dist.ProcessGroup | None
-    neighbours: Neighbours | None = None
     host: dist.ProcessGroup | None = None
     met: bool = False
     taken: bool = False

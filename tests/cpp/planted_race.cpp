@@ -7,7 +7,6 @@
 
 #include "copy/copy_cuda.cu"
 #include "copy/copy_thread.h"
-#include "copy/neighbour_reads.h"
 #include "cpp/cuda_kernels.h"
 
 namespace shardcore::testing {
@@ -98,29 +97,6 @@ double copies_on_streams() { return step_over_streams(true); }
 
 double copies() { return step_over_copies(true, true); }
 
-// Two ends that read each other's piece; the reader uses it.
-double read_neighbour(bool wait_for_arrival) {
-  NeighbourReads a(2, 0, 60'000'000'000), b(2, 1, 60'000'000'000);
-  if (const std::string why = a.connect(1, b.address()) + b.connect(0, a.address()); !why.empty()) {
-    std::printf("not tried, %s\nThreadSanitizer: data race\n", why.c_str());
-    return 0;
-  }
-  std::vector<float> sent(1000, 1.0f), got(1000, 0.0f);
-  const auto size_bytes = static_cast<int64_t>(4 * sent.size());
-  for (int round = 0; round < kRounds; ++round) {
-    const auto out = a.send(1, 0, sent.data(), size_bytes, nullptr);
-    const auto in = b.receive(0, 0, got.data(), size_bytes, nullptr);
-    if (wait_for_arrival) in->wait();
-    for (float& x : got) x += 1.0f;
-    in->wait();
-    out->wait();
-  }
-  return got[0];
-}
-
-double neighbour_without_wait() { return read_neighbour(false); }
-double neighbours() { return read_neighbour(true); }
-
 double norm() {
   const std::vector<float> x(4096, 1.0f);
   return sq_norm_cuda_body({{x.data(), 4096, DType::f32}}).high;
@@ -136,8 +112,7 @@ int main(int count, char** arguments) {
        {std::pair{"second_barrier", &missing_second_barrier}, std::pair{"norm", &norm_without_barrier},
         std::pair{"ordered_sum", &ordered_sum_without_barrier}, std::pair{"copy", &copy_without_wait},
         std::pair{"copy_reuse", &copy_without_wait_before_reuse}, std::pair{"copy_hand_over", &copy_without_hand_over},
-        std::pair{"neighbour", &neighbour_without_wait}, std::pair{"none_neighbour", &neighbours}, std::pair{"none", &norm},
-        std::pair{"none_copy_streams", &copies_on_streams}, std::pair{"none_copy", &copies}}) {
+        std::pair{"none", &norm}, std::pair{"none_copy_streams", &copies_on_streams}, std::pair{"none_copy", &copies}}) {
     if (name != known) continue;
     std::printf("%g\n", run());
     return 0;

@@ -143,3 +143,21 @@ def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             ValueError, match="LOCAL_RANK is 4 but this machine has 4 CUDA devices; expected a process for each"
         ):
             start()
+
+
+def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            assert not Comm().uses_nccl
+            patch.setattr(dist, "get_backend", lambda group: "undefined")  # as torch has it after init_process_group()
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            comm = Comm()
+            assert comm.uses_nccl
+            assert comm.device == torch.device("cuda:0")
+    finally:
+        dist.destroy_process_group()

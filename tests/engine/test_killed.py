@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore import neighbour_reads
 from shardcore.comm import Comm
 from tests.engine.models import Run, batch_of, loss_of, train
 from tests.ranks import context, start
@@ -19,8 +18,7 @@ from tests.ranks import context, start
 READS = 2  # of whole values, after the error
 
 
-def _rank(rank: int, store: str, stage: int, where: str, smallest: int, answer: Any) -> None:
-    neighbour_reads.MIN_BYTES = smallest
+def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timedelta(seconds=60))
 
@@ -56,13 +54,12 @@ def _rank(rank: int, store: str, stage: int, where: str, smallest: int, answer: 
     os._exit(0)  # a group that lost a rank cannot be left in order
 
 
-@pytest.mark.parametrize("smallest", [1, 1 << 16], ids=["read by neighbours", "sent"])
 @pytest.mark.parametrize(("stage", "where"), [(1, "shard"), (0, "backward"), (2, "step"), (3, "forward")])
-def test_the_other_ranks_raise(stage: int, where: str, smallest: int, tmp_path: Path) -> None:
+def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
     pipes, processes = [], []
     for rank in range(3):
         ours, theirs = context.Pipe()
-        process = start(_rank, rank, str(tmp_path / "store"), stage, where, smallest, theirs)
+        process = start(_rank, rank, str(tmp_path / "store"), stage, where, theirs)
         theirs.close()
         pipes.append(ours)
         processes.append(process)
