@@ -8,7 +8,7 @@ world of one needs no process group and moves nothing.
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from operator import methodcaller
@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore import telling
+from shardcore import telling, watchdog
 from shardcore.launchers import warn_of_idle_tasks, world_told
-from shardcore.overdue import Overdue
 from shardcore.process_groups import (
     GroupSlot,
     NotAMemberError,
@@ -31,7 +30,6 @@ from shardcore.process_groups import (
     own_gpu,
     slots_of,
     taken_slots,
-    timeout_of,
 )
 from shardcore.tags import Tags
 from shardcore.telling import as_bytes
@@ -50,7 +48,21 @@ class Traffic(IntEnum):
     STEP = 2
     READ = 3  # what the user asks for: state dicts, whole gradients and states
     WEIGHTS = 4  # whole weights around their use
-    NOTICE = 5  # where a rank is, see engine/meeting.py
+
+
+class Started:
+    """A collective under way: the messages of one operation."""
+
+    __slots__ = ("_operation", "_works")
+
+    def __init__(self, operation: watchdog.Operation, works: Iterable[dist.Work]) -> None:
+        """Hold `works`, which each can be waited for once."""
+        self._operation, self._works = operation, iter(works)
+
+    def wait(self) -> None:
+        """Wait: until done on the CPU, in stream order on CUDA. After an interrupt it can be called again."""
+        with watchdog.waiting(self._operation), _explained(self._operation):
+            deque(map(methodcaller("wait"), self._works), maxlen=0)  # advanced by C alone: an interrupt loses none
 
 
 class Comm:
@@ -101,7 +113,7 @@ class Comm:
         self.tags = Tags()
         self._slot = GroupSlot(None)
         self._on_way: list[Any] = []
-        self._overdue: Overdue | None = None
+        self._log: watchdog.Log | None = None
 
     def separate(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
@@ -123,7 +135,9 @@ class Comm:
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True
-        weakref.finalize(self, slot.release, self._on_way)
+        self._log = watchdog.log_of(self.group)
+        _set_left(slot, self._log, False)
+        weakref.finalize(self, _release, slot, self._on_way, self._log)
         if slot.met or self.world_size == 1:
             return
         if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
@@ -148,18 +162,23 @@ class Comm:
             self._on_way.append(on_way)
         return on_way
 
-    def watch(self, where: Callable[[], str]) -> None:
-        """Say where ranks are before NCCL's watchdog ends the process; `where` tells of this one. After `separate`."""
-        if self.uses_nccl and self.group is not None and self.world_size > 1:
-            store, timeout = dist.distributed_c10d._get_default_store, timeout_of(self.group, self.device)
-            self._overdue = Overdue(store, self.group.group_name, self.rank, self.world_size, timeout, where)
+    def _start(self, name: str, ranks: Sequence[int] | None = None) -> watchdog.Operation:
+        """Count a collective of this name, of `ranks` (None: all), which is to be started now."""
+        if self._log is None:
+            assert self.group is not None
+            self._log = watchdog.log_of(self.group)
+        self._log.in_order = self.uses_nccl
+        return self._log.start(name, ranks)
 
-    def _started(self, work: dist.Work | None, sent: torch.Tensor) -> list[dist.Work]:
-        if work is None:
-            return []
-        if self._overdue is not None:
-            self._overdue.started(work, sent.device.type)
-        return [work]
+    def _started(self, operation: watchdog.Operation, works: Sequence[dist.Work | None]) -> list[Started]:
+        begun = [work for work in works if work is not None]
+        if begun and self.uses_nccl:
+            watchdog.on_device(operation, begun[-1])
+        return [Started(operation, begun)] if begun else []
+
+    def take_order(self) -> list[str]:
+        """Return, for ranks to compare, which collectives ran since the last call: on NCCL, where their order counts."""
+        return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
     @property
     def sharers(self) -> Sequence[int]:
@@ -181,17 +200,10 @@ class Comm:
         if self._slot.broken:
             raise RuntimeError(self._slot.broken)
 
-    def start_anew(self) -> None:
-        """Give messages other tags from now on, as every rank does at this point: some of the old may never be taken."""
-        self._slot.spoiled = True
-        self._slot.in_backward = False
-        self.tags.part()
-
     def start_backward(self) -> None:
-        """Give the messages of the backward that begins tags of their own."""
+        """Learn that a backward begins to send."""
         self._slot.spoiled |= self._slot.in_backward
         self._slot.in_backward = True
-        self.tags.start_backward(Traffic.BACKWARD)
 
     def end_backward(self) -> None:
         """Say that every message of this backward was sent and taken."""
@@ -202,81 +214,84 @@ class Comm:
         received: torch.Tensor,
         sent: torch.Tensor,
         kind: Traffic,
+        name: str,
         ranks: Sequence[int] | None = None,
         of: int | None = None,
-    ) -> list[dist.Work]:
+    ) -> list[Started]:
         """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order), which include this one.
 
-        of: the number of what this is, if that rather than the order of calls tells which messages belong together. `received`
-        gets a piece from each other rank, in the same order. This rank's own piece need not move: what `received` holds in its
-        place is undefined. With gloo pieces go pairwise: measured a third faster than its all_to_all.
+        name: of this collective, in errors. of: the number of what this is, if that rather than the order of calls tells which
+        messages belong together. `received` gets a piece from each other rank, in the same order. This rank's own piece need
+        not move: what `received` holds in its place is undefined. With gloo pieces go pairwise: measured a third faster than
+        its all_to_all.
         """
         if self.uses_nccl and ranks is None:
             self._global(0)  # raises if the group is gone
+            operation = self._start(name)
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
-            return self._started(work, sent)
+            return self._started(operation, [work])
         ranks = range(self.world_size) if ranks is None else ranks
-        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, ranks, of)
+        return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
 
-    def all_to_nobody(self, sink: torch.Tensor, zeros: torch.Tensor, kind: Traffic, ranks: Sequence[int], of: int) -> list[Any]:
-        """Take part in all_to_all(of=of) with the piece `zeros` for everyone, and put all pieces into `sink`. Not on NCCL."""
-        return self._exchange([zeros] * len(ranks), [sink] * len(ranks), kind, ranks, of)
-
-    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor) -> list[dist.Work]:
+    def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> list[Started]:
         """Start adding `sent` over all ranks as the backend does it; `received` gets this rank's piece (Topology.place)."""
         if sent.numel() == 0:
             return []
+        operation = self._start(name)
         if self.topology.nodes == 1:
             work = _reduce_scatter(received, sent, group=self.group, async_op=True)
         else:
             pieces = sent.chunk(self.world_size)
             of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
-        return self._started(work, sent)
+        return self._started(operation, [work])
 
     def all_gather(
-        self, whole: torch.Tensor, kind: Traffic, ranks: Sequence[int] | None = None, of: int | None = None
-    ) -> list[dist.Work]:
+        self, whole: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int] | None = None, of: int | None = None
+    ) -> list[Started]:
         """Start filling `whole`, an equal piece for each of `ranks` (default: all, in order), this rank's own already in place.
 
-        of: see all_to_all. With gloo the pieces go pairwise: measured three times faster there than its all_gather.
+        name, of: see all_to_all. With gloo the pieces go pairwise: measured three times faster there than its all_gather.
         """
         in_order = ranks is None or ranks == range(self.world_size)
         ranks = range(self.world_size) if ranks is None else ranks
         if len(ranks) == 1 or whole.numel() == 0:
             return []
         if self.uses_nccl and in_order:
-            return self._gather_into(whole, self.group)
+            return self._gather_into(whole, self.group, name)
         places = _pieces(whole, len(ranks))
-        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, of)
+        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, of)
 
-    def gather_parts(self, parts: Sequence[torch.Tensor], kind: Traffic, ranks: Sequence[int]) -> list[dist.Work]:
+    def gather_parts(self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]) -> list[Started]:
         """Start filling parts[i] from ranks[i], this rank's own already in place. Their sizes may differ, and be zero."""
         places = [as_bytes(part) for part in parts]
-        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, ranks, None)
+        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, None)
 
-    def _gather_into(self, whole: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    def _gather_into(self, whole: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> list[Started]:
         self._global(0)  # raises if the group is gone
         flat = as_bytes(whole)
         size = flat.numel() // self.world_size
         own = flat.narrow(0, self.rank * size, size)
-        return self._started(_all_gather(flat, own, group=group, async_op=True), own)
+        if group is self.group:
+            return self._started(self._start(name), [_all_gather(flat, own, group=group, async_op=True)])
+        assert group is not None
+        return [Started(watchdog.log_of(group).start(name), [_all_gather(flat, own, group=group, async_op=True)])]
 
     def _exchange(
         self,
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
         kind: Traffic,
+        name: str,
         ranks: Sequence[int],
         of: int | None,
-    ) -> list[dist.Work]:
+    ) -> list[Started]:
         """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own.
 
         What is empty is not sent.
         """
         tag = self.tags.next(kind, of)
         me, size = ranks.index(self.rank), len(ranks)
-        works: list[Any] = []
         operations: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
@@ -284,43 +299,49 @@ class Comm:
                 peer = self._global(rank)
                 if data.numel() > 0:
                     operations.append((call, data, peer))
+        operation = self._start(name, ranks)
         if self.uses_nccl and operations:  # as one group of calls: NCCL would wait for them one after the other
             works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
-            return [*works[:-1], *self._started(works[-1] if works else None, sent[0])]
-        with _explained():
+            return self._started(operation, works)
+        with _explained(operation):
             works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
-        return [work for work in works if work is not None]
+        return self._started(operation, works)
 
-    def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
         """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device."""
         if self.world_size == 1:
             return row.unsqueeze(0)
         whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
         if kind is None and not self.uses_nccl:
-            with _explained():
-                dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group)
+            work = dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group, async_op=True)
+            wait_all(self._started(self._start(name), [work]))
         else:  # NCCL would copy each row of a list by a kernel of its own
             whole[self.rank].copy_(row)
-            wait_all(self.all_gather(whole, kind or Traffic.READ))
+            wait_all(self.all_gather(whole, kind or Traffic.READ, name))
         return whole
 
-    def tell(self, row: torch.Tensor, kind: Traffic | None = None, read: int = 0) -> torch.Tensor:
+    def tell(
+        self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT, read: int = 0
+    ) -> torch.Tensor:
         """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `tell_device`.
 
-        read: which of telling.READS this is for, for the error of ranks that are elsewhere.
+        name: see all_to_all. read: which of telling.READS this is for, for the error of ranks that are elsewhere.
         """
         if self._slot.host is None:
-            return self.gather_rows(row.to(self.tell_device, non_blocking=True), kind).cpu()
-        return telling.tell(row, kind or 0, read, self.rank, self.world_size, self._gather_on_host)
+            rows = self.gather_rows(row.to(self.tell_device, non_blocking=True), kind, name).cpu()
+            self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
+            return rows
 
-    def _gather_on_host(self, whole: torch.Tensor) -> None:
-        wait_all(self._gather_into(whole, self._slot.host))
+        def gather_on_host(whole: torch.Tensor) -> None:
+            wait_all(self._gather_into(whole, self._slot.host, name))
+
+        return telling.tell(row, kind or 0, read, self.rank, self.world_size, gather_on_host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if self.world_size > 1 and tensor.numel() > 0:
-            with _explained():
-                dist.broadcast(as_bytes(tensor), self._global(0), group=self.group)
+            work = dist.broadcast(as_bytes(tensor), self._global(0), group=self.group, async_op=True)
+            wait_all(self._started(self._start("a broadcast"), [work]))
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
@@ -349,27 +370,35 @@ def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(as_bytes(whole).chunk(count)) if whole.numel() else [as_bytes(whole)] * count
 
 
-def wait_all(works: Iterable[dist.Work]) -> None:
-    """Wait for collectives: until done on the CPU, in stream order on CUDA.
+def wait_all(started: Iterable[Started]) -> None:
+    """Wait for collectives: until done on the CPU, in stream order on CUDA."""
+    for collective in started:
+        collective.wait()
 
-    Each can be waited for once. So that an interrupt loses none, an iterator may be passed again: it is advanced by C alone,
-    and Python's signal handlers run before or after.
-    """
-    with _explained():
-        deque(map(methodcaller("wait"), works), maxlen=0)
+
+def _release(slot: GroupSlot, on_way: list[Any], log: watchdog.Log) -> None:
+    """Leave a group to the next engine."""
+    _set_left(slot, log, True)
+    slot.release(on_way)
+
+
+def _set_left(slot: GroupSlot, log: watchdog.Log, left: bool) -> None:
+    log.left = left
+    if slot.host is not None:
+        watchdog.log_of(slot.host).left = left
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(operation: watchdog.Operation | None = None) -> Iterator[None]:
     """Say what an error of torch.distributed means here: another rank did not take part."""
     try:
         yield
     except RuntimeError as error:
-        failure = (
+        failure = watchdog.reason_of(operation) or (
             "waiting for the other ranks failed; expected every rank to run the same backwards, steps and collective calls "
             "(state_dict, full_grad, ...): a rank that ended, failed, did another thing or was given another "
             "group leaves the rest waiting, at most for the process group's timeout (init_process_group(timeout=...)). "
-            f"The reason given: {error}"
+            f"The reason given{'' if operation is None else f', at {operation.name}'}: {error}"
         )
         for slot in taken_slots():
             slot.broken, slot.spoiled = failure, True

@@ -28,9 +28,10 @@ class NotAMemberError(ValueError):
 class GroupSlot:
     """A process group that one engine at a time takes; `group` is None for the one that the user gave.
 
-    host: the group of the same ranks on which they tell each other what lies in host memory, if `group` has no gloo for that. in_backward: one has begun and not ended.
-    broken: what was raised when a wait failed. spoiled: one did, or a backward was left, or ranks parted: messages that nobody
-    took may lie there. left: what an engine that is gone left on its way; gloo breaks a connection if that loses its memory.
+    host: the group of the same ranks on which they tell each other what lies in host memory, if `group` has no gloo for that.
+    in_backward: one has begun and not ended. broken: what was raised when a wait failed. spoiled: one did, or a backward was
+    left: messages that nobody took may lie there. left: what an engine that is gone left on its way; gloo breaks a connection
+    if that loses its memory.
     """
 
     group: dist.ProcessGroup | None

@@ -1,17 +1,14 @@
 """The tags of messages, by which gloo tells apart what ranks send. Pure.
 
-A tag has the message's kind, how often ranks have parted (`Tags.part`), and a number. Each backward has numbers of its own, so
-a rank that left one early never pairs the next one's messages with the old ones. One half of the numbers is for messages about
-something that has a number itself (a bucket): ranks on different ways never pair messages about different things, which gloo,
-where sizes differ, would answer by ending the process.
+A tag has the message's kind and a number. One half of the numbers is for messages about something that has a number itself (a
+bucket): ranks on different ways never pair messages about different things, which gloo, where sizes differ, would answer by
+ending the process.
 """
 
 from collections import Counter
 
-_A_BACKWARD = 1 << 14
 _A_NUMBER = 1 << 4
 _OF_NUMBERS = 1 << 19
-_UNTIL_PARTING = 1 << 20
 _A_KIND = 1 << 28
 
 
@@ -20,17 +17,7 @@ class Tags:
 
     def __init__(self) -> None:
         """Begin with those of the first message."""
-        self.partings = 0  # how often ranks went different ways, and all learned of it
         self._count: Counter[tuple[int, int | None]] = Counter()
-
-    def part(self) -> None:
-        """Give messages other tags from now on."""
-        self.partings += 1
-        self._count.clear()
-
-    def start_backward(self, kind: int) -> None:
-        """Give the messages of this kind, of the backward that begins, tags of their own."""
-        self._count[kind, None] = (self._count[kind, None] // _A_BACKWARD + 1) * _A_BACKWARD
 
     def next(self, kind: int, of: int | None) -> int:
         """Return the tag of the next message of this kind, about what has the number `of` (None: the order of calls tells)."""
@@ -40,4 +27,4 @@ class Tags:
             number %= _OF_NUMBERS
         else:
             number = _OF_NUMBERS + (of * _A_NUMBER + number % _A_NUMBER) % _OF_NUMBERS
-        return kind * _A_KIND + (self.partings * _UNTIL_PARTING + number) % _A_KIND
+        return kind * _A_KIND + number

@@ -64,8 +64,18 @@ def elsewhere(points: Sequence[str]) -> RuntimeError:
     ranks: dict[str, list[int]] = {}
     for rank, point in enumerate(points):
         ranks.setdefault(point, []).append(rank)
-    lines = (f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))} at {point}" for point, there in ranks.items())
+    lines = (f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))}: {point}" for point, there in ranks.items())
     return different_ways("; ".join(lines))
+
+
+def uneven(counts: Sequence[int]) -> RuntimeError:
+    """Return what every rank raises when ranks ran other numbers of backwards; `counts` are those of Reducer.count."""
+
+    def said(count: int) -> str:
+        added = "some" if count % 2 else "none"
+        return f"{count // 2} backwards since the last step or zero_grad(), {added} of them added locally"
+
+    return elsewhere([said(count) for count in counts])
 
 
 def plain(value: Any) -> Any:

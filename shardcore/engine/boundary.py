@@ -111,11 +111,3 @@ def warn_of_old_grads() -> None:
 def warn_of_dropped_grads() -> None:
     """Say what became of a backward that ended in an error."""
     logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
-
-
-def failed_elsewhere(rank: int) -> RuntimeError:
-    """Return what other ranks raise where a backward of `rank` failed."""
-    return RuntimeError(
-        f"backward: a backward of rank {rank} ended in an error (its own says why), so all gradients since zero_grad() are "
-        "dropped on every rank; expected the same backwards on every rank (the next one starts clean)"
-    )

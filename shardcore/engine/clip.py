@@ -41,7 +41,7 @@ class OwnGrads:
         if norm_type is not None:
             self.part = norm_part([view for views in self._views.values() for view in views], norm_type)
             if not lifetimes.owns_everything:
-                rows = comm.tell(self.part, Traffic.READ)
+                rows = comm.tell(self.part, Traffic.READ, "a norm")
                 self.part = join([rows[sorted(comm.sharers)]], norm_type)
 
     def scale(self, coefficient: float) -> None:

@@ -4,10 +4,13 @@ It composes the reducer (gradients), the updater (step) and a state store (where
 stages beyond the lifetimes table, nor of tiers beyond the store that it is given.
 """
 
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,10 +20,8 @@ from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.clip import OwnGrads
 from shardcore.engine.host_grads import GradHome
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.meeting import READ, STEP, Meetings
 from shardcore.engine.membership import Membership
 from shardcore.engine.pace import Pace
 from shardcore.engine.reads import agree_on_read
@@ -33,7 +34,6 @@ from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
 from shardcore.optim import EngineRef, step_tensor
-from shardcore.telling import READS
 
 
 class Engine:
@@ -69,8 +69,7 @@ class Engine:
         self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
         self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self.meetings = Meetings(comm, []) if weights is None else weights.meetings
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, self.meetings, lazy, home)
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, lazy, home)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         # The weights that no step updates; frozen ones are in a bucket at stage 3 alone.
@@ -145,11 +144,10 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problems.append(error)
-        with held_back_interrupts(), self.outcomes.lock:  # what ranks begin together they end together
+        with _interrupts_held_back(), self.outcomes.lock:  # a step is whole on every rank
             self._step_together(grad_scale, max_norm, problems)
 
     def _step_together(self, grad_scale: float, max_norm: float | None, problems: list[Exception]) -> None:
-        self.meetings.meet(STEP, self.reducer.count)
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
@@ -163,14 +161,13 @@ class Engine:
         if self.pace is not None:
             self.pace.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
-        order, ways = self.lazy.order if self.lazy is not None else (), self.meetings.untold()
+        order, ways = self.lazy.order if self.lazy is not None else (), self.comm.take_order()
         refuses = bool(problems)
         del problems[1:]
         try:
-            outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, order, ways)
+            backwards = self.reducer.count
+            outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways)
         except Exception as error:  # on every rank
-            if ways:  # which may differ, and so what was learned of them
-                self.meetings.part()
             if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew before of what comes late
                 self.settle()
                 self.outcomes.raise_late()
@@ -243,7 +240,6 @@ class Engine:
         for _, param in self.unmanaged:
             param.grad = None
 
-    @held_back_interrupts()  # see together
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.read_all("optimizer.state_dict", "the optimizer")
@@ -288,7 +284,6 @@ class Engine:
         return not self.lifetimes.owns_everything
 
     @torch.no_grad()
-    @held_back_interrupts()  # see together
     def own_grads(
         self,
         op: str,
@@ -322,7 +317,7 @@ class Engine:
         """Run `check`; if it raises here, or other ranks are in another collective read than `op`, raise on every rank.
 
         What `check` returns says which value is read, where there are several: it has to be the same on every rank, as the
-        number of `backwards` is. Whoever calls this holds Ctrl-C back to the end of the read, as the others wait for all of it.
+        number of `backwards` is.
         """
         self.reducer.settle()
         self.settle()
@@ -333,15 +328,11 @@ class Engine:
         except StepError as error:
             problem = error
         try:
-            self.meetings.meet(READ, backwards, detail=READS.index(op))
-        except RuntimeError as error:
-            raise RuntimeError(f"{op}: {error}") from error
-        try:
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error
         try:
-            agree_on_read(self.comm, op, what, problem)
+            agree_on_read(self.comm, op, what, backwards, problem)
         finally:
             problem = None  # as in step
 
@@ -357,7 +348,6 @@ class Engine:
     # --- whole values of one parameter --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @held_back_interrupts()  # see together
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
 
@@ -376,7 +366,6 @@ class Engine:
         return self.whole_values.of_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
 
     @torch.no_grad()
-    @held_back_interrupts()  # see together
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
         """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
 
@@ -409,3 +398,20 @@ class Engine:
         if bucket.kind.master is not None:
             return self.store.read(bucket, "master")
         return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_weight
+
+
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let Ctrl-C take effect at the end. (Only the main thread is interrupted.)"""
+    old = signal.getsignal(signal.SIGINT)
+    if not callable(old) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
+        if came:
+            old(*came[0])

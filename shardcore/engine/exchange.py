@@ -8,16 +8,13 @@ that it gets for its own, in rank order, in float32. The sum of one level is wha
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.buffers import BufferPool
-from shardcore.engine.meeting import Meetings, Notice
 
 MAX_IN_FLIGHT = 2
 
@@ -43,18 +40,14 @@ class Parts:
 
 @dataclass
 class _Flight:
-    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent.
-
-    notice: what announced them.
-    """
+    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent."""
 
     bucket: Bucket
     whole: torch.Tensor
-    notice: Notice | None
     level: int
     sent: torch.Tensor
     received: torch.Tensor
-    works: list[Any]
+    works: list[Started]
 
 
 class Exchange:
@@ -65,80 +58,41 @@ class Exchange:
         comm: Comm,
         pool: BufferPool,
         finish: Callable[[Bucket, torch.Tensor, Parts], None],
-        meetings: Meetings,
         buckets: Sequence[Bucket],
         backend_sums: bool,
     ) -> None:
         """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
-        self.comm, self.pool, self._finish, self._meetings = comm, pool, finish, meetings
+        self.comm, self.pool, self._finish = comm, pool, finish
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._flights: deque[_Flight] = comm.keeps(deque())
-        self._lost: list[Any] = comm.keeps([])
 
-    def send(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None) -> None:
-        """Start with one bucket, which `notice` announced; those that are too many in flight are finished."""
+    def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        """Start with one bucket; those that are too many in flight are finished."""
         if self.comm.world_size == 1:
             self._finish(bucket, whole, Parts(whole, 1, whole, 0))
             return
         self.drain(MAX_IN_FLIGHT - 1)  # before the next one takes memory
-        self._start(bucket, whole, notice, 0, whole)
+        self._start(bucket, whole, 0, whole)
 
     def drain(self, keep: int = 0) -> None:
         """Wait and go on until at most `keep` buckets are in flight."""
         while len(self._flights) > keep:
-            self._meetings.check(self._flights[0].notice)
+            wait_all(self._flights[0].works)
             flight = self._flights.popleft()
-            wait_all(flight.works)
             parts = self._parts(flight)
             if flight.level + 1 == len(self._levels):
                 self._finish(flight.bucket, flight.whole, parts)
             else:
                 partial = self.pool.take(parts.own.numel(), torch.float32)
                 parts.add_up(1.0, partial)
-                self._start(flight.bucket, flight.whole, flight.notice, flight.level + 1, partial)
+                self._start(flight.bucket, flight.whole, flight.level + 1, partial)
             self._give_back(flight)
 
-    def send_nothing(self, rest: Sequence[tuple[Bucket, torch.dtype]], summed: Callable[[Bucket], torch.dtype]) -> None:
-        """Take part with zeros in what is left of each flight, and of buckets (and the dtype that travels) that never took off.
-
-        Others may wait for that before they learn that this rank will not go on. Nobody waits for it here. summed: the dtype
-        of sums, which those who own the same gather.
-        """
-        pieces: list[tuple[Sequence[int], int, int]] = []  # ranks, number, bytes
-        owners = self.comm.topology.owners(self.comm.rank)
-
-        def add(bucket: Bucket, first_level: int, dtype: torch.dtype) -> None:
-            for level in range(first_level, len(self._levels)):
-                numel = bucket.layout.numel // prod(map(len, self._levels[: level + 1]))
-                size = numel * (torch.float32 if level else dtype).itemsize
-                pieces.append((self._levels[level], self._tag_number(bucket, level, dtype), size))
-            size = bucket.owned_numel // len(owners) * summed(bucket).itemsize
-            pieces.append((owners, self.gather_number(bucket), size))
-
-        for flight in self._flights:
-            add(flight.bucket, flight.level + 1, torch.float32)
-        for bucket, dtype in rest:
-            add(bucket, 0, dtype)
-        if self._backend_sums or not pieces:
-            return
-        largest = max(size for _, _, size in pieces)
-        zeros, sink = torch.zeros(2, largest, dtype=torch.uint8, device=self.comm.device).unbind()
-        for ranks, number, size in pieces:
-            self._lost += self.comm.all_to_nobody(sink[:size], zeros[:size], Traffic.BACKWARD, ranks, number)
-        self._lost += [zeros, sink]
-
-    def keep(self, *things: Any) -> None:
-        """Keep what may still be written, for good."""
-        self._lost += things
-
-    def abandon(self, lost: bool) -> None:
-        """Drop what is in flight, once it is here; if that may come late or never (`lost`), keep its memory."""
-        if lost:
-            self._lost += self._flights
-            self._flights.clear()
-        for flight in self._flights:
+    def abandon(self) -> None:
+        """Drop what is in flight, once it is here (where a wait has failed nothing comes any more)."""
+        for flight in self._flights if not self.comm.broken else ():
             wait_all(flight.works)
             self._give_back(flight)
             self.pool.give(flight.whole)
@@ -152,17 +106,17 @@ class Exchange:
         own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
         return Parts(flight.received, len(ranks), own, number)
 
-    def _start(self, bucket: Bucket, whole: torch.Tensor, notice: Notice | None, level: int, sent: torch.Tensor) -> None:
-        ranks = self._levels[level]
+    def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+        ranks, name = self._levels[level], f"the reduction of {bucket.unit or 'the root'}"
         if self._backend_sums:
             received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
-            works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent)
+            works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent, name)
         else:
             received = self.pool.take(sent.numel(), sent.dtype)
             several = ranks if len(self._levels) > 1 else None
             number = self._tag_number(bucket, level, sent.dtype)
-            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, several, of=number)
-        self._flights.append(_Flight(bucket, whole, notice, level, sent, received, works))
+            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, name, several, of=number)
+        self._flights.append(_Flight(bucket, whole, level, sent, received, works))
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""

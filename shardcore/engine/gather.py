@@ -38,9 +38,9 @@ class Gatherer:
         return None
 
     def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
-        """Raise if one of these shards cannot arrive, where that can be known before other ranks are told that it comes.
+        """Raise if one of these shards cannot arrive, where that can be known before other ranks are sent to.
 
-        On CUDA it is known too late, and ranks are told nothing (engine/meeting.py); a rank alone waits when it needs them.
+        On CUDA it is known too late; a rank alone waits when it needs them.
         """
         if self._stream is None and not self._alone:
             for arrived in arrivals:
@@ -54,11 +54,13 @@ class Gatherer:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if arrived is not None:
                 arrived.wait()
-            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, self._comm.sharers, of=2 * self._number[bucket])
+            name, number = f"the weights of {bucket.unit or 'the root'}", 2 * self._number[bucket]
+            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.sharers, of=number)
 
     def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
         """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
-        return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, keepers, of=2 * self._number[bucket] + 1)
+        name, number = f"the weights of {bucket.unit or 'the root'} that were kept", 2 * self._number[bucket] + 1
+        return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, keepers, of=number)
 
     def wait(self, gathers: Iterable[Any]) -> None:
         """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, ReducePolicy
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import Parts
@@ -91,7 +90,7 @@ class _Leaving:
     give: Callable[[torch.Tensor], None]
     adds: bool
     as_it_is: bool
-    gathers: list[dist.Work]
+    gathers: list[Started]
     place: torch.Tensor | None = None
     started: bool = False
     arrived: _C.CopyEvent | None = None
@@ -164,7 +163,6 @@ class HostGrads:
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = comm.keeps(deque())
-        self._lost: list[_Leaving] = comm.keeps([])
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 
@@ -219,18 +217,14 @@ class HostGrads:
             )
             bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._place))
             release(whole)
-        several = len(self._owners) > 1
-        gathers = self._comm.all_gather(source, Traffic.BACKWARD, self._owners, of=number) if several else []
+        several, name = len(self._owners) > 1, f"the gradients of {bucket.unit or 'the root'}"
+        gathers = self._comm.all_gather(source, Traffic.BACKWARD, name, self._owners, of=number) if several else []
         self._leaving.append(_Leaving(bucket, source, give, adds, as_it_is, gathers))
         if not gathers:
             self._start(self._leaving[-1])
 
     def _dtype_of(self, adds: bool) -> torch.dtype:
         return torch.float32 if adds else self._policy.grad_dtype
-
-    def sum_dtype(self, bucket: Bucket) -> torch.dtype | None:
-        """Return the dtype in which the bucket's next sum leaves, None if it stays."""
-        return self._dtype_of(bucket.reduced) if bucket in self else None
 
     def drain(self) -> None:
         """Let all that leaves go: no device memory is held any more, on CUDA in the order of the current stream."""
@@ -270,17 +264,14 @@ class HostGrads:
             self._failure = self._failure or (doing, error)
             return None
 
-    def abandon(self, lost: bool) -> None:
-        """Drop what is on its way: its backward has failed. lost: see Exchange.abandon."""
+    def abandon(self) -> None:
+        """Drop what is on its way: its backward has failed."""
         for leaving in self._leaving:
-            if not leaving.started and not lost:
+            if not leaving.started and not self._comm.broken:
                 wait_all(leaving.gathers)
         self.forget()
         for leaving in self._leaving:
-            if not leaving.started and lost:
-                self._lost.append(leaving)
-            else:
-                leaving.give(leaving.source)
+            leaving.give(leaving.source)
         self._leaving.clear()
 
     # --- one gradient -------------------------------------------------------------------------------------------------

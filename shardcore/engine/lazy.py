@@ -28,13 +28,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward
 from shardcore.engine.store import Scalars, Span, StateStore, StepError
 from shardcore.engine.trace import scope
@@ -68,7 +66,7 @@ class _Update:
     done: "Future[None]" = field(default_factory=Future)
     event: torch.cuda.Event | None = None
     left: _C.CopyEvent | None = None
-    gathers: Iterator[dist.Work] | None = None
+    gathers: list[Started] | None = None
 
 
 class LazyStep:
@@ -224,8 +222,7 @@ class LazyStep:
         for update in () if self._worker_gathers else self._pending.values():
             if update.gathers is None:
                 self._wait_for_adam(update)
-                with held_back_interrupts():
-                    update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
+                update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
             if update is last:
                 break
         try:
@@ -280,9 +277,9 @@ class LazyStep:
         self._lock = threading.RLock()
 
 
-def _gather(all_gather: Callable[..., list[dist.Work]], bucket: Bucket, sharers: Sequence[int]) -> Iterator[dist.Work]:
+def _gather(all_gather: Callable[..., list[Started]], bucket: Bucket, sharers: Sequence[int]) -> list[Started]:
     with scope("gather", bucket.unit):
-        return iter(all_gather(bucket.weight, Traffic.STEP, sharers))
+        return all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", sharers)
 
 
 @torch.no_grad()
@@ -291,7 +288,7 @@ def _update_all(
     store: StateStore,
     updates: Sequence[_Update],
     hypers: Scalars,
-    all_gather: Callable[..., list[dist.Work]] | None,
+    all_gather: Callable[..., list[Started]] | None,
     sharers: Sequence[int],
     stream: torch.cuda.Stream | None,
     began: torch.cuda.Event | None,

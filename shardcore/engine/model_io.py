@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.order import in_backward, tensors_in
 from shardcore.engine.store import StepError
 from shardcore.engine.unit import callable_parts
@@ -237,7 +236,6 @@ class _BeforeStateDict(_StateDictHook):
 class _WholeStateDict(_StateDictHook):
     """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
 
-    @held_back_interrupts()  # see Engine.together
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         engine = self.engine
         if engine is None or engine.state_dict_of != (self.name, prefix):  # part of the state_dict of a module around this one

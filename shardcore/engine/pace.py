@@ -85,7 +85,7 @@ class Pace:
             self._forward_s = min(self._forward_s, begun.elapsed_time(ended) / 1e3)
         self._pairs.clear()
         times = torch.tensor([self._forward_s, self._step_s], dtype=torch.float64, device="cpu")
-        rows = self._comm.tell(times, Traffic.STEP).tolist()
+        rows = self._comm.tell(times, Traffic.STEP, "a step").tolist()
         affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s in rows)  # 0: the step failed
         self._chosen = choose_ratio(affordable, self._limit_bytes, self._device_bytes)
         if self._comm.rank == 0:

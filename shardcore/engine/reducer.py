@@ -5,34 +5,29 @@ complete, and all before it in the fixed order have been sent, its pieces go to 
 computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
 ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
-Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Others wait for what this rank
-was to send, so it sends it all the same, and tells them that it failed: then every rank drops its gradients. At stage 3, where
-they also wait for it to gather weights, it tells them in place of its next announcement, and sends zeros.
+Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Where it failed on this rank
+alone, the others wait for what it was to send: shardcore/watchdog.py finds that.
 Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of
-backward. At stage 3 it is sent before ends of backward meet: others may have sent theirs, and wait for this rank's to go on.
+backward.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
 checkpointing), even after its bucket was sent. All but the first part wait in `_late` and go in a second round at the end, on
 every rank; also where the bucket is still here, or the order of sums would depend on units.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from shardcore.comm import Comm, Traffic, wait_all
-from shardcore.engine.boundary import Boundary, failed_elsewhere, warn_of_dropped_grads, warn_of_old_grads, watch
+from shardcore.comm import Comm, Started, Traffic, wait_all
+from shardcore.engine.boundary import Boundary, warn_of_dropped_grads, warn_of_old_grads, watch
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.exchange import Exchange, Parts
 from shardcore.engine.handout import HandedOut
 from shardcore.engine.host_grads import GradHome, HostGrads
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.meeting import BACKWARD, LOCAL_BACKWARD, REFUSAL, Meetings, Notice
 from shardcore.engine.trace import scope
 from shardcore.engine.use import agree_on_use
 from shardcore.engine.weights import Weights
@@ -51,7 +46,6 @@ class Reducer:
         device: torch.device,
         weights: Weights | None,
         scaler: LossScaler,
-        meetings: Meetings,
         lazy: LazyStep | None,
         home: GradHome | None,
     ) -> None:
@@ -63,10 +57,10 @@ class Reducer:
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler, self._meetings, self.lazy = scaler, meetings, lazy
+        self.scaler, self.lazy = scaler, lazy
         self.pool = BufferPool(device, weakly(self._forget))
         self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._exchange = Exchange(comm, self.pool, weakly(self._finish), meetings, self.buckets, policy.backend_sums)
+        self._exchange = Exchange(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
         self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
@@ -74,19 +68,14 @@ class Reducer:
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
-        self._failed = 0  # the number, from 1, of the last backward that failed and that other ranks do not know of
-        meetings.on_parting.append(weakly(self._serve))
         self.boundary = Boundary(one_thread=device.type == "cpu")
-        self._partings, self._serving = 0, False  # Tags.partings when it began; whether others wait for it (stage 3)
-        self._notice: Notice | None = None  # what told that it sends
         self._number = 0  # of backwards since the last step, this one included, which ranks compare before they send
         self._any_grad = False  # some parameter got a gradient in this backward
-        self._told_use = self._settling = False  # ranks have told each other which; `settle` is under way
         self._next, self._sent_any = 0, False  # how many buckets this backward sent; whether anything, late ones too
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
-        self._gathers: list[dist.Work] = comm.keeps([])
+        self._gathers: list[Started] = comm.keeps([])
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
@@ -111,16 +100,13 @@ class Reducer:
             self._told = True
             if self.comm.rank == 0:
                 warn_of_old_grads()
-        with held_back_interrupts():
-            self.boundary.begin(self._end_backward)
-            self._next, self._partings, self._number = 0, self.comm.tags.partings, self.backwards + 1
-            self._any_grad = self._told_use = self._sent_any = False
-            self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
-            self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-            if self.weights is not None:
-                self._notice = self._meetings.start(BACKWARD if self._reducing else LOCAL_BACKWARD, self.count)
-                self._serving = self._reducing
-                self.weights.begin_backward()
+        self.boundary.begin(self._end_backward)
+        self._next, self._number = 0, self.backwards + 1
+        self._any_grad = self._sent_any = False
+        self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
+        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
+        if self.weights is not None:
+            self.weights.begin_backward()
 
     @property
     def count(self) -> int:
@@ -137,48 +123,20 @@ class Reducer:
         self._stepped = any(bucket.reduced for bucket in self.buckets)
 
     def settle(self) -> None:
-        """If the last backward ended in an error, drop all gradients, on every rank. See Note [Failed backwards]."""
-        if self.boundary.failed and not self._settling:
-            with held_back_interrupts():  # others wait for what it sends; what is left of it would be added to the next one's
-                self._settle_failed()
-            warn_of_dropped_grads()
-
-    def _settle_failed(self) -> None:
-        self._failed = backwards = self.backwards + 1
-        unknown = self._partings == self.comm.tags.partings and not self.comm.broken  # to the others, that this one failed
-        telling = self.comm.world_size > 1 and self.weights is None and unknown
-        try:
-            self._settling = True
-            with suppress(RuntimeError):  # that a rank failed, or one has left
-                if telling and self._reducing and not self._told_use:
-                    self._reduce_rest()
-                elif self.weights is not None and unknown and (notice := self._meetings.start(REFUSAL)) is not None:
-                    self._serve()
-                    self._meetings.check(notice)
-                    self._meetings.part()  # all failed alike
-        finally:
-            self._settling = False
+        """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""
+        if self.boundary.failed:
             self._drop_all()
-        if telling and not self._reducing:  # others have sums of theirs: the backward that reduces them tells
-            self._failed, self._local_sums, self.backwards, self._number = backwards, True, backwards, backwards
+            warn_of_dropped_grads()
 
     def _drop_all(self) -> None:
         self.boundary.clear()
-        lost = self._partings != self.comm.tags.partings or self.comm.broken  # what is in flight may come late or never
-        self._exchange.abandon(lost)
-        self._wait_gathers(lost)
-        self.host.abandon(lost)
+        self._exchange.abandon()
+        self._wait_gathers()
+        self.host.abandon()
         if self.weights is not None:
             self.weights.close_all()
         self.zero()
         self.dropped = True
-
-    def _serve(self) -> None:
-        """Send zeros to whoever waits for this rank, which leaves its backward. See Note [Failed backwards]."""
-        serving, self._serving = self._serving, False
-        if serving:
-            rest = [(bucket, self._sent_dtype(bucket)) for bucket in self.buckets[self._next :]]
-            self._exchange.send_nothing(rest, lambda bucket: self.host.sum_dtype(bucket) or self.policy.grad_dtype)
 
     def _on_grad(self, order: int, slot: int) -> None:
         bucket = self.buckets[order]
@@ -215,24 +173,20 @@ class Reducer:
     @torch.no_grad()  # autograd calls it in the mode of whoever called backward
     def _end_backward(self) -> None:
         self.boundary.end()
-        with held_back_interrupts():  # the others wait for all of it
-            if self.weights is not None:
-                if self._reducing and self._any_grad:
-                    self._launch_rest()  # Note [Unused here only]
-                self.weights.end_backward()
-            self.scaler.end_backward(self._any_grad)
-            if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
-                self.show_grads()
-            elif self._reducing:
-                self._reduce_rest()
-            else:
-                for bucket in self.buckets:
-                    bucket.collect_waiting()
-            self._serving = False
-            self.boundary.clear()
-            self.backwards += self._any_grad
-            self._number = self.backwards
-            self.dropped &= not self._any_grad
+        if self.weights is not None:
+            self.weights.end_backward()
+        self.scaler.end_backward(self._any_grad)
+        if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
+            self.show_grads()
+        elif self._reducing:
+            self._reduce_rest()
+        else:
+            for bucket in self.buckets:
+                bucket.collect_waiting()
+        self.boundary.clear()
+        self.backwards += self._any_grad
+        self._number = self.backwards
+        self.dropped &= not self._any_grad
 
     def reduce_pending(self) -> None:
         """Reduce what was only summed locally so far (step() came after fewer backwards than declared)."""
@@ -248,10 +202,7 @@ class Reducer:
     def _reduce_rest(self) -> None:
         self._launch_rest()
         self._exchange.drain()
-        late, failed = agree_on_use(self.comm, self.params, self._late_params, self._failed)
-        self._told_use = True
-        if len(set(failed)) > 1:  # else all dropped the same
-            self._drop_for(failed.index(max(failed)))
+        late = agree_on_use(self.comm, self.params, self._late_params, self.count)
         if late:
             self._wait_gathers()
             for bucket in self.buckets:
@@ -263,24 +214,14 @@ class Reducer:
         self._wait_gathers()
         self.host.drain()
         self.comm.end_backward()
-        self._local_sums, self._failed = False, 0
+        self._local_sums = False
         self.show_grads()
 
-    def _wait_gathers(self, lost: bool = False) -> None:
-        works = [*self._gathers]
-        self._gathers.clear()  # once each: gloo's receive cannot be waited for twice
-        if lost and works:
-            for bucket in self.buckets:
-                self._exchange.keep(works, bucket.grad)
-                bucket.grad = None
-        else:
-            wait_all(works)
-
-    def _drop_for(self, rank: int) -> None:
-        """Drop all gradients, as the rank does whose backward failed, and raise RuntimeError."""
-        self._drop_all()
-        self.comm.end_backward()
-        raise failed_elsewhere(rank)
+    def _wait_gathers(self) -> None:
+        gathers = [*self._gathers]
+        self._gathers.clear()
+        if not self.comm.broken:
+            wait_all(gathers)
 
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
@@ -302,7 +243,6 @@ class Reducer:
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         give_full(bucket, buffer, self.pool, self.lifetimes)
 
-    @held_back_interrupts()  # what is launched is sent
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
@@ -325,10 +265,7 @@ class Reducer:
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-                if self.weights is None:
-                    self._notice = self._meetings.start(BACKWARD, self.count)
-                self._meetings.agree_on_nccl(self.count)
-            self._exchange.send(bucket, whole, self._notice)
+            self._exchange.send(bucket, whole)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
@@ -365,7 +302,8 @@ class Reducer:
             if len(owners) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._exchange.gather_number(bucket)
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, owners, of=number)
+                    name = f"the gradients of {bucket.unit or 'the root'}"
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, owners, of=number)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)
@@ -385,7 +323,7 @@ class Reducer:
             self.lazy.finish()
         self.settle()
         self.host.forget()  # zeros must not be overwritten
-        self.backwards = self._number = self._failed = 0
+        self.backwards = self._number = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()
         self._late_params.clear()

@@ -22,7 +22,6 @@ from torch import nn
 from shardcore.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.store import set_owned
 from shardcore.optim import step_count, step_tensor, warn_of_lost
 
@@ -163,7 +162,6 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 
 
 @torch.no_grad()
-@held_back_interrupts()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
     engine.read_all("sharded_state_dict", "the model")
@@ -188,7 +186,6 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-@held_back_interrupts()
 def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
     named = dict(_named(engine.model))
@@ -218,7 +215,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
         if engine.lifetimes.gathers_new_weights:
-            works += engine.comm.all_gather(bucket.weight, Traffic.READ, engine.comm.sharers)
+            works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.sharers)
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
             managed.version = managed.param._version
@@ -227,7 +224,6 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 @torch.no_grad()
-@held_back_interrupts()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     """Return the states by "parameter.key": `Shards`, and each parameter's step count; and a moving loss scale. Collective."""
     engine.read_all("sharded_state_dict", "the optimizer")
@@ -244,7 +240,6 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-@held_back_interrupts()
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     """Set states, step counts and loss scale from what `optimizer_state` returned and a checkpoint filled. Collective."""
     scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.meeting import Notice
 
 
 @dataclass(eq=False)
@@ -19,7 +18,7 @@ class Unit:
         backward]).
     open: its parameters have memory. held: how many `full_params` keep it so. guest: the id of the module inside, called on its
         own, for whose sake alone it is open; 0 for none.
-    gathers: the collectives under way that nobody has waited for, None if there are none. notice: what announced them.
+    gathers: the collectives under way that nobody has waited for, None if there are none.
     kept: this rank's parts, one a bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
@@ -29,8 +28,7 @@ class Unit:
     buckets: list[Bucket]
     stays: bool
     held: int = 0
-    gathers: Iterator[Any] | None = None
-    notice: Notice | None = None
+    gathers: list[Any] | None = None
     open: bool = False
     calls: int = 0
     incomplete: set[Bucket] = field(default_factory=set)

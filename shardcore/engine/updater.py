@@ -10,10 +10,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardcore._native import _C
-from shardcore.comm import Comm, Traffic, wait_all
+from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.digest import digest_of
 from shardcore.engine.store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
@@ -85,6 +84,7 @@ class Updater:
         max_norm: float | None,
         problems: list[Exception],
         loss_scale: float | None = 1.0,
+        backwards: int = 0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
     ) -> tuple[float | Outcome | None, Plan | None]:
@@ -94,18 +94,18 @@ class Updater:
         multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
         what they were divided by, None if only the device knows. Collective. `problems` has this rank's reason to refuse, if
         any: it is taken out and raised, and every other rank raises, too, as all do if these numbers, the options of a group,
-        the parameters that have gradients, or `ways` (where each rank was since the last step) differ between ranks. `order`
-        may differ.
+        the parameters that have gradients, the `backwards` (Reducer.count), or `ways` (Comm.take_order) differ between ranks.
+        `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
-        terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale}
+        terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
         squares, same_order = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
         if not active:
             return None, None
         if self._verdicts is not None:
             spans, hypers, since = self._plan(active, grad_scale)
             if self.comm.world_size > 1:
-                squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP)
+                squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             scalars, outcome = self._verdicts.decide(squares, hypers, since, grad_scale, max_norm)
             return outcome, Plan(spans, scalars, list(self._with_grad(spans)), same_order)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
@@ -123,11 +123,13 @@ class Updater:
         if self._at_once:
             buckets, parts = [], [[span for part in parts for span in part]]
         left = deque(buckets if self._gathers else ())
-        works: list[dist.Work] = []
+        works: list[Started] = []
 
         def gather_next() -> None:
             with scope("gather", left[0].unit):
-                works.extend(self.comm.all_gather(left.popleft().weight, Traffic.STEP, self.comm.sharers))
+                bucket = left.popleft()
+                name = f"the new weights of {bucket.unit or 'the root'}"
+                works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.sharers))
 
         try:
             for _ in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
@@ -193,9 +195,9 @@ class Updater:
         said = torch.tensor([bool(problems), digest, order, parts], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._verdicts is not None:
-            rows = self.comm.tell(said, Traffic.STEP)
+            rows = self.comm.tell(said, Traffic.STEP, "a step")
         else:
-            rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP)
+            rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
             squares = rows[:, 4:].contiguous()
         if problems:
             raise problems.pop()

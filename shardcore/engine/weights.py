@@ -25,7 +25,6 @@ from torch import nn
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.lazy import LazyStep
-from shardcore.engine.meeting import END_OF_BACKWARD, END_OF_FORWARD
 from shardcore.engine.one_thread import ForwardThread
 from shardcore.engine.order import Order, in_backward, tensors_in
 from shardcore.engine.unit import Unit
@@ -65,19 +64,13 @@ class Weights(WholeUnits):
         of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
         keep_uncompiled(Weights, *of_units, "begin_forward", "end_forward", "warn_of_compiling", reason=_COMPILE_BLOCKS)
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._forward, self._backward = Order[Unit](), Order[Unit]()
-
     def _use(self, unit: Unit) -> None:
         if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
                 f"forward: the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
-        self._start_anew()
         order = self._backward if in_backward() else self._forward
-        self._evaluates = order is self._forward and not torch.is_grad_enabled()
         self._open(unit)
         if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
             return
@@ -97,7 +90,6 @@ class Weights(WholeUnits):
         """Begin a forward of the whole model (not one that backward repeats)."""
         if not in_backward() and not self.all_held:
             self._thread.enter(model)
-            self._start_anew()
             self._forward.begin()
 
     def end_forward(self) -> None:
@@ -105,7 +97,6 @@ class Weights(WholeUnits):
         if in_backward() or self.all_held:
             return
         self._thread.leave()
-        self.meetings.end_pass(END_OF_FORWARD, [unit.name or "root" for unit in self._forward.now])
         self._forward.end()
         for unit in self.units:
             if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
@@ -169,7 +160,6 @@ class Weights(WholeUnits):
     def before_part(self, index: int, part: nn.Module) -> None:
         """Make unit `index` ready for a module inside it that is called on its own (`model.lm_head(x)`)."""
         unit = self.units[index]
-        self._start_anew()
         if not unit.open:
             unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
             self._use(unit)
@@ -207,6 +197,5 @@ class Weights(WholeUnits):
 
     def end_backward(self) -> None:
         """End a backward."""
-        self.meetings.end_pass(END_OF_BACKWARD, [unit.name or "root" for unit in self._backward.now])
         self._backward.end()
         self.close_all()

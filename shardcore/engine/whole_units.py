@@ -16,12 +16,9 @@ from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed, closed_message
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.gather import Gatherer, keepers_of
-from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
-from shardcore.engine.meeting import Meetings
 from shardcore.engine.trace import scope
 from shardcore.engine.unit import Unit, take_edits
-from shardcore.optim import weakly
 
 
 class WholeUnits:
@@ -37,17 +34,13 @@ class WholeUnits:
     ) -> None:
         """See Weights."""
         self.units, self.comm, self.lazy = list(units), comm, lazy
-        self.meetings = Meetings(comm, [unit.name for unit in units])
-        self.meetings.on_parting.append(weakly(self._forget))
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
-        self._parted = False  # ranks went different ways since: units that are whole here may not be so elsewhere
-        self._lost: list[Any] = comm.keeps([])  # gathers that may never end, and their memory
+        self._lost: list[Any] = comm.keeps([])  # gathers that nobody waits for, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
-        self._evaluates = False  # the forward that uses weights now keeps nothing for a backward
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
 
@@ -66,16 +59,13 @@ class WholeUnits:
     def _gather(self, unit: Unit) -> None:
         """Start to gather a unit's weights, where it is open into the memory that they have."""
         gathers: list[Any] = []
-        with held_back_interrupts(), scope("gather", unit.name):
+        with scope("gather", unit.name):
             try:
-                with self.meetings.refusing():
-                    starts = self._bring(unit)
-                unit.notice = self.meetings.start_weights(self.units.index(unit), self._evaluates)
-                for start in starts:
+                for start in self._bring(unit):
                     gathers += start()
-                unit.gathers = iter(gathers)
-            except Exception:
-                unit.gathers, unit.kept = iter(gathers), None
+                unit.gathers = gathers
+            except BaseException:
+                unit.gathers, unit.kept = gathers, None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
@@ -103,10 +93,8 @@ class WholeUnits:
     def _wait(self, unit: Unit) -> None:
         """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
         try:
-            self.meetings.check(unit.notice)
             if unit.gathers is not None:
-                with self.meetings.refusing():
-                    self._gatherer.wait(unit.gathers)
+                self._gatherer.wait(unit.gathers)
         except Exception:
             self._lose(unit)
             raise
@@ -117,25 +105,10 @@ class WholeUnits:
             self._lost.append((unit.gathers, [bucket.let_go() for bucket in unit.buckets]))
             unit.gathers = None
 
-    def _forget(self) -> None:
-        """Forget what was learned, and what may never come (engine/meeting.py, Note [Parting])."""
-        self._parted = True
-        for unit in self.units:
-            unit.guest = 0
-            if not self.meetings.sent_by_all(unit.notice):
-                self._lose(unit)
-
-    def _start_anew(self) -> None:
-        """If ranks went different ways, let go of what only some of them have."""
-        if self._parted:
-            self._parted = False
-            self.close_all()
-
     def _exchange(self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any) -> None:
-        """Exchange memory; if that fails because a parameter lies elsewhere name it here, and stop the other ranks."""
+        """Exchange memory; if that fails because a parameter lies elsewhere name it here."""
         try:
-            with self.meetings.refusing():
-                call(*arguments)
+            call(*arguments)
         except (TypeError, ValueError):
             bucket.check_in_place(op)
             raise
@@ -145,11 +118,10 @@ class WholeUnits:
         if unit.open:
             return
         self._wait(unit)
-        with held_back_interrupts():
-            unit.gathers = None
-            for bucket in unit.buckets:
-                self._exchange(bucket, "making weights whole", bucket.lend)
-            unit.open = True
+        unit.gathers = None
+        for bucket in unit.buckets:
+            self._exchange(bucket, "making weights whole", bucket.lend)
+        unit.open = True
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
         return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
@@ -167,16 +139,15 @@ class WholeUnits:
             self._keep_part(unit)
         if unit.gathers is not None:
             self._wait(unit)
-        with held_back_interrupts():
-            unit.gathers = None
-            for bucket in unit.buckets:
-                if unit.open and any(managed.edited for managed in bucket.params):
-                    bucket.take_edits()
-            self._withdraw(unit)
-            for bucket in unit.buckets:
-                memory = bucket.let_go()
-                if self._gatherer.apart:
-                    self.pool.give(memory)
+        unit.gathers = None
+        for bucket in unit.buckets:
+            if unit.open and any(managed.edited for managed in bucket.params):
+                bucket.take_edits()
+        self._withdraw(unit)
+        for bucket in unit.buckets:
+            memory = bucket.let_go()
+            if self._gatherer.apart:
+                self.pool.give(memory)
 
     def _withdraw(self, unit: Unit) -> None:
         for bucket in unit.buckets if unit.open else ():
@@ -199,12 +170,10 @@ class WholeUnits:
     def renew(self) -> None:
         """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
         held = [unit for unit in self.units if unit.held]
-        self._evaluates = False
         try:
             for unit in held:
                 if self.lazy is not None:
-                    with self.meetings.refusing():
-                        self.lazy.wait(unit.buckets)
+                    self.lazy.wait(unit.buckets)
                 self._gather(unit)
             for unit in held:
                 self._wait(unit)
@@ -212,7 +181,7 @@ class WholeUnits:
         except Exception:
             for unit in held:  # closed: the weights of the step before would be taken for edits at the end of the context
                 self._withdraw(unit)
-                unit.gathers = unit.gathers or iter(())
+                unit.gathers = unit.gathers or []
                 self._lose(unit)
             raise
 
@@ -222,18 +191,16 @@ class WholeUnits:
 
         What this takes is given up at the end: the pool would keep as much as the whole model.
         """
-        before, self._evaluates = self.pool.allocated_bytes, False
+        before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
-        self._start_anew()
         held: list[Unit] = []
         try:
             for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
                 self._start(unit)
             for unit in chosen:
                 self._open(unit)
-                with held_back_interrupts():
-                    unit.held += 1
-                    held.append(unit)
+                unit.held += 1
+                held.append(unit)
             self.all_held = all(unit.held for unit in self.units)
             yield
         except Exception:
@@ -243,14 +210,13 @@ class WholeUnits:
                         self._close(unit)
             raise
         finally:
-            with held_back_interrupts():
-                for unit in held:
-                    unit.held -= 1
-                self.all_held = all(unit.held for unit in self.units)
-                for unit in held:
-                    take_edits(unit)
-                    self._close(unit)
-                self.pool.shrink(before)
+            for unit in held:
+                unit.held -= 1
+            self.all_held = all(unit.held for unit in self.units)
+            for unit in held:
+                take_edits(unit)
+                self._close(unit)
+            self.pool.shrink(before)
 
     def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
         """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.

@@ -42,7 +42,7 @@ class WholeValues:
         whole = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
         with scope("read", bucket.unit):
             bucket.owned_slice(whole).copy_(owned)
-            return whole, self._comm.all_gather(whole, Traffic.READ, self._comm.sharers), owned.device
+            return whole, self._comm.all_gather(whole, Traffic.READ, _name(bucket), self._comm.sharers), owned.device
 
     def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
         """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.
@@ -58,5 +58,9 @@ class WholeValues:
             size = bucket.layout.numel // len(ranks)
             cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
             with scope("read", bucket.unit):
-                wait_all(self._comm.gather_parts([whole[a:b] for a, b in pairwise(cuts)], Traffic.READ, ranks))
+                wait_all(self._comm.gather_parts([whole[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
         return whole.view(managed.param.shape).to(like.device)
+
+
+def _name(bucket: Bucket) -> str:
+    return f"a read of {bucket.unit or 'the root'}"

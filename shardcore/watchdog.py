@@ -1,0 +1,432 @@
+"""Finds ranks that wait for different things, which can never end, and names ranks that are late.
+
+While all goes well nothing is sent: a rank counts the collectives that it starts, by process group and name, and notes which
+one it waits for. A thread looks once a second. When a wait has lasted LONG_S the rank writes it, and its counts, to the store
+of the default process group, and reads what the ranks that are missing there have written.
+
+Note [Proof]: two ranks can never go on if each waits for a collective that needs the other, and the other has not started it:
+a rank starts nothing while it waits. The same holds for a rank whose engine is gone (`Log.left`). On NCCL, where the host does
+not wait, collectives run in the order in which they were started, so two ranks can never go on, either, if they started others
+in their place. The user's own collectives are not counted: that a rank waits in one shows in the frames of its main thread,
+and it is taken for endless where all of the group's ranks wait, some of them elsewhere. Slow ranks and networks prove nothing:
+about these one line a minute is logged, and the group's timeout ends them.
+Note [End]: what was proved is written to the store first, for each of the waits, so that every rank can say it. Then gloo's
+connections are closed (a receive that times out does that), so that the waits raise; NCCL's communicator is aborted.
+"""
+
+import atexit
+import json
+import logging
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+logger = logging.getLogger("shardcore")
+
+LONG_S = 3.0  # a wait that is worth looking at
+PAUSE_S = 1.0  # between two looks
+LATE_S = 60.0  # between two lines about ranks that are late
+_OFTEN_S, _SELDOM_S = 15.0, 10.0  # a wait of more seconds is looked at once in so many
+_REMEMBERED = 1 << 12  # names of collectives in their order, enough for the passes of a step
+_TAIL = 64  # of them, as many are compared (NCCL)
+_ASKED = 3  # ranks that are asked, of all that are missing
+_BY_USER = "a collective of torch.distributed"
+AGREEMENT = "an agreement"  # what ranks compare without an engine, or before they have one
+_NO_MESSAGE = 1 << 30  # a tag that no message has
+
+
+class Log:
+    """The collectives that this rank has started on one process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Begin with none."""
+        self.group, self.name = weakref.ref(group), group.group_name
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.counts: Counter[str] = Counter()
+        self.order: deque[str] = deque(maxlen=_REMEMBERED)
+        self.started, self._digest = 0, 0
+        self.in_order = False  # collectives run in the order in which they were started (NCCL)
+        self.left = False  # the engine that used it is gone
+
+    def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
+        """Count one more; `ranks` of the group take part, None: all."""
+        self.counts[name] += 1
+        self.started += 1
+        self.order.append(name)
+        self._digest = zlib.crc32(name.encode(), self._digest)
+        return Operation(self, name, self.counts[name], ranks)
+
+    def take_order(self) -> list[str]:
+        """Return, for a comparison of ranks, what was started since the last call: the names of the last, a digest of all."""
+        since = [f"collective {number}: {name}" for number, name in enumerate(self.order)]
+        since += [f"digest of all collectives: {self._digest:x}"] * bool(since)
+        self.order.clear()
+        self._digest = 0
+        return since
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective: the `number`-th of its name on a group; `ranks` of the group take part, None: all."""
+
+    log: Log
+    name: str
+    number: int
+    ranks: Sequence[int] | None = None
+
+    def as_wait(self, shown: str = "") -> "Wait":
+        """Return what other ranks are to know of it."""
+        ranks = self.log.ranks if self.ranks is None else [self.log.ranks[rank] for rank in self.ranks]
+        return Wait(self.log.name, self.name, self.number, tuple(ranks), shown or self.name)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits for, as ranks tell each other; `ranks` are those of the default group."""
+
+    group: str
+    name: str
+    number: int
+    ranks: tuple[int, ...]
+    shown: str
+
+    @property
+    def key(self) -> str:
+        """Name it in the store."""
+        return f"{self.group}/{self.name}/{self.number}"
+
+    def __str__(self) -> str:
+        """Describe it in an error."""
+        return f"{self.shown} (call {self.number})" if self.number else self.shown
+
+
+class waiting:  # noqa: N801
+    """Note that this thread waits for an operation inside. A class, since it is often entered."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation | None) -> None:
+        """Wait for `operation`, None: of a rank alone."""
+        self._operation = operation
+
+    def __enter__(self) -> None:
+        """Begin."""
+        if self._operation is not None:
+            _waits[threading.get_ident()] = self._operation, time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        """End, also in an error."""
+        _waits.pop(threading.get_ident(), None)
+
+
+_waits: dict[int, tuple[Operation, float]] = {}  # by thread
+_logs: "weakref.WeakKeyDictionary[dist.ProcessGroup, Log]" = weakref.WeakKeyDictionary()
+
+
+def log_of(group: dist.ProcessGroup) -> Log:
+    """Return the log of a group, and start the thread that watches."""
+    if group not in _logs:
+        _logs[group] = Log(group)
+        _watch.start()
+    return _logs[group]
+
+
+def reason_of(operation: Operation | None) -> str | None:
+    """Return why a wait was ended, if a rank has proved that it could never end."""
+    return None if operation is None else _watch.reason_of(operation.as_wait())
+
+
+def on_device(operation: Operation, work: dist.Work) -> None:
+    """Watch a collective that a device waits for (NCCL): whether it is done is asked."""
+    _watch.on_device(operation, work)
+
+
+class _Watch:
+    """The thread that looks, and what it has told the others."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._default: Store | None = None
+        self._clone: PrefixStore | None = None
+        self._told: Wait | None = None
+        self._looked_s = 0.0  # how long the wait that was told had lasted at the last look at others
+        self._sure = False  # it was found, at the last look, that it never ends
+        self._left: set[str] = set()  # groups that were told to be left
+        self._reasons: dict[str, str] = {}
+        self._ended: set[str] = set()
+        self._lines = 0
+        # Collectives of one group end in the order in which they were started: of those on their way one and the last are held.
+        self._devices: dict[str, list[tuple[Operation, dist.Work, float]]] = {}
+        self._lock = threading.Lock()  # of these
+        self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, line; since when
+
+    def start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="shardcore-watchdog", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(PAUSE_S)
+            try:
+                self.look()
+            except Exception as error:  # the store is gone, or cannot do this (a file), or the groups are being destroyed
+                logger.debug("the watchdog cannot reach the store: %s", error)
+                self._told = None
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _store(self) -> PrefixStore | None:
+        """Return a connection of its own, since others wait in the group's; None while there is no default group."""
+        if not dist.is_initialized():
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        if store is not self._default:
+            self._default, self._told = store, None
+            self._left, self._reasons, self._ended = set(), {}, set()
+            self._clone = PrefixStore("shardcore/watchdog", store.clone())  # type: ignore[attr-defined]
+        return self._clone
+
+    def reason_of(self, wait: Wait) -> str | None:
+        if wait.key not in self._reasons:
+            with suppress(RuntimeError, ValueError, dist.DistError):
+                store = self._store()
+                if store is not None and store.check([f"reason/{wait.key}"]):
+                    self._reasons[wait.key] = store.get(f"reason/{wait.key}").decode()
+        return self._reasons.get(wait.key)
+
+    def _tell_left(self, store: PrefixStore) -> None:
+        for log in _logs_now():
+            if log.left and log.name not in self._left:
+                store.set(f"left/{log.name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
+                self._left.add(log.name)
+            elif not log.left and log.name in self._left:
+                store.delete_key(f"left/{log.name}/{dist.get_rank()}")
+                self._left.remove(log.name)
+
+    def tell_end(self) -> None:
+        """Say that this process ends."""
+        with suppress(Exception):
+            for log in _logs_now():
+                log.left = True
+            if (store := self._store()) is not None and dist.get_world_size() > 1:
+                self._tell_left(store)
+
+    # --- what this rank waits for -------------------------------------------------------------------------------------
+
+    def on_device(self, operation: Operation, work: dist.Work) -> None:
+        with self._lock:
+            entry = operation, work, time.monotonic()
+            self._devices[operation.log.name] = [*self._devices.get(operation.log.name, [])[:1], entry]
+
+    def _longest(self) -> tuple[Wait, float] | None:
+        """Return what this rank has waited for longest, and for how many seconds."""
+        now = time.monotonic()
+        with self._lock:
+            for name, entries in list(self._devices.items()):
+                if _log_named(name) is None:
+                    entries = []
+                left = [entry for entry in entries if not entry[1].is_completed()]
+                if not left:
+                    del self._devices[name]
+                elif left[0] is not entries[0]:  # others have ended meanwhile: the device gets on
+                    self._devices[name] = [(*left[0][:2], now)]
+            waits = [(operation, since) for entries in self._devices.values() for operation, _, since in entries[:1]]
+        waits += list(_waits.values())
+        if waits:
+            operation, since = min(waits, key=lambda wait: wait[1])
+            return operation.as_wait(), now - since
+        return self._users(now)
+
+    def _users(self, now: float) -> tuple[Wait, float] | None:
+        """Return the collective of torch.distributed that the main thread is in, if it is the one of the look before."""
+        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), None
+        while frame is not None:
+            if frame.f_code.co_filename == dist.distributed_c10d.__file__:
+                found = frame
+            frame = frame.f_back
+        group = None if found is None else found.f_locals.get("group") or dist.group.WORLD
+        if found is None or not isinstance(group, dist.ProcessGroup):
+            self._by_user = None
+            return None
+        here = group.group_name, found.f_code.co_name, 0 if found.f_back is None else found.f_back.f_lineno
+        if self._by_user is None or self._by_user[0] != here:
+            self._by_user = here, now
+        return Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{here[1]}"), now - self._by_user[1]
+
+    @staticmethod
+    def _order(group: str) -> tuple[int, list[str]] | None:
+        """Return how many collectives were started on a group and the names of the last, where the order counts."""
+        log = _log_named(group)
+        return None if log is None or not log.in_order else (log.started, list(log.order)[-_TAIL:])
+
+    # --- looking ------------------------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Tell what this rank waits for, if that takes long; find out whether it can ever end."""
+        longest = self._longest() if dist.is_initialized() else None
+        changes = any(log.left != (log.name in self._left) for log in _logs_now())
+        if not changes and self._told is None and (longest is None or longest[1] < LONG_S):
+            return
+        store = self._store()
+        if store is None:
+            return
+        self._tell_left(store)
+        wait, waited_s = longest or (None, 0.0)
+        rank = dist.get_rank()
+        if self._told is not None and self._told != wait:
+            store.set(f"wait/{rank}", "")
+            store.delete_key(f"at/{self._told.key}")
+            self._told = None
+        if wait is None or waited_s < LONG_S:
+            return
+        counts, order = {log.name: dict(log.counts) for log in _logs_now()}, self._order(wait.group)
+        if self._told is None:
+            store.set(f"log/{rank}", json.dumps([counts, order]))
+            store.set(f"wait/{rank}", json.dumps(vars(wait)))
+            store.append(f"at/{wait.key}", f"{rank} ")  # type: ignore[attr-defined]
+            self._told, self._lines, self._looked_s, self._sure = wait, 0, 0.0, False
+        if waited_s > _OFTEN_S and waited_s - self._looked_s < _SELDOM_S:
+            return
+        self._looked_s = waited_s
+        here = self._at(store, wait)
+        missing = [other for other in wait.ranks if other not in here]
+        reason = self.reason_of(wait)
+        if reason is None:
+            proofs = (self._never(store, wait, here, counts, order, other) for other in missing[:_ASKED])
+            proof = next(filter(None, proofs), None)
+            if proof is not None and not self._sure:  # at the next look, when the other ranks have written, too
+                self._sure = True
+                return
+            found, waits = proof or ("", ())
+            for one in waits:
+                reason = store.compare_set(f"reason/{one.key}", "", reason or found).decode()
+        if reason is not None:
+            self._end(wait, reason)
+        elif missing and rank == min(here) and waited_s > LATE_S * (self._lines + 1):
+            self._lines += 1
+            said = {of: self._waits_for(store, of) for of in missing[:_ASKED]}
+            where = "; ".join(f"rank {of} waits for {at}" for of, at in said.items() if at is not None)
+            logger.warning(
+                "ranks %s have waited %d s for %s, which %s %s not started%s",
+                _in_short(here),
+                waited_s,
+                wait,
+                f"rank{'s' * (len(missing) > 1)} {_in_short(missing)}",
+                "have" if len(missing) > 1 else "has",
+                f" ({where})" if where else "",
+            )
+
+    @staticmethod
+    def _at(store: PrefixStore, wait: Wait) -> list[int]:
+        """Return the ranks that have waited long for the same."""
+        key = f"at/{wait.key}"
+        return sorted({*map(int, store.get(key).split())}) if store.check([key]) else []
+
+    @staticmethod
+    def _waits_for(store: PrefixStore, rank: int) -> Wait | None:
+        said = store.get(f"wait/{rank}").decode() if store.check([f"wait/{rank}"]) else ""
+        return Wait(**{**(entry := json.loads(said)), "ranks": tuple(entry["ranks"])}) if said else None
+
+    def _never(
+        self, store: PrefixStore, wait: Wait, here: Sequence[int], counts: Any, order: Any, other: int
+    ) -> tuple[str, tuple[Wait, ...]] | None:
+        """Return why `other` never comes to what this rank waits for, if that is sure, and which waits. See Note [Proof]."""
+        left = f"left/{wait.group}/{other}"
+        if wait.name != AGREEMENT and store.check([left]):
+            if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
+                return None
+            return _reason(f"{_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), (wait,)
+        theirs = self._waits_for(store, other)
+        if theirs is None:
+            return None
+        their_counts, their_order = json.loads(store.get(f"log/{other}"))
+        there = self._at(store, theirs) or [other]
+        waiting = {*here, *there}
+        swapped = theirs.group == wait.group and order is not None and _differ(order, their_order)
+        if wait.name == theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
+            return None
+        if not swapped and not (_lacks(wait, their_counts, waiting) and _lacks(theirs, counts, waiting)):
+            return None
+        groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
+        return _reason(f"{_ranks(here)} for {wait}{groups[0]}; {_ranks(there)} for {theirs}{groups[1]}"), (wait, theirs)
+
+    def _end(self, wait: Wait, reason: str) -> None:
+        """Let the wait raise. See Note [End]."""
+        log = _log_named(wait.group)
+        group = None if log is None else log.group()
+        if group is None or wait.key in self._ended:
+            return
+        self._ended.add(wait.key)
+        self._reasons[wait.key] = reason
+        if "nccl" in dist.get_backend_config(group):
+            sys.stderr.write(f"shardcore: rank {dist.get_rank()}: {reason}\n")
+            sys.stderr.flush()
+            group.abort()
+            return
+        logger.error("%s", reason)
+        other = (dist.get_rank(group) + 1) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+
+
+def _reason(found: str) -> str:
+    return (
+        f"ranks wait for different things, which can never end: {found}; expected every rank to run the same units in the same "
+        "order, and equally many backwards per step (leave out micro-batches that only some ranks have); what every rank calls "
+        "(steps, state_dict, full_params, forwards at stage 3) no rank may leave out"
+    )
+
+
+def _logs_now() -> list[Log]:
+    """Return the logs of groups that were not destroyed (a later group may have the name of one that was)."""
+    return [log for group, log in list(_logs.items()) if group in dist.distributed_c10d._world.pg_map]
+
+
+def _log_named(group: str) -> Log | None:
+    return next((log for log in _logs_now() if log.name == group), None)
+
+
+def _lacks(wait: Wait, counts: Mapping[str, Mapping[str, int]], waiting: Collection[int]) -> bool:
+    """Whether a rank that waits for something else has not started `wait`; `counts` are its, `waiting` all that wait."""
+    if wait.name == _BY_USER:
+        return set(wait.ranks).issubset(waiting)
+    return counts.get(wait.group, {}).get(wait.name, 0) < wait.number
+
+
+def _differ(order: Any, other: Any) -> bool:
+    """Whether two ranks (see `_Watch._order`) started different collectives in one place."""
+    (started, names), (theirs, their_names) = order, other
+    by_number = dict(zip(range(started - len(names), started), names, strict=True))
+    return any(by_number.get(theirs - len(their_names) + at, name) != name for at, name in enumerate(their_names))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_in_short(ranks)}"
+
+
+def _in_short(ranks: Sequence[int]) -> str:
+    """Name rising ranks in short: 0, 2 to 5."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{part[0]} to {part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts)
+
+
+_watch = _Watch()
+atexit.register(_watch.tell_end)
