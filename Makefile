@@ -1,6 +1,7 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
 # make test    run the tests but those marked slow, two files at a time where pytest-xdist is installed (WORKERS=0: one after
 #              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
+# make quick   tests of one process, in less than a minute: no ranks, no builds, no examples, no other libraries
 # make test-all    all tests, those marked slow, too (three times as long)
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
@@ -15,12 +16,13 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MARKS ?= -m "not slow"
+QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py optim/test_peers.py)
 ARGS ?=
 WORKERS ?= 2
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test test-all gpu-check lint clean distclean
+.PHONY: help setup demo test quick test-all gpu-check lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -38,6 +40,9 @@ test: setup
 		"$$(cat build/python); expected both there (pip install pytest hypothesis numpy)" >&2; exit 1; }
 	@$(PICKED) -m pytest tests $$($(PICKED) -c 'import xdist' 2>/dev/null && \
 		echo "-n $(WORKERS) --dist loadfile --no-loadscope-reorder") $(MARKS) $(ARGS)
+
+quick:
+	@$(MAKE) --no-print-directory test MARKS='$(QUICK)'
 
 test-all:
 	@$(MAKE) --no-print-directory test MARKS=

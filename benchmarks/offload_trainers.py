@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import shardcore
 from benchmarks.bench_train_step import OPTIONS
 from examples.gpt import GPT, PRESETS, next_byte_loss, rotary_angles
-from shardcore.predict import predict
+from shardcore.estimate import predict
 
 try:
     import deepspeed

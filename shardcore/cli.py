@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from shardcore import estimate
 from shardcore._native import _C, build_record
+from shardcore.estimate import command as estimate
 from shardcore.version import __version__
 
 _CHECKOUT = Path(__file__).resolve().parent.parent

@@ -1,10 +1,12 @@
-"""What holds for every test: its threads, Ctrl-C, which file begins, and where tests marked gpu are skipped."""
+"""What holds for every test: its threads, Ctrl-C, which file begins, what is marked ranks, and where gpu tests are skipped."""
 
 import os
 import signal
 
 import pytest
 import torch
+
+from tests import ranks
 
 FIRST = "tests/test_cpp.py"  # the longest single test; last, it would run alone
 
@@ -31,8 +33,14 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest test first; skip tests marked gpu without a CUDA device or a build for it, and say which is missing."""
+    """Put the longest test first; mark the files that import from tests/ranks.py.
+
+    Skip tests marked gpu without a CUDA device or a build for it, and say which is missing.
+    """
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    for module in {item.getparent(pytest.Module) for item in items} - {None}:
+        if any(getattr(value, "__module__", None) == ranks.__name__ for value in vars(module.obj).values()):
+            module.add_marker("ranks")
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     reason = why_no_gpu() if marked else None
     if reason is not None:

@@ -76,7 +76,7 @@ class MemoryReport:
 def memory_report(model: nn.Module) -> MemoryReport:
     """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
 
-    Waits for a step that is on its way. shardcore.predict says the same before training.
+    Waits for a step that is on its way. `shardcore.estimate.predict` says the same before training.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):
@@ -109,7 +109,7 @@ def memory_lines(
     frozen: Sequence[torch.Tensor],
     shown: Callable[[Bucket], torch.Tensor | None],
 ) -> Iterator[MemoryLine]:
-    """Yield what an engine of these parts keeps, on any device (shardcore.predict asks on meta).
+    """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
     pool: the reducer's; gathered: of whole weights, None where they are resident; adding_bytes: where gradients come to that
     are added in host memory; frozen: weights in no bucket; shown: see HandedOut.shown.

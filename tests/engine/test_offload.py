@@ -13,9 +13,9 @@ import torch
 
 import shardcore
 from shardcore._native import _C
+from shardcore.estimate import predict
 from shardcore.host_memory import free_address_bytes, free_bytes
 from shardcore.offload import CpuStore, staging_bytes
-from shardcore.predict import predict
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 

@@ -9,9 +9,9 @@ import torch
 
 import shardcore
 from shardcore.engine.store import DeviceStore
+from shardcore.estimate import predict
 from shardcore.offload import CpuStore
 from shardcore.offload_split import SplitStore
-from shardcore.predict import predict
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_backward import Reused

@@ -19,7 +19,7 @@ from examples.llama import Llama, llama_70b
 from shardcore import comm as comm_module
 from shardcore.comm import Comm, Traffic
 from shardcore.engine.updater import NORM_ROW_BYTES
-from shardcore.predict import Prediction, predict
+from shardcore.estimate import Prediction, predict
 from tests.choice import combinations
 
 WORLD = 1024

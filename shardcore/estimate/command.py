@@ -1,4 +1,4 @@
-"""``shardcore estimate``: what training a model would keep and send on each rank, by shardcore.predict."""
+"""``shardcore estimate``: what training a model would keep and send on each rank, by `predict`."""
 
 import argparse
 import importlib
@@ -13,8 +13,8 @@ from torch import nn
 
 from shardcore.arguments import CHOICES
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
-from shardcore.predict import Prediction, predict
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
@@ -78,7 +78,6 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     print(columns(rows))
     if len(found) == 1:
         print("\n" + columns([["a step", "collectives", "GiB sent"], *_transfer_rows(first)]))
-        print("\nwithin a step at most: " + ", ".join(f"{kind} {_gib(count)}" for kind, count in first.most.items()))
     return 0
 
 
@@ -140,7 +139,6 @@ def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any
         "parameters": prediction.numel,
         "units": prediction.units,
         "bytes": resting,
-        "most_bytes_in_a_step": dict(prediction.most),
         "transfers": [vars(transfer) for transfer in prediction.transfers],
     }
 

@@ -1,12 +1,11 @@
-"""What shardcore.predict says of a rank's memory and messages, beside what real ranks keep and send: equal to the byte.
+"""What shardcore.estimate says of a rank's memory and messages, beside what real ranks keep and send: equal to the byte.
 
-Three witnesses: memory_report (asked whenever a gradient buffer moves, for the most of each kind), the tensors that Python's
-garbage collector finds alive (so what the report forgets is seen), and a count of the collectives that leave Comm.
+Three witnesses: memory_report, the tensors that Python's garbage collector finds alive (so what the report forgets is seen),
+and a count of the collectives that leave Comm.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.comm import Comm, Traffic
+from shardcore.comm import Comm
 from shardcore.engine.buffers import BufferPool
-from shardcore.engine.reducer import Reducer
-from shardcore.engine.store import DeviceStore
-from shardcore.predict import Prediction, _Rehearsal, predict
+from shardcore.estimate import Prediction, predict
+from shardcore.estimate.predict import _States, _Step
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, loss_of, train
 from tests.ranks import run_ranks
@@ -36,6 +34,7 @@ CASES = [
     Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm, "grad_dtype": "bf16"}),
     Run(precision="bf16", accumulate=2, shard={"sync_each": True}),
     Run(precision="bf16", accumulate=2, shard={"sync_each": False, "offload": {"optimizer": "cpu"}}),
+    Run(precision="bf16", accumulate=2, shard={"sync_each": False, "reduce_dtype": "bf16"}),
     Run(precision="bf16", shard={"reshard_after_forward": False}, adam={"lr": 1e-2, "amsgrad": True}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu"}}, adam={"master": "split", "state_dtype": "8bit"}),
     Run(precision="bf16", shard={"keep_fp32": nn.LayerNorm}, adam={"stochastic_rounding": True, "state_dtype": "bf16"}),
@@ -99,44 +98,18 @@ def live_tensors() -> dict[int, int]:
     return found
 
 
-class Watched:
-    """Takes the most of each kind whenever gradient buffers moved, and counts what leaves Comm."""
+def counting(method: Any, sent: Counter[str]) -> Any:
+    """Return a method of Comm that adds what it sends to `sent`."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.model: Any = None
-        self.most: dict[str, int] = {}
-        self.sent: Counter[str] = Counter()
-        for owner, name in ((Reducer, "_collect_buffer"), (Reducer, "_finish"), (Reducer, "show_grads")):
-            patch.setattr(owner, name, self._sampling(getattr(owner, name)))
-        patch.setattr(Comm, "all_to_all", self._counting(self._sampling(Comm.all_to_all)))
-        patch.setattr(Comm, "reduce_scatter", self._counting(self._sampling(Comm.reduce_scatter)))
-        patch.setattr(Comm, "all_gather", self._counting(Comm.all_gather))
+    def counted(comm: Comm, tensor: torch.Tensor, *rest: Any, **of: Any) -> Any:
+        ranks = comm.world_size if isinstance(rest[-1], str | None) else len(rest[-1])
+        whole = max([tensor, *(item for item in rest if isinstance(item, torch.Tensor))], key=torch.Tensor.numel)
+        if ranks > 1 and whole.numel():
+            sent["collectives"] += 1
+            sent["bytes"] += whole.nbytes // ranks * (ranks - 1)
+        return method(comm, tensor, *rest, **of)
 
-    def _sampling(self, method: Any) -> Any:
-        def sampled(*args: Any, **of: Any) -> Any:
-            result = method(*args, **of)
-            if self.model is not None:
-                report = shardcore.memory_report(self.model)
-                held = {
-                    kind: sum(line.bytes for line in report.lines if line.kind == kind and line.tier == "device")
-                    for kind in ("gradients", "communication")
-                }
-                self.most = {kind: max(count, self.most.get(kind, 0)) for kind, count in held.items()}
-            return result
-
-        return sampled
-
-    def _counting(self, method: Any) -> Any:
-        def counted(comm: Comm, tensor: torch.Tensor, *rest: Any, **of: Any) -> Any:
-            kind = next((item for item in rest if isinstance(item, Traffic)), Traffic.BACKWARD)  # reduce_scatter has no other
-            ranks = len(rest[-1]) if isinstance(rest[-1], Sequence) else comm.world_size
-            whole = max([tensor, *(item for item in rest if isinstance(item, torch.Tensor))], key=torch.Tensor.numel)
-            if kind != Traffic.NOTICE and ranks > 1 and whole.numel():
-                self.sent["collectives"] += 1
-                self.sent["bytes"] += whole.nbytes // ranks * (ranks - 1)
-            return method(comm, tensor, *rest, **of)
-
-        return counted
+    return counted
 
 
 def _measured(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Any, ...]]:
@@ -145,7 +118,9 @@ def _measured(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Any, ..
 
 def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        watched = Watched(patch)
+        counted: Counter[str] = Counter()
+        for name in ("all_to_all", "reduce_scatter", "all_gather"):
+            patch.setattr(Comm, name, counting(getattr(Comm, name), counted))
         before = live_tensors()
         torch.manual_seed(0)
         shard = {key: value for key, value in run.shard.items() if key != "hybrid"}
@@ -154,29 +129,26 @@ def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
             shard["process_group"] = init_device_mesh("cpu", (nodes, shard["ranks_per_node"]), mesh_dim_names=("node", "rank"))
         patch.setattr(Comm, "backend_sums", True)  # gloo stands in for NCCL
         model, optimizer, _ = train(rank, replace(run, shard=shard), Model())
-        watched.model = model
-        watched.sent.clear()
+        counted.clear()
         for micro in range(run.accumulate):
             loss_of(model, batch_of(7, micro, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
         report = shardcore.memory_report(model)
-        sent = dict(watched.sent)
+        sent = dict(counted)
         alive = sum(size for storage, size in live_tensors().items() if before.get(storage) != size)
-    return report.lines, watched.most, sent, alive
+    return report.lines, sent, alive
 
 
 def differences(prediction: Prediction, measured: tuple[Any, ...]) -> list[str]:
     """Say where a prediction and what was measured differ."""
-    lines, most, sent, alive = measured
+    lines, sent, alive = measured
     found = []
     ours, theirs = (Counter[Any](), Counter[Any]())
     for table, report in ((ours, prediction.resting.lines), (theirs, lines)):
         for line in report:
             table[line.unit, line.kind, line.tier] += line.bytes
     found += [f"{key}: {ours[key]} != {theirs[key]}" for key in ours.keys() | theirs.keys() if ours[key] != theirs[key]]
-    if prediction.most != most:
-        found.append(f"most: {prediction.most} != {most}")
     counted = {"collectives": sum(t.collectives for t in prediction.transfers), "bytes": prediction.sent_bytes}
     if counted != {"collectives": 0, "bytes": 0} | sent:
         found.append(f"sent: {counted} != {sent}")
@@ -229,28 +201,19 @@ def _order_of_use(rank: int, world_size: int, run: Run) -> tuple[Any, ...]:
 def test_another_order_of_use_costs_less_than_a_unit(stage: int) -> None:
     """`gain` is the first parameter of the model and the last one used; with "bf16" it has a buffer of its own here."""
     run = Run(stage=stage, precision="bf16", shard={"keep_fp32": "gain"})
-    for rank, (lines, most, *_) in enumerate(run_ranks(2, _order_of_use, run)):
-        prediction = predicted(rank, 2, run)
+    for rank, (lines, *_) in enumerate(run_ranks(2, _order_of_use, run)):
+        ours, theirs = (sum(line.bytes for line in found) for found in (predicted(rank, 2, run).resting.lines, lines))
         unit = max(sum(p.numel() for p in block.parameters()) for block in Model().blocks) * 2
-        for ours, theirs in (
-            (sum(line.bytes for line in prediction.resting.lines), sum(line.bytes for line in lines)),
-            *((prediction.most[kind], most[kind]) for kind in most),
-        ):
-            assert abs(ours - theirs) <= 0.02 * theirs + unit
+        assert abs(ours - theirs) <= 0.02 * theirs + unit
 
 
 def _forget_state(patch: pytest.MonkeyPatch) -> None:
-    init = DeviceStore.__init__
-
-    def forgetful(store: DeviceStore, buckets: Any) -> None:
-        init(store, buckets)
-        del store._states[buckets[1]]["exp_avg_sq"]
-
-    patch.setattr(DeviceStore, "__init__", forgetful)
+    stored = _States.stored
+    patch.setattr(_States, "stored", lambda states, bucket: list(stored(states, bucket))[bucket.unit == "blocks.1" :])
 
 
 def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.predict.MAX_IN_FLIGHT", 1)
+    patch.setitem(predict.__globals__, "MAX_IN_FLIGHT", 1)
 
 
 def _no_received(patch: pytest.MonkeyPatch) -> None:
@@ -263,7 +226,7 @@ def _one_level(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.predict.keepers_of", lambda reshard: 0)
+    patch.setitem(predict.__globals__, "keepers_of", lambda reshard: 0)
 
 
 def _all_share(patch: pytest.MonkeyPatch) -> None:
@@ -287,8 +250,8 @@ def test_a_prediction_that_forgets_nodes_is_rejected(twin: str, monkeypatch: pyt
     assert differences(predicted(0, 4, run), measured) != []
 
 
-def _no_prefetch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Rehearsal, "_move_weights", lambda rehearsal: None)
+def _no_gathers(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Step, "_move_weights", lambda step, known: None)
 
 
 def _no_padding(patch: pytest.MonkeyPatch) -> None:
@@ -299,7 +262,7 @@ TWINS = {
     "one state of one unit": (_forget_state, 0),
     "a reduction in flight": (_one_in_flight, 2),
     "a received gradient": (_no_received, 2),
-    "gathered weights": (_no_prefetch, 3),
+    "gathered weights": (_no_gathers, 3),
     "padding": (_no_padding, 1),
 }
 

@@ -1,0 +1,5 @@
+"""What a rank keeps in memory and sends, from shapes alone: `predict`, and the command line's `shardcore estimate`."""
+
+from shardcore.estimate.predict import Prediction, Transfer, predict
+
+__all__ = ["Prediction", "Transfer", "predict"]

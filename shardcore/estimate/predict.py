@@ -1,0 +1,395 @@
+"""What a rank keeps in memory and sends in a step, computed from shapes: nothing is allocated and no other rank is needed.
+
+Units, buckets, layouts and states are those that `shard` would make, on the meta device. Messages are formulas over the buckets
+(`_Step.transfers`). How large a buffer pool becomes depends on the order in which buffers are taken and given back, so
+`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate/test_predict.py compares all with real ranks.
+Not predicted: activations, buffers of the model, and what shard() and state_dict() need besides while they run.
+"""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.api import shard
+from shardcore.arguments import (
+    DTYPES,
+    Offload,
+    accept_optimizer,
+    check_loss_scale,
+    check_options,
+    loss_scaler,
+    offload_options,
+    reduce_policy,
+)
+from shardcore.comm import Comm
+from shardcore.engine import build
+from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, give_full, take_full
+from shardcore.engine.buffers import BufferPool, allocate
+from shardcore.engine.exchange import MAX_IN_FLIGHT
+from shardcore.engine.gather import keepers_of
+from shardcore.engine.host_grads import IN_FLIGHT, adding_bytes, home_dtype
+from shardcore.engine.memory import MemoryReport, memory_lines
+from shardcore.engine.store import DeviceStore
+from shardcore.engine.unit import Unit
+from shardcore.engine.updater import NORM_ROW_BYTES
+from shardcore.engine.use import use_row_bytes
+from shardcore.offload import staging_bytes
+from shardcore.offload_split import cuts_of, parts_of, scratch_bytes
+from shardcore.topology import Topology, topology_of
+from shardcore.units import plan_units
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one step sends for one purpose: so many collectives, and `bytes` from this rank (it receives as many)."""
+
+    purpose: str
+    collectives: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
+
+    resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the peak.
+    transfers: of one step.
+    """
+
+    numel: int
+    units: int
+    resting: MemoryReport
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in a step."""
+        return sum(transfer.bytes for transfer in self.transfers)
+
+
+class _Rank(Comm):
+    """A rank of a world that need not exist."""
+
+    def __init__(self, rank: int, topology: Topology) -> None:
+        self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+
+
+def predict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    stage: int = 2,
+    *,
+    world_size: int,
+    rank: int = 0,
+    hybrid: bool = False,
+    **options: Any,
+) -> Prediction:
+    """Return what `rank` of `world_size` ranks will keep and send after shard(model, optimizer, stage, **options).
+
+    model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
+    parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
+    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as it begins, as 1.
+    Raises ValueError or TypeError for what shard would refuse.
+    """
+    known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
+    chosen = known | options | {"stage": stage, "backend_sums": True}
+    if chosen["process_group"] is not None:
+        raise ValueError(
+            "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
+        )
+    if world_size < 1:
+        raise ValueError(f"predict: world_size is {world_size}; expected at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"predict: rank is {rank} of {world_size}; expected 0 <= rank < world_size")
+    per_node = chosen["ranks_per_node"]
+    if hybrid and per_node is None:
+        raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
+    comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
+    check_options(chosen | {"sharers": len(comm.sharers)})
+    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
+    accept_optimizer(adam)
+    build.check_ownership(model, adam)
+
+    specs = plan_units(model, chosen["units"])
+    kept = build.kept_params(model, chosen["keep_fp32"])
+    precision = chosen["precision"]
+    builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, _META)
+    buckets = builder.plan(model, specs, adam)
+    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
+    tiers = offload_options(chosen["offload"], stage)
+    for bucket in buckets:
+        builder.allocate(bucket)
+        bucket.weight_tier = tiers.params or "device"
+    updated = [bucket for bucket in buckets if bucket.group is not None]
+    in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
+    rest = [param for param in model.parameters() if not param.requires_grad and param not in in_buckets]
+    step = _Step(
+        comm,
+        buckets,
+        build.units_of(specs, buckets),
+        LIFETIMES[stage],
+        reduce_policy(chosen, world_size),
+        keepers_of(chosen["reshard_after_forward"]),
+        world_size == 1 and not loss_scaler(chosen).active,
+        cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
+    )
+    step.fill_pools()
+    lines = memory_lines(
+        buckets,
+        step.lifetimes,
+        _States(updated, tiers),
+        step.pool,
+        None if step.lifetimes.full_weight_resident else step.gathered,
+        adding_bytes((bucket.owned_numel - cut for bucket, cut in step.cuts.items()), step.policy),
+        [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
+        lambda bucket: None,
+    )
+    numel = sum(param.numel() for param in model.parameters())
+    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers())
+
+
+class _States(DeviceStore):
+    """States on meta, for what `tiers` says of their place."""
+
+    def __init__(self, buckets: Sequence[Bucket], tiers: Offload) -> None:
+        super().__init__([])
+        self.tier, self._tiers = tiers.optimizer or "device", tiers
+        self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        far = [far for _, far in self._parts.values()]
+        leave, here = self._tiers.gradients is not None, self._tiers.params is not None
+        return 0 if self._tiers.optimizer is None else staging_bytes(far, grads_leave=leave, weights_here=here)
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0 if self._tiers.params is None else scratch_bytes([near for near, _ in self._parts.values()])
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        for part, tier in zip(self._parts[bucket], ("device", self.tier), strict=True):
+            if part.owned_numel:
+                states = bucket.kind.new(part.owned_numel, partial(allocate, device=_META))
+                yield from ((tier, key, flat.nbytes) for key, flat in states.items())
+
+
+@dataclass(eq=False)
+class _Step:
+    """A training step of this rank: what it sends, and the buffers that it takes and gives back.
+
+    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. cuts: see GradHome.
+    """
+
+    comm: Comm
+    buckets: Sequence[Bucket]
+    units: Sequence[Unit]
+    lifetimes: Lifetimes
+    policy: ReducePolicy
+    keepers: int
+    alone: bool
+    cuts: Mapping[Bucket, int]
+
+    def __post_init__(self) -> None:
+        topology, rank = self.comm.topology, self.comm.rank
+        self._levels = [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
+        self._owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+        self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
+        self._passing = [unit for unit in self.units if not unit.stays]
+        self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
+        arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
+        self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
+        self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
+        self._flights: deque[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = deque()
+        self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
+        self._whole: dict[Unit, list[torch.Tensor]] = {}
+        self._kept: dict[Unit, list[torch.Tensor]] = {}
+        for bucket, cut in self.cuts.items():
+            dtype = home_dtype(bucket, self.policy, self.alone)
+            bucket.host_grad = torch.empty(bucket.owned_numel - cut, dtype=dtype, device=_META)
+
+    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
+        return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.dtype)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Return what a step sends once the order of units is known."""
+        world, sharers, micros = self.comm.world_size, len(self.comm.sharers), self.policy.accumulate
+        reductions = 1 if self._adds_locally else micros
+        sent: dict[str, Transfer] = {}
+
+        def add(purpose: str, ranks: int, sizes: Sequence[int]) -> None:
+            """Count a collective of `ranks` for each size, in bytes of the whole: a rank sends all but one of equal parts."""
+            parts = [size // ranks * (ranks - 1) for size in sizes if size and ranks > 1]
+            if parts:
+                so_far = sent.get(purpose, Transfer(purpose, 0, 0))
+                sent[purpose] = Transfer(purpose, so_far.collectives + len(parts), so_far.bytes + sum(parts))
+
+        def weights(buckets: Iterable[Bucket]) -> list[int]:
+            return [bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets]
+
+        if not self.lifetimes.full_weight_resident:
+            freed = [bucket for unit in self._passing[:-1] for bucket in unit.buckets]  # backward begins with the last
+            add("gather weights in forward", sharers, weights(self.buckets) * micros)
+            kept = ", of parts kept" if self.keepers else ""
+            add(f"gather weights in backward{kept}", self.keepers or sharers, weights(freed) * micros)
+        for bucket in self._order:
+            numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
+            for ranks in self._levels:
+                add("exchange gradients", len(ranks), [numel * dtype.itemsize] * reductions)
+                numel, dtype = numel // len(ranks), torch.float32
+            first = bucket.owned_numel * self.policy.grad_dtype.itemsize
+            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.cuts else first
+            add("gather gradients", len(self._owners), [first] + [later] * (reductions - 1))
+        add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
+        add("agree on the norm", world, [NORM_ROW_BYTES * world])
+        if self.lifetimes.gathers_new_weights:
+            add("gather weights after the step", sharers, weights(b for b in self.buckets if b.group is not None))
+        return tuple(sent.values())
+
+    # --- buffers, in the order of Weights, Reducer, Exchange and HostGrads --------------------------------------------
+
+    def fill_pools(self) -> None:
+        """Take steps until the pools no longer grow. In the first pass over the weights no unit is known to be the next."""
+        known, held = False, -1
+        while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
+            for micro in range(1, self.policy.accumulate + 1):
+                self._move_weights(known)
+                self._backward(self.policy.sync_each or micro == self.policy.accumulate)
+                known = True
+            for bucket in self._order:
+                bucket.reduced = False
+
+    def _move_weights(self, known: bool) -> None:
+        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        if self.lifetimes.full_weight_resident or not apart:
+            return
+        for unit in self.units:
+            if unit.stays:
+                self._gather(unit)
+        for units, backward in (self._passing, False), (self._passing[::-1], True):
+            for unit, after in zip(units, [*units[1:], None], strict=True):
+                self._gather(unit)
+                if after is not None and known:
+                    self._gather(after)
+                if backward or (self.keepers != 1 and (after is not None or not known)):
+                    self._free(unit, keep=not backward and self.keepers > 1)
+        for unit in self.units:
+            self._free(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        if unit not in self._whole:
+            kept, self._whole[unit] = self._kept.pop(unit, []), []
+            for bucket in unit.buckets:
+                self._whole[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
+                if kept:
+                    self.gathered.give(kept.pop(0))
+
+    def _free(self, unit: Unit, keep: bool = False) -> None:
+        whole = self._whole.pop(unit, [])
+        if keep:
+            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in whole]
+        for flat in whole:
+            self.gathered.give(flat)
+
+    def _backward(self, reducing: bool) -> None:
+        missing = {bucket: len(bucket.params) for bucket in self._order}
+        waiting = deque(self._order if reducing else ())
+        for bucket in self._arrivals:
+            if bucket.wire is None:
+                bucket.wire = self._take(bucket, torch.float32 if self._adds_locally else self._sent_dtype(bucket))
+            missing[bucket] -= 1
+            while waiting and not missing[waiting[0]]:
+                self._launch(waiting.popleft())
+        self._land(0)
+        self._let_leave(0)
+        for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
+            if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
+                self._give(bucket, self._take(bucket, bucket.dtype))
+
+    def _launch(self, bucket: Bucket) -> None:
+        whole, bucket.wire = bucket.wire, None
+        assert whole is not None
+        if whole.dtype != self._sent_dtype(bucket):
+            sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
+            self._give(bucket, sums)
+        if self.comm.world_size == 1:
+            self._finish(bucket, whole)
+        else:
+            self._land(MAX_IN_FLIGHT - 1)
+            self._send(bucket, whole, 0, whole)
+
+    def _send(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+        parts = len(self._levels[level]) if self.policy.backend_sums else 1
+        self._flights.append((bucket, whole, level, sent, self.pool.take(sent.numel() // parts, sent.dtype)))
+
+    def _land(self, keep: int) -> None:
+        while len(self._flights) > keep:
+            bucket, whole, level, sent, received = self._flights.popleft()
+            if level + 1 == len(self._levels):
+                self._finish(bucket, whole)
+            else:
+                sums = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
+                self._send(bucket, whole, level + 1, sums)
+            self.pool.give(received)
+            if sent is not whole:
+                self.pool.give(sent)
+
+    def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        dtype, first = self.policy.grad_dtype, not bucket.reduced
+        unchanged = self.alone and first and (self.policy.accumulate == 1 or whole.dtype == dtype)
+        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and whole.dtype == dtype
+        if bucket in self.cuts:
+            self._leave(bucket, whole, unchanged)
+        else:
+            if unchanged or left:
+                bucket.replace_grad(whole, self.pool)
+            elif bucket.grad is None or bucket.grad.dtype != dtype:
+                bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
+            if whole is not bucket.grad:
+                self._give(bucket, whole)
+        bucket.reduced = True
+
+    def _leave(self, bucket: Bucket, whole: torch.Tensor, unchanged: bool) -> None:
+        self._let_leave(IN_FLIGHT - 1)
+        if unchanged:
+            self._leaving.append((bucket, whole, partial(self._give, bucket)))
+        else:
+            dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
+            self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
+            self._give(bucket, whole)
+        if len(self._owners) == 1:
+            self._keep_rest()
+
+    def _let_leave(self, keep: int) -> None:
+        self._keep_rest()
+        while len(self._leaving) > keep:
+            _, source, give = self._leaving.popleft()
+            give(source)
+
+    def _keep_rest(self) -> None:
+        for bucket, source, _ in self._leaving:
+            if bucket.grad is None and self.cuts[bucket]:
+                bucket.grad = self.pool.keep(self.cuts[bucket], source.dtype)
+
+    def _take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
+        goes_on = self.comm.world_size > 1 or bucket in self.cuts
+        return take_full(bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident)
+
+    def _give(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        give_full(bucket, whole, self.pool, self.lifetimes)
