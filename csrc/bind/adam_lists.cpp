@@ -2,7 +2,6 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
-#include "bind/initialized.h"
 #include "core/tile.h"
 
 namespace shardcore::bind {

@@ -12,7 +12,6 @@
 #include "bind/adam_tables.h"
 #include "bind/checks.h"
 #include "bind/device_step.h"
-#include "bind/initialized.h"
 #include "bind/step_verdict.h"
 #include "core/tile.h"
 #include "norm/norm_cpu.h"

@@ -6,7 +6,6 @@
 #include "adam/make_scalars.h"
 #include "bind/cuda_table.h"
 #include "bind/device_step.h"
-#include "bind/initialized.h"
 #include "bind/step_verdict.h"
 
 #ifdef SHARDCORE_WITH_CUDA

@@ -3,7 +3,6 @@
 #include "bind/adam_lists.h"
 #include "bind/device_step.h"
 #include "bind/host_copies.h"
-#include "bind/initialized.h"
 #include "offload/tier_steps.h"
 
 namespace shardcore::bind {

@@ -195,29 +195,6 @@ def test_hyper_type_refusals(changes, message):
     assert str(error.value) == message
 
 
-def test_objects_whose_init_was_not_called_are_refused():
-    class Tier(_C.HostTier):
-        """A subclass, which must be called by its own name."""
-
-    def made(kind):
-        return kind.__new__(kind)
-
-    uses = [
-        ("HostTier", lambda: made(_C.HostTier).bytes_to_tier),
-        ("HostTier", lambda: made(_C.HostTier).empty(4, torch.float32)),
-        ("Tier", lambda: made(Tier).synchronize()),
-        ("NeighbourReads", lambda: made(_C.NeighbourReads).address()),
-        ("Ticket", lambda: made(_C.Ticket).wait()),
-        ("AdamStepper", lambda: made(_C.AdamStepper).table_builds),
-        ("AdamHyper", lambda: step_with(hypers=[made(_C.AdamHyper)])),
-    ]
-    for name, use in uses:
-        with pytest.raises(TypeError) as error:
-            use()
-        assert str(error.value) == f"{name}: self has no content; expected an object whose __init__ was called"
-    assert Tier(torch.device("cpu")).bytes_to_tier == 0
-
-
 def test_any_python_int_is_a_seed():
     for seed in (0, -1, 2**64 - 1, 2**70):
         make_hyper(seed=seed)
