@@ -8,10 +8,7 @@ Weights may change only when backward has ended, as clipping needs the norm of a
 than `lazy_bound` without its last term; the first chunk's way out, through Adam and back cannot be hidden.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from benchmarks.timeline import Span
 
 
 @dataclass(frozen=True)
@@ -46,32 +43,6 @@ def lazy_bound(parts: Parts) -> float:
     return parts.earlier + hidden + (parts.out + parts.back) / parts.chunks
 
 
-def blocking_time(parts: Parts) -> float:
-    """What a step takes that is complete when it returns: Adam after backward, weights back beside Adam, one chunk behind."""
-    tail = max(parts.adam, parts.back) + min(parts.adam, parts.back) / parts.chunks
-    return parts.earlier + parts.forward + max(parts.backward, parts.out) + parts.out / parts.chunks + tail
-
-
 def deepspeed_time(parts: Parts) -> float:
     """What ZeRO-Offload's schedule takes: gradients out beside backward, then all of Adam, then all weights back."""
     return parts.earlier + parts.forward + max(parts.backward, parts.out) + parts.out / parts.chunks + parts.adam + parts.back
-
-
-def deepspeed_spans(parts: Parts) -> Iterator[Span]:
-    """Draw that schedule, beginning with a step's first forward, with one micro-step."""
-    chunks = parts.chunks
-    for i in range(chunks):
-        yield Span("device", "forward", i * parts.forward / chunks, (i + 1) * parts.forward / chunks)
-    out_end = 0.0
-    for i in range(chunks):
-        start = parts.forward + i * parts.backward / chunks
-        end = start + parts.backward / chunks
-        yield Span("device", "backward", start, end)
-        start = max(out_end, end)
-        out_end = start + parts.out / chunks
-        yield Span("link: gradients out", "out", start, out_end)
-    for i in range(chunks):
-        yield Span("CPU", "adam", out_end + i * parts.adam / chunks, out_end + (i + 1) * parts.adam / chunks)
-    begin = out_end + parts.adam
-    for i in range(chunks):
-        yield Span("link: weights back", "back", begin + i * parts.back / chunks, begin + (i + 1) * parts.back / chunks)

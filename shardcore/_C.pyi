@@ -273,21 +273,12 @@ class HostTier:
     (None: no limit), near the device where the machine has NUMA nodes. A buffer beyond the limit, or that the system refuses
     to lock, is pageable: copies of it do not overlap with anything. For the CPU nothing needs to be locked.
 
-    For tests and benchmarks, on the CPU only: ``gigabytes_per_second`` lets each copy take as long as on such a link, and is
-    made at the end of that time; the copy of number ``failing_copy``, both directions counted, fails; ``late`` makes copies
-    only when someone waits for them; ``pinnable_bytes`` plays a system that locks so many.
+    backend: None, or a capsule "shardcore.CopyBackend" of the CopyBackend (csrc/copy/copy_stream.h) that makes the copies
+    instead; the tier then owns it.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        pin_memory: bool = False,
-        pin_memory_limit: int | None = None,
-        *,
-        gigabytes_per_second: float | None = None,
-        failing_copy: int | None = None,
-        late: bool = False,
-        pinnable_bytes: int | None = None,
+        self, device: torch.device, pin_memory: bool = False, pin_memory_limit: int | None = None, backend: object = None
     ) -> None: ...
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
         """A zero-filled buffer (numel,) of the tier; pageable if not `pinned`. MemoryError if there is no such memory."""
@@ -300,34 +291,29 @@ class HostTier:
     def drain(self) -> None:
         """Wait until no copy is in flight, whatever became of them."""
     @property
-    def caller_copies(self) -> bool:
-        """Whether a step may make the copies that it needs itself: both sides are host memory, and nothing is simulated."""
-    @property
     def pin_refusal(self) -> str:
         """Why the first of bytes_refused was refused; empty if none ever was."""
-    bytes_to_tier: int  # of all copies queued, or made by steps, so far
+    bytes_to_tier: int  # of all copies queued so far
     bytes_from_tier: int
     bytes_allocated: int  # of the live buffers, as they were asked for
     bytes_pinned: int  # of those that are page-locked, in whole pages
     bytes_refused: int  # of those that should be and could not, in whole pages
 
-class TierChunk:
-    """A chunk of TierSteps, checked, with the tensors that it uses. Let go, it waits for copies that are in flight."""
+class OffloadChunk:
+    """A chunk of an OffloadPipeline, with the tensors that it uses. Let go, it waits for copies that are in flight."""
 
-class TierSteps:
-    """Makes the steps of a tier: chunk by chunk gradients come, Adam runs, new weights go; no GIL (csrc/offload/tier_steps.h).
+class OffloadPipeline:
+    """Makes the steps of a tier: chunk by chunk gradients come, Adam runs, new weights go; no GIL (csrc/offload).
 
-    ``places``: how many for weights chunks take in turn. ``passes`` (only a tier whose `caller_copies`): instead of queues
-    Adam's own threads copy, a few thousand elements at a time, and places are not used. ``adam_per_second``:
-    > 0 makes Adam as slow, in elements, for tests and benchmarks. events: what the last step did: (what, begin and end in
+    ``places``: how many for weights chunks take in turn. events: what the last step did: (what, begin and end in
     seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the like, "adam".
     """
 
     events: list[tuple[str, float, float, int]]
-    def __init__(self, tier: HostTier, places: int, *, passes: bool, adam_per_second: float = 0.0) -> None: ...
+    def __init__(self, tier: HostTier, places: int) -> None: ...
     def chunk(
         self, *, weights: Sequence[torch.Tensor | None], grad_starts: Sequence[int], grads_come: bool, place: int, **lists: Any
-    ) -> TierChunk:
+    ) -> OffloadChunk:
         """Return a chunk for steps that bring only gradients. lists: all those of AdamStepper.step, in host memory.
 
         weights[i]: None, or on the device: new weights go there from params[i], a place in the tier, and unless masters[i] is
@@ -336,7 +322,7 @@ class TierSteps:
         """
     def begin(
         self,
-        chunks: Sequence[TierChunk],
+        chunks: Sequence[OffloadChunk],
         grads: Sequence[torch.Tensor],
         hypers: Sequence[AdamHyper],
         num_threads: int = 0,

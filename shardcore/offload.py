@@ -9,9 +9,6 @@ gradients, and three for weights, which are used in turn. A place is taken again
 places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
 need none. Places are bytes, each element has those of a float32, so that gradients of any dtype fit and all memory is taken
 before the first step.
-Note [Passing]. On CPU ranks both sides of a copy are host memory, and a second thread that copies shares the core with Adam.
-So there Adam's own threads copy (`caller_copies`), counted as ever: a few thousand elements come to a thread's own memory, are
-updated while they are in the caches, and go. Pages of staging are never touched there. A simulated tier keeps to its queues.
 """
 
 import logging
@@ -75,7 +72,7 @@ class _Part:
 
     spans: Sequence[Span]
     memory: dict[Bucket, tuple[int, torch.dtype]]
-    chunks: list[_C.TierChunk]
+    chunks: list[_C.OffloadChunk]
     buckets: list[Bucket]
 
 
@@ -113,7 +110,7 @@ class CpuStore:
         place_bytes = self._chunk_numel * _ITEM_BYTES
         self._grads = [self._place(place_bytes) for _ in range(0 if grads_leave else GRAD_PLACES)]
         self._weights = [self._place(place_bytes) for _ in range(0 if weights_here else WEIGHT_PLACES)]
-        self._steps = _C.TierSteps(self.copies, len(self._weights), passes=self.copies.caller_copies)
+        self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the bucket of the first span and its turn
         make = partial(self.copies.empty, pinned=False)
         self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
@@ -184,21 +181,21 @@ class CpuStore:
             # Weights that lie here and still leave for the device must not change.
             if not chunks and not self._weights:
                 self.copies.synchronize()
-            self._steps.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
+            self._pipeline.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
             last = 0
             for index, part in enumerate(kept):
                 first, last = last, last + len(part.chunks)
                 if beside is not None:
-                    self._steps.wait_fetched(first + 2)
+                    self._pipeline.wait_fetched(first + 2)
                     beside(index)
                 for number in range(first, last if threads == 0 else first):  # so that an interrupt need not wait for all
-                    self._steps.wait_updated(number, number + 1)
-                yield self._steps.wait_updated(first, last)
+                    self._pipeline.wait_updated(number, number + 1)
+                yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
-            self._steps.end()
+            self._pipeline.end()
             self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
             raise
-        self._steps.end()
+        self._pipeline.end()
 
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
         """Return the chunks of `spans`, the first of which takes the places whose turn it is."""
@@ -213,7 +210,7 @@ class CpuStore:
             self._parts[key] = part
         return part
 
-    def _chunk(self, spans: Sequence[Span], turn: int) -> _C.TierChunk:
+    def _chunk(self, spans: Sequence[Span], turn: int) -> _C.OffloadChunk:
         """Give each span its places, those whose turn it is: its gradient's and its weights', unless they lie in the tier."""
         params, grads = [], []
         weights: list[torch.Tensor | None] = []
@@ -231,7 +228,7 @@ class CpuStore:
                 params.append(weight)
             weights.append(weight if self._weights else None)
             cursor += round_up(span.numel, BLOCK)
-        return self._steps.chunk(
+        return self._pipeline.chunk(
             params=params,
             grads=grads,
             weights=weights,

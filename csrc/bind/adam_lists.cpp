@@ -272,25 +272,11 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 }
 
 void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
-                   const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap) {
-  enum Name {
-    params,
-    grads,
-    exp_avgs,
-    exp_avg_sqs,
-    masters,
-    max_exp_avg_sqs,
-    exp_avg_scales,
-    exp_avg_sq_scales,
-    step,
-    skip,
-    grad_homes,
-    param_homes
-  };
+                   const int64_t* skipped, OverlapCheck& overlap) {
+  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, step, skip };
   constexpr const char* kNames[] = {
       "params",          "grads",          "exp_avgs",          "exp_avg_sqs",        "masters",
-      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped",
-      "grad_homes",      "param_homes"};
+      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped"};
   constexpr int kIndexBits = 40;  // of a tag; above them the name
   const auto count = static_cast<int64_t>(segments.size());
   std::vector<MemoryRange> written, read;
@@ -306,12 +292,8 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     const AdamSegment& t = segments[static_cast<size_t>(i)];
     if (!counts.empty()) add(step, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
     if (t.numel == 0) continue;
-    const AdamHome home = homes.empty() ? AdamHome{} : homes[static_cast<size_t>(i)];
-    const int64_t param_bytes = t.numel * itemsize(t.param_dtype), grad_bytes = t.numel * itemsize(t.grad_dtype);
-    add(params, i, t.param, param_bytes);
-    add_to(home.grad == nullptr ? read : written, grads, i, t.grad, grad_bytes);
-    add_to(read, grad_homes, i, home.grad, grad_bytes);
-    add(param_homes, i, home.param, param_bytes);
+    add(params, i, t.param, t.numel * itemsize(t.param_dtype));
+    add_to(read, grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
     add(exp_avgs, i, t.exp_avg, t.numel * itemsize(t.state_dtype));
     add(exp_avg_sqs, i, t.exp_avg_sq, t.numel * itemsize(t.state_dtype));
     add(masters, i, t.master, t.numel * (t.master_kind == Master::split ? 2 : 4));

@@ -189,7 +189,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const int64_t* const skipped = plan ? plan->decision.skipped : nullptr;
     if (!(segments == apart_.segments && counts == apart_.counts && skipped == apart_.skipped)) {
       apart_ = {};
-      check_overlap(lists, segments, counts, skipped, {}, overlap_);
+      check_overlap(lists, segments, counts, skipped, overlap_);
       apart_ = {segments, counts, skipped};
     }
     for (size_t i = 0; i < count; ++i) mark_written(lists.params[i]);  // states are not part of any graph

@@ -113,10 +113,9 @@ void use_threads(int count);
 
 void bind_adam(py::module_& module);
 void bind_ops(py::module_& module);
-void bind_host_tier(py::module_& module);
 void bind_moments(py::module_& module);
+void bind_offload(py::module_& module);
 void bind_step_verdict(py::module_& module);
 void bind_storage(py::module_& module);
-void bind_tier_steps(py::module_& module);
 
 }  // namespace shardcore::bind

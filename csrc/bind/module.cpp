@@ -41,11 +41,10 @@ std::map<std::string, std::string> build_info() {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_adam(module);
   shardcore::bind::bind_ops(module);
-  shardcore::bind::bind_host_tier(module);
   shardcore::bind::bind_moments(module);
+  shardcore::bind::bind_offload(module);
   shardcore::bind::bind_step_verdict(module);
   shardcore::bind::bind_storage(module);
-  shardcore::bind::bind_tier_steps(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
   module.def(
       "set_cpu_isa",

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "copy/copy_stream.h"
-#include "copy/numa.h"
+#include "copy/host_memory.h"
 #include "core/cuda_check.h"
 
 namespace shardcore {
@@ -136,7 +136,7 @@ class CudaStream final : public CopyStream {
 
   int64_t queued() const noexcept override { return queued_; }
 
-  void drain(bool /*hurry*/) noexcept override {
+  void drain() noexcept override {
     if (!forked()) cudaStreamSynchronize(stream_);
   }
 

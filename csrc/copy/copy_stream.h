@@ -47,8 +47,8 @@ class CopyStream {
   virtual int64_t completed() noexcept = 0;
   // The number of the last copy that was queued.
   virtual int64_t queued() const noexcept = 0;
-  // Waits until nothing is in flight, whatever became of it; with `hurry` without any simulated delay from now on.
-  virtual void drain(bool hurry) noexcept = 0;
+  // Waits until nothing is in flight, whatever became of it.
+  virtual void drain() noexcept = 0;
 };
 
 // What the machine can do for a tier: memory near its device, and page-locking.
@@ -60,14 +60,17 @@ class CopyBackend {
   virtual void enter_thread() {}
   // Asks that untouched pages be taken near the device. An advice.
   virtual void place(void* /*data*/, int64_t /*size_bytes*/) noexcept {}
-  // Whether the other side is host memory, too, so that callers copy as well as a queue does.
-  virtual bool caller_copies() const noexcept { return false; }
   // Whether page-locked memory makes a difference here.
-  virtual bool can_pin() const noexcept = 0;
+  virtual bool can_pin() const noexcept { return false; }
   // Locks whole pages in memory for the device; returns why not, or an empty string.
-  virtual std::string pin(void* data, int64_t size_bytes) = 0;
-  virtual void unpin(void* data) noexcept = 0;
+  virtual std::string pin(void* /*data*/, int64_t /*size_bytes*/) { return ""; }
+  virtual void unpin(void* /*data*/) noexcept {}
 };
+
+// The host-thread backend, where there is no GPU: a thread a direction, which starts with the first copy. In a child that was
+// forked afterwards, where it does not exist, copies are made by the caller, and waiting for one that was in flight in the
+// parent is a CopyError.
+std::unique_ptr<CopyBackend> make_thread_backend();
 
 // device_index: where the other side of every copy lives.
 std::unique_ptr<CopyBackend> make_cuda_backend(int device_index);

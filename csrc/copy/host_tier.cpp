@@ -1,6 +1,5 @@
 #include "copy/host_tier.h"
 
-#include <cstring>
 #include <iterator>
 
 #include "copy/host_memory.h"
@@ -75,17 +74,12 @@ int64_t HostTier::copy(Direction direction, void* dst, const void* src, int64_t 
   return number;
 }
 
-void HostTier::copy_now(Direction direction, void* dst, const void* src, int64_t size_bytes) {
-  std::memcpy(dst, src, static_cast<size_t>(size_bytes));
-  bytes_copied_[static_cast<int>(direction)] += size_bytes;
-}
-
 void HostTier::synchronize() {
   for (const Direction direction : kDirections) stream(direction).synchronize(stream(direction).queued());
 }
 
-void HostTier::drain(bool hurry) noexcept {
-  for (const Direction direction : kDirections) stream(direction).drain(hurry);
+void HostTier::drain() noexcept {
+  for (const Direction direction : kDirections) stream(direction).drain();
 }
 
 std::string HostTier::pin_refusal() const {

@@ -36,14 +36,11 @@ class HostTier {
   // Queues a counted copy and returns its number in that direction's queue. dst (to_tier) or src (from_tier) must be owned;
   // the caller has checked. Both stay alive until the copy is done. stream: see CopyStream.
   int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes, void* stream);
-  // Whether a thread that needs a copy may make it, at once and counted, by copy_now, which waits for no queue.
-  bool caller_copies() const noexcept { return backend_->caller_copies(); }
-  void copy_now(Direction direction, void* dst, const void* src, int64_t size_bytes);
   CopyStream& stream(Direction direction) { return backend_->stream(direction); }
   void enter_thread() { backend_->enter_thread(); }
   // Waits on the host for all copies. Throws CopyError.
   void synchronize();
-  void drain(bool hurry) noexcept;
+  void drain() noexcept;
 
   int64_t bytes_to_tier() const { return bytes_copied_[0]; }
   int64_t bytes_from_tier() const { return bytes_copied_[1]; }

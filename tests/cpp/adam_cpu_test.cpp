@@ -1,11 +1,8 @@
 // The CPU path: every instruction set, thread count, size, alignment and dtype mix gives the same bits, and touches nothing
 // else.
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstring>
-#include <deque>
 
 #include "core/thread_pool.h"
 #include "cpp/adam_problem.h"
@@ -282,67 +279,6 @@ TEST(adam_cpu, bits_do_not_depend_on_threads_and_empty_tensors_may_stand_anywher
   empty.run_cpu(various_hypers());
   AdamProblem none({}, 34);
   none.run_cpu(various_hypers());
-}
-
-// Runs `problem` with its gradients and weights at homes of their own; where its segments point instead nothing may be touched.
-// The copy of number `skipped` is not made. Returns the numbers of copies to places and to homes.
-std::array<int64_t, 2> run_passing(AdamProblem& problem, Executor& executor, int64_t skipped = 0) {
-  std::vector<AdamSegment> segments = problem.segments();
-  std::vector<AdamHome> homes;
-  std::deque<std::vector<uint8_t>> others;
-  const auto other = [&](int64_t size_bytes) -> void* {
-    return others.emplace_back(static_cast<size_t>(size_bytes), uint8_t{0x3f}).data();
-  };
-  for (size_t i = 0; i < segments.size(); ++i) {
-    AdamSegment& t = segments[i];
-    homes.push_back({i % 3 != 0 ? t.grad : nullptr, i % 3 != 1 ? t.param : nullptr});
-    if (homes[i].grad != nullptr) t.grad = other(t.numel * itemsize(t.grad_dtype));
-    if (homes[i].param != nullptr) t.param = other(t.numel * itemsize(t.param_dtype));
-  }
-  std::atomic<int64_t> to_place{0}, to_home{0}, made{0};
-  const auto copy = [&](std::atomic<int64_t>& count) {
-    return [&](void* dst, const void* src, int64_t size_bytes) {
-      ++count;
-      if (++made != skipped) std::memcpy(dst, src, static_cast<size_t>(size_bytes));
-    };
-  };
-  const std::vector<AdamScalars> scalars = AdamProblem::scalars_of(various_hypers());
-  const AdamCopies copies{copy(to_place), copy(to_home)};
-  AdamLine(segments.data(), static_cast<int64_t>(segments.size()), scalars.data(), homes.data(), &copies).update(executor);
-  for (const auto& bytes : others) EXPECT_EQ(bytes, std::vector<uint8_t>(bytes.size(), 0x3f));
-  return {to_place, to_home};
-}
-
-TEST(adam_cpu, values_that_only_pass_through_give_the_same_bits) {
-  for (const bool reduced : {false, true}) {
-    for (const int64_t numel : {1, 255, 700, 50000}) {
-      AdamProblem problem(reduced ? every_reduced_mix(numel, 0) : every_mix(numel, 1), 37);
-      problem.run_cpu(various_hypers());
-      const auto want = problem.result();
-      for (const int threads : {1, 3}) {
-        ThreadPool pool(threads);
-        problem.reset();
-        run_passing(problem, pool);
-        ASSERT_EQ(problem.result(), want) << numel << " elements, " << threads << " threads";
-      }
-    }
-  }
-}
-
-TEST(adam_cpu, each_copy_to_a_place_and_back_counts) {
-  SerialExecutor serial;
-  AdamProblem problem({{40000}, {40000}, {40000}, {0}}, 38);
-  problem.run_cpu(various_hypers());
-  const auto want = problem.result();
-  problem.reset();
-  const std::array<int64_t, 2> made = run_passing(problem, serial);
-  // Three pieces each: of the first tensor weights come and go, of the second gradients come, of the third all travels.
-  EXPECT_EQ(made, (std::array<int64_t, 2>{12, 6}));
-  for (int64_t skipped = 1; skipped <= made[0] + made[1]; ++skipped) {
-    problem.reset();
-    run_passing(problem, serial, skipped);
-    EXPECT_NE(problem.result(), want) << "copy " << skipped;
-  }
 }
 
 #if SHARDCORE_X86

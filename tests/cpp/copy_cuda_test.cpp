@@ -12,7 +12,7 @@
 #include "copy/host_tier.h"
 #include "cpp/adam_problem.h"
 #include "cpp/common.h"
-#include "offload/tier_steps.h"
+#include "offload/offload_pipeline.h"
 
 namespace shardcore::testing {
 namespace {
@@ -88,7 +88,7 @@ float steps_without_the_host(cudaStream_t compute, CopyStream& in, CopyStream& o
     out.wait(back, compute);
   }
   out.synchronize(back);
-  in.drain(false), out.drain(false);
+  in.drain(), out.drain();
   cudaStreamSynchronize(compute);
   return device[kSize - 1];
 }
@@ -208,10 +208,10 @@ std::vector<std::vector<uint8_t>> stepped_in_chunks(AdamProblem& problem, int nu
   const auto tier = std::make_shared<HostTier>(make_cuda_backend(3), false, -1);
   {
     std::vector<Values> places(5, Values(100, -1));
-    TierSteps::Step step;
+    OffloadPipeline::Step step;
     for (const AdamSegment& t : problem.segments()) {
       const size_t turn = step.chunks.size();
-      TierSpan span{t, t.param, true, t.grad};
+      OffloadSpan span{t, t.param, true, t.grad};
       span.segment.grad = places[turn % 2].data();
       span.segment.param = places[2 + turn % 3].data();
       step.chunks.push_back({{span}, static_cast<int>(turn % 3)});
@@ -219,11 +219,11 @@ std::vector<std::vector<uint8_t>> stepped_in_chunks(AdamProblem& problem, int nu
     const auto count = static_cast<int64_t>(step.chunks.size());
     step.scalars = AdamProblem::scalars_of(various_hypers());
     step.stream = compute;
-    TierSteps steps(tier, 3, /*passes=*/false, 0);
+    OffloadPipeline steps(tier, 3);
     SerialExecutor executor;
     steps.begin(std::move(step), num_threads);
     steps.wait_updated(count, executor);
-    tier->stream(Direction::from_tier).synchronize(steps.left(0, count));
+    tier->stream(Direction::from_tier).synchronize(steps.last_copy(0, count));
     steps.end();
   }
   return problem.result();
@@ -259,7 +259,7 @@ TEST_F(copy_cuda, a_forked_child_gets_an_error_and_calls_nothing) {
         ++refused;
       }
     }
-    in->drain(true);
+    in->drain();
     in->completed();
     backend.reset();
     _exit(refused == 3 && fake_cuda::runtime().calls == calls ? 0 : 1);

@@ -9,11 +9,10 @@
 #include <fstream>
 #include <thread>
 
-#include "copy/copy_thread.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"
-#include "copy/numa.h"
 #include "cpp/common.h"
+#include "cpp/simulated_copies.h"
 
 namespace shardcore::testing {
 namespace {
@@ -86,9 +85,7 @@ const int64_t kPage = sysconf(_SC_PAGESIZE);
 
 // A tier whose system locks so many pages.
 std::unique_ptr<HostTier> pinning_tier(int64_t system_pages, bool pin, int64_t limit_bytes) {
-  Simulation simulation;
-  simulation.pinnable_bytes = system_pages * kPage;
-  return std::make_unique<HostTier>(make_thread_backend(simulation), pin, limit_bytes);
+  return std::make_unique<HostTier>(make_simulated_backend({0, 0, false, system_pages * kPage}), pin, limit_bytes);
 }
 
 TEST(copy, pinned_buffers_take_whole_pages_and_no_more) {

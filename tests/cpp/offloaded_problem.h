@@ -1,4 +1,4 @@
-// A problem of Adam whose steps TierSteps makes, over a tier whose waits can be left out and whose copies can be watched.
+// A problem of Adam whose steps OffloadPipeline makes, over a tier whose waits can be left out and whose copies can be watched.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "copy/copy_thread.h"
 #include "cpp/adam_problem.h"
-#include "offload/tier_steps.h"
+#include "cpp/simulated_copies.h"
+#include "offload/offload_pipeline.h"
 
 namespace shardcore::testing {
 
@@ -26,21 +26,17 @@ struct Hooks {
   std::function<void()> entering = [] {}, leaving = [] {};
 };
 
-// The thread backend, but for waits that are left out, and for hooks.
+// A simulated backend, by default that of threads, but for waits that are left out, and for hooks.
 class DeafBackend final : public CopyBackend {
  public:
-  DeafBackend(const Simulation& simulation, LeftOut left_out, const Hooks& hooks)
-      : inner_(make_thread_backend(simulation)),
+  DeafBackend(std::unique_ptr<CopyBackend> inner, LeftOut left_out, const Hooks& hooks)
+      : inner_(std::move(inner)),
         entering_(hooks.entering),
         streams_{{inner_->stream(Direction::to_tier), left_out.to_tier, [] {}},
                  {inner_->stream(Direction::from_tier), left_out.from_tier, hooks.leaving}} {}
 
   CopyStream& stream(Direction direction) override { return streams_[static_cast<int>(direction)]; }
   void enter_thread() override { entering_(); }
-  bool caller_copies() const noexcept override { return inner_->caller_copies(); }
-  bool can_pin() const noexcept override { return false; }
-  std::string pin(void*, int64_t) override { return ""; }
-  void unpin(void*) noexcept override {}
 
  private:
   class DeafStream final : public CopyStream {
@@ -58,7 +54,7 @@ class DeafBackend final : public CopyBackend {
     bool query(int64_t number) override { return inner_.query(number); }
     int64_t completed() noexcept override { return inner_.completed(); }
     int64_t queued() const noexcept override { return inner_.queued(); }
-    void drain(bool hurry) noexcept override { inner_.drain(hurry); }
+    void drain() noexcept override { inner_.drain(); }
 
    private:
     CopyStream& inner_;
@@ -72,13 +68,11 @@ class DeafBackend final : public CopyBackend {
   DeafStream streams_[2];
 };
 
-inline Simulation latest() {
-  Simulation simulation;
-  simulation.late = true;
-  return simulation;
-}
+// Copies by threads, as soon as they can; or as late as waits allow.
+inline std::unique_ptr<CopyBackend> soonest() { return make_thread_backend(); }
+inline std::unique_ptr<CopyBackend> latest() { return make_simulated_backend({0, 0, /*late=*/true}); }
 
-constexpr int kTierSteps = 3;
+constexpr int kSteps = 3;
 
 inline std::vector<AdamScalars> scalars_of_step(int step) {
   std::vector<AdamHyper> hypers = various_hypers();
@@ -88,7 +82,6 @@ inline std::vector<AdamScalars> scalars_of_step(int step) {
 
 struct Form {
   int num_threads = 0;         // 0: in the waits
-  bool passes = false;         // Adam's threads copy
   bool grads_come = true;      // else they lie there
   bool weights_travel = true;  // else they lie there
 };
@@ -96,20 +89,20 @@ struct Form {
 // A problem's segments, each in a chunk with the next; what travels does so between the problem's memory and places.
 class Offloaded {
  public:
-  explicit Offloaded(AdamProblem& problem, const Simulation& simulation = latest(), Form form = {}, LeftOut left_out = {},
-                     double adam_per_second = 0, const Hooks& hooks = {})
+  explicit Offloaded(AdamProblem& problem, std::unique_ptr<CopyBackend> backend = latest(), Form form = {},
+                     LeftOut left_out = {}, const Hooks& hooks = {})
       : form_(form),
-        tier_(std::make_shared<HostTier>(std::make_unique<DeafBackend>(simulation, left_out, hooks), false, -1)),
-        steps(tier_, 3, form.passes, adam_per_second) {
+        tier_(std::make_shared<HostTier>(std::make_unique<DeafBackend>(std::move(backend), left_out, hooks), false, -1)),
+        steps(tier_, 3) {
     const std::vector<AdamSegment>& segments = problem.segments();
     for (auto& place : places_) place.resize(size_t{4} << 19, 0xff);
     for (size_t first = 0; first < segments.size(); first += 2) {
       const auto turn = static_cast<size_t>(chunks_.size());
-      TierChunk chunk;
+      OffloadChunk chunk;
       chunk.place = static_cast<int>(turn % 3);
       size_t cursor = 0;
       for (size_t i = first; i < std::min(first + 2, segments.size()); ++i) {
-        TierSpan span;
+        OffloadSpan span;
         span.segment = segments[i];
         span.grad = segments[i].grad;
         span.grad_comes = form.grads_come;
@@ -127,14 +120,14 @@ class Offloaded {
   }
   ~Offloaded() {
     steps.end();
-    tier_->drain(true);
+    tier_->drain();
   }
 
   int64_t count() const { return static_cast<int64_t>(chunks_.size()); }
   HostTier& tier() { return *tier_; }
 
   void begin(int step) {
-    TierSteps::Step next;
+    OffloadPipeline::Step next;
     next.chunks = chunks_;
     next.scalars = scalars_of_step(step);
     next.weights_leave = !form_.weights_travel;
@@ -142,18 +135,18 @@ class Offloaded {
   }
 
   void run() {
-    for (int step = 0; step < kTierSteps; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       begin(step);
       steps.wait_fetched(2, executor_);
       steps.wait_updated(count(), executor_);
-      tier_->stream(Direction::from_tier).wait(steps.left(0, count()), nullptr);
+      tier_->stream(Direction::from_tier).wait(steps.last_copy(0, count()), nullptr);
       steps.end();
     }
   }
 
   std::vector<std::string> names() const {
     std::vector<std::string> names;
-    for (const TierEvent& event : steps.events()) names.emplace_back(event.what);
+    for (const OffloadEvent& event : steps.events()) names.emplace_back(event.what);
     return names;
   }
 
@@ -161,11 +154,11 @@ class Offloaded {
   const Form form_;
   const std::shared_ptr<HostTier> tier_;
   std::deque<std::vector<uint8_t>> places_{5};  // two for gradients, three for weights
-  std::vector<TierChunk> chunks_;
+  std::vector<OffloadChunk> chunks_;
   SerialExecutor executor_;
 
  public:
-  TierSteps steps;  // ends before what it uses
+  OffloadPipeline steps;  // ends before what it uses
 };
 
 }  // namespace shardcore::testing

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "copy/copy_cuda.cu"
-#include "copy/copy_thread.h"
 #include "cpp/cuda_kernels.h"
 
 namespace shardcore::testing {
@@ -61,7 +60,7 @@ double step_over_copies(bool wait_for_arrival, bool wait_before_reuse) {
     const int64_t back = out.copy(device.data(), staging.data(), size_bytes, nullptr);
     if (wait_before_reuse) out.synchronize(back);
   }
-  in.drain(true), out.drain(true);
+  in.drain(), out.drain();
   return device[0];
 }
 

@@ -13,16 +13,16 @@ from tests.engine.models import Run, batch_of, loss_of, train
 
 
 class _OnTheWorker:
-    """TierSteps that are made when someone waits for them."""
+    """An OffloadPipeline whose steps are made when someone waits for them."""
 
-    def __init__(self, steps: Any) -> None:
-        self._steps = steps
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._steps, name)
+        return getattr(self._pipeline, name)
 
     def begin(self, chunks: Any, grads: Any, hypers: Any, num_threads: int, **options: Any) -> None:
-        self._steps.begin(chunks, grads, hypers, 0, **options)
+        self._pipeline.begin(chunks, grads, hypers, 0, **options)
 
 
 class LateStore:
@@ -33,7 +33,7 @@ class LateStore:
         self._allowed: dict[int, threading.Event] = {}
         on_cpu = getattr(lazy.store, "on_cpu", lazy.store)
         if isinstance(on_cpu, CpuStore):
-            on_cpu._steps = _OnTheWorker(on_cpu._steps)  # type: ignore[assignment]
+            on_cpu._pipeline = _OnTheWorker(on_cpu._pipeline)  # type: ignore[assignment]
         lazy.store = self  # type: ignore[assignment]
         lazy._wait_for_adam = self._waited  # type: ignore[method-assign]
 

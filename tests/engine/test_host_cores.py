@@ -1,6 +1,5 @@
 """How many threads a worker gets, and on which cores: of those that affinity and control groups leave, and really those."""
 
-import functools
 import logging
 import os
 import resource
@@ -24,6 +23,7 @@ from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
 from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
 from tests.engine.late import micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
+from tests.engine.test_offload import tier_with
 from tests.ranks import run_fresh, run_ranks
 
 
@@ -191,7 +191,7 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.synchronize()
         started = _threads() - after_backward
         assert before <= after_backward
-        assert len(started) == 1 + cpu_threads, "the worker, and those of the step"
+        assert len(started) == 1 + cpu_threads + 2, "the worker, those of the step, and one for each direction of copies"
         assert all(os.sched_getaffinity(int(thread)) == {core} for thread in started)
     assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
 
@@ -216,27 +216,26 @@ def test_threads_that_cannot_start_say_what_to_do() -> None:
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the caller never lets go of the interpreter all buckets are updated; the twin gets no further than the first."""
-    interval, make_steps = sys.getswitchinterval(), _C.TierSteps
-    slow = functools.partial(make_steps, adam_per_second=5e4)  # 20 ms and more a bucket: step() itself ends before
-    monkeypatch.setattr(_C, "TierSteps", slow)
+    interval = sys.getswitchinterval()
+    tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms and more a bucket: step() itself ends before
     if not own_thread:
         monkeypatch.setattr(offload, "own_thread_count", lambda: 0)
     model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
     stepped(model, optimizer, 0, 0)
     optimizer.synchronize()
-    steps = optimizer._engine.store._steps
+    pipeline = optimizer._engine.store._pipeline
     losses = micro_steps(model, optimizer, 0, 1, 1)
     try:
         sys.setswitchinterval(60)
         optimizer.step()
         deadline = time.monotonic() + (30 if own_thread else 1)
-        while (updated := [what for what, *_ in steps.events].count("adam")) < 4 and time.monotonic() < deadline:
+        while (updated := [what for what, *_ in pipeline.events].count("adam")) < 4 and time.monotonic() < deadline:
             pass
     finally:
         sys.setswitchinterval(interval)
     optimizer.synchronize()
     assert losses
-    assert [what for what, *_ in steps.events].count("adam") == 4  # the root and three blocks
+    assert [what for what, *_ in pipeline.events].count("adam") == 4  # the root and three blocks
     assert (updated == 4) == own_thread
 
 
@@ -256,6 +255,6 @@ def _on_a_small_stack() -> list[str]:
 
 
 def test_a_step_needs_little_stack() -> None:
-    """Threads of OpenMP and of users may have less than a piece of what passes takes."""
+    """Threads of OpenMP and of users may have little."""
     here, there = run_fresh(_on_a_small_stack)
     assert here == there

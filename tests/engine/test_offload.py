@@ -18,15 +18,14 @@ from shardcore.host_memory import free_address_bytes, free_bytes
 from shardcore.offload import CpuStore, staging_bytes
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
+from tests.support.copies import simulated_tier
 
 CPU_TIER = {"optimizer": "cpu"}
 STEPS = 3
 
 
 class Wrapped:
-    """A tier of queues that tests look into, or change."""
-
-    caller_copies = False
+    """A tier that tests look into, or change."""
 
     def __init__(self, tier: Any) -> None:
         self._tier = tier
@@ -34,22 +33,23 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def steps(self, steps: Any) -> Any:
-        """What is to take the place of the TierSteps `steps` of this tier."""
-        return steps
+    def pipeline(self, pipeline: Any) -> Any:
+        """What is to take the place of the OffloadPipeline of this tier."""
+        return pipeline
 
 
 def tier_with(patch: pytest.MonkeyPatch, wrap: Callable[[Any], Any] = lambda tier: tier, **simulated: Any) -> None:
-    """Let every CpuStore made from now on have a simulated tier; what `wrap` returns may be Wrapped."""
-    made, steps = _C.HostTier, _C.TierSteps
+    """Let every CpuStore made from now on have a tier of the CPU, simulated if asked; what `wrap` returns may be Wrapped."""
+    tier_of, pipeline_of = _C.HostTier, _C.OffloadPipeline
 
-    def make_steps(tier: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(tier, Wrapped):
-            return tier.steps(steps(tier._tier, *arguments, **options))
-        return steps(tier, *arguments, **options)
+    def make(device: torch.device, *arguments: Any) -> Any:
+        return wrap(simulated_tier(*arguments, **simulated) if simulated else tier_of(device, *arguments))
 
-    patch.setattr(_C, "HostTier", lambda *arguments: wrap(made(*arguments, **simulated)))
-    patch.setattr(_C, "TierSteps", make_steps)
+    def make_pipeline(tier: Any, places: int) -> Any:
+        return tier.pipeline(pipeline_of(tier._tier, places)) if isinstance(tier, Wrapped) else pipeline_of(tier, places)
+
+    patch.setattr(_C, "HostTier", make)
+    patch.setattr(_C, "OffloadPipeline", make_pipeline)
 
 
 def small_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -82,34 +82,34 @@ class Watched(Wrapped):
     def event(self, event: Any, which: str) -> Any:
         return WatchedEvent(event, which, self._log, self._leave_out)
 
-    def steps(self, steps: Any) -> Any:
-        return WatchedSteps(steps, self, self._log)
+    def pipeline(self, pipeline: Any) -> Any:
+        return WatchedPipeline(pipeline, self, self._log)
 
 
-class WatchedSteps:
-    """Steps whose events are written down when someone has waited for them."""
+class WatchedPipeline:
+    """A pipeline whose events are written down when someone has waited for them."""
 
-    def __init__(self, steps: Any, tier: Watched, log: list[str]) -> None:
-        self._steps, self._tier, self._log, self._told = steps, tier, log, 0
+    def __init__(self, pipeline: Any, tier: Watched, log: list[str]) -> None:
+        self._pipeline, self._tier, self._log, self._told = pipeline, tier, log, 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._steps, name)
+        return getattr(self._pipeline, name)
 
     def begin(self, *arguments: Any, **options: Any) -> None:
-        self._steps.begin(*arguments, **options)
+        self._pipeline.begin(*arguments, **options)
         self._told = 0
 
     def _tell(self) -> None:
-        events = self._steps.events
+        events = self._pipeline.events
         self._log += [what for what, *_ in events[self._told :]]
         self._told = len(events)
 
     def wait_fetched(self, count: int) -> None:
-        self._steps.wait_fetched(count)
+        self._pipeline.wait_fetched(count)
         self._tell()
 
     def wait_updated(self, first: int, last: int) -> Any:
-        left = self._steps.wait_updated(first, last)
+        left = self._pipeline.wait_updated(first, last)
         self._tell()
         return None if left is None else self._tier.event(left, "from_tier")
 
@@ -161,7 +161,7 @@ def test_what_ranks_gather_has_come_from_the_tier(lazy: bool) -> None:
 
 
 def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The waits of a step itself: tests/cpp/tier_steps_test.cpp."""
+    """The waits of a step itself: tests/cpp/offload_pipeline_test.cpp."""
     expected = hash_after()
     seen = 0
 
@@ -227,16 +227,6 @@ def test_no_step_allocates_in_the_tier_and_all_is_predicted(monkeypatch: pytest.
         assert store.copies.bytes_allocated == states + store.scratch_bytes
         predicted = predict(make_net(), None, 2, world_size=1, precision=precision, accumulate=2, offload=CPU_TIER)
         assert predicted.resting.by_tier["cpu"] == store.copies.bytes_allocated
-
-
-def test_what_passes_touches_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks on CPUs share a machine's RAM; pages that nobody touches take none."""
-    small_chunks(monkeypatch)
-    _, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER}))
-    store = optimizer._engine.store
-    places = [*store._grads, *store._weights]
-    assert len(places) == 5
-    assert not any(place.memory.any() for place in places)
 
 
 # --- pinned memory ----------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _fails_to_leave(rank: int, world_size: int, accumulate: int) -> list[str]:
         train(rank, run)
         patch.undo()
         copies = log.count("to_tier") + log.count("from_tier")
-        tier_with(patch, failing_copy=copies + 2 if rank == 0 else None)
+        tier_with(patch, failing_copy=copies + 2 if rank == 0 else 0)
         model, optimizer, _ = train(rank, run)
         for step in (1, 2):
             for micro in range(accumulate):

@@ -18,9 +18,8 @@ from tests.engine.test_offload_tiers import GRADS, PARAMS, hashes_of, partly_fro
 from tests.ranks import run_ranks
 
 
-def test_weights_stream_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stream_from_host_memory() -> None:
     """On one rank: each unit comes for its forward and for its backward, the last one once; a step moves nothing at all."""
-    tier_with(monkeypatch)
     run = Run(stage=3, steps=2, precision="bf16", shard={"offload": PARAMS | GRADS})
     model, optimizer, _ = train(0, run, partly_frozen())
     engine = optimizer._engine
@@ -136,7 +135,7 @@ def _fails_to_come(rank: int, world_size: int) -> list[list[str]]:
         last = log.count("from_tier")
     for number in (1, 3, last):
         with pytest.MonkeyPatch.context() as patch:
-            tier_with(patch, failing_copy=copies + number if rank == 0 else None)
+            tier_with(patch, failing_copy=copies + number if rank == 0 else 0)
             model, optimizer, _ = train(rank, run)
         once = [_error_of(lambda model=model: loss_of(model, batch_of(1, 0, rank)).backward())]
         optimizer.zero_grad()
@@ -176,7 +175,7 @@ def _fails_in_shard(rank: int, world_size: int, how: str) -> list[str]:
         sharded()
     for number in (1, log.count("to_tier")):
         with pytest.MonkeyPatch.context() as patch:
-            tier_with(patch, failing_copy=number if rank == 0 else None)
+            tier_with(patch, failing_copy=number if rank == 0 else 0)
             said.append(_error_of(sharded))
     return said
 

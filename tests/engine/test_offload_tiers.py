@@ -173,8 +173,7 @@ def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: in
 # --- a share of the states --------------------------------------------------------------------------------------------
 
 
-def test_ratio_is_the_share_on_the_cpu_and_only_that_travels(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier_with(monkeypatch)
+def test_ratio_is_the_share_on_the_cpu_and_only_that_travels() -> None:
     for ratio, offload in ((0.0, CPU_TIER | {"ratio": 0}), (0.25, CPU_TIER | {"ratio": 0.25}), (1.0, CPU_TIER)):
         model, optimizer, _ = train(0, Run(steps=0, precision="bf16", shard={"offload": offload, "units": 10**9}))
         (bucket,) = optimizer._engine.buckets

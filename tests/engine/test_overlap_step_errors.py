@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore._native import _C
 from shardcore.engine.interrupts import held_back_interrupts
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.updater import Updater
 from shardcore.engine.worker import Worker
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
+from tests.engine.test_offload import tier_with
 from tests.ranks import run_fresh, run_ranks
 
 X = batch_of(99, 0, 0)[0]
@@ -82,16 +82,13 @@ def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, lazy
 
 def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu tier's steps go on by themselves, on a thread of their own: they have to be ended."""
-    steps = _C.TierSteps
-    monkeypatch.setattr(
-        _C, "TierSteps", lambda *a, **options: steps(*a, **options, adam_per_second=5e4)
-    )  # 20 ms a unit and more
+    tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms a unit and more
     model, optimizer = start(0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
     lazy = optimizer._engine.lazy
     updated: list[int] = []
 
     def gather(*_: Any) -> list[Any]:
-        updated.append([what for what, *_ in lazy.store._steps.events].count("adam"))
+        updated.append([what for what, *_ in lazy.store._pipeline.events].count("adam"))
         time.sleep(0.1)
         if len(updated) == 1:
             raise OSError("planted")
@@ -398,12 +395,11 @@ def test_a_rank_that_forks_asks_no_other_to_gather() -> None:
 
 
 _AT_EXIT = """
-import _thread, threading
-from shardcore._native import _C
-make = _C.TierSteps
-_C.TierSteps = lambda *a, **options: make(*a, **options, adam_per_second=2e4)  # 50 ms a unit and more
+import _thread, pytest, threading
 from tests.engine.late import start, stepped
 from tests.engine.models import Run
+from tests.engine.test_offload import tier_with
+tier_with(pytest.MonkeyPatch(), gigabytes_per_second=8e-5)  # 50 ms a unit and more
 model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
 lazy = optimizer._engine.lazy
 stepped(model, optimizer, 0, 0)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks import bench_copies, bench_offload_train, offload_parts, offload
 from benchmarks.bench_offload_train import Clock, check, why_not
 from benchmarks.device import Device
 from benchmarks.offload_parts import Measured
-from benchmarks.offload_schedule import Parts, lazy_bound, streamed
+from benchmarks.offload_schedule import Parts, deepspeed_time, lazy_bound, streamed
 from benchmarks.offload_trainers import Engine, Need, Trainer
 
 CPU = ["--device", "cpu"]
@@ -133,6 +134,15 @@ def test_weights_that_come_for_each_pass_lengthen_both():
     parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
     assert lazy_bound(streamed(parts, 5.0)) == pytest.approx(6 + 5 + 0.4)
     assert lazy_bound(streamed(parts, 7.0)) == pytest.approx(7 + 7 + 0.4)
+
+
+def test_schedules_of_one_step_and_of_several_micro_steps():
+    parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
+    assert lazy_bound(parts) == pytest.approx(6 + 5 + 0.9)
+    assert lazy_bound(replace(parts, out=7.0, adam=9.0)) == pytest.approx(7 + 9 + 1.2)
+    assert deepspeed_time(parts) == pytest.approx(3 + 6 + 0.4 + 2 + 5)
+    for schedule in (lazy_bound, deepspeed_time):
+        assert schedule(replace(parts, micro_steps=3)) - schedule(parts) == pytest.approx(2 * (6 + 3))
     measured = Measured([3.0], [6.0], {"to host": [10.0], "from host": [5.0]}, [0.5])
     assert measured.parts(4, 10, (40.0, 70.0), streams=True) == Parts(7.0, 7.0, 4.0, 2.0, 0.0, 10)
     assert measured.parts(4, 10, (40.0, 25.0), streams=False) == parts

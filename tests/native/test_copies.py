@@ -1,20 +1,19 @@
-"""Copies of a HostTier: events, what they keep alive, simulated links, and what is pinned."""
+"""Copies of a HostTier: events, what they keep alive, and what is pinned."""
 
 import mmap
-from typing import Any
 
 import pytest
 import torch
 
 from shardcore._native import _C
+from tests.support.copies import simulated_tier
 
-CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
 
 
-def late_tier(numel: int = 1000, **options: Any) -> tuple[_C.HostTier, torch.Tensor]:
+def late_tier(numel: int = 1000) -> tuple[_C.HostTier, torch.Tensor]:
     """A tier that makes a copy only when someone waits for it, and a buffer of it."""
-    tier = _C.HostTier(CPU, late=True, **options)
+    tier = simulated_tier(late=True)
     return tier, tier.empty(numel, torch.float32)
 
 
@@ -75,7 +74,7 @@ def test_an_event_outlives_its_tier_and_its_tensors():
 
 def test_the_end_of_a_tier_makes_what_is_in_flight():
     for options in ({"late": True}, {"gigabytes_per_second": 1e-15}):
-        tier = _C.HostTier(CPU, **options)
+        tier = simulated_tier(**options)
         buffer = tier.empty(10, torch.float32)
         tier.to_tier(buffer, torch.ones(10))
         del tier
@@ -83,7 +82,7 @@ def test_the_end_of_a_tier_makes_what_is_in_flight():
 
 
 def test_a_failed_copy_surfaces_at_the_next_wait_with_its_origin():
-    tier = _C.HostTier(CPU, failing_copy=2)
+    tier = simulated_tier(failing_copy=2)
     buffer, back = tier.empty(8, torch.float32), torch.zeros(8)
     tier.to_tier(buffer, torch.ones(8)).synchronize()
     event = tier.from_tier(back, buffer)
@@ -97,7 +96,7 @@ def test_a_failed_copy_surfaces_at_the_next_wait_with_its_origin():
 
 
 def test_pinned_bytes_are_whole_pages_and_stay_below_the_limit():
-    tier = _C.HostTier(CPU, True, 8 * PAGE, pinnable_bytes=100 * PAGE)
+    tier = simulated_tier(True, 8 * PAGE, pinnable_bytes=100 * PAGE)
     first = tier.empty(5 * PAGE + 1, torch.uint8)
     assert (tier.bytes_pinned, tier.bytes_allocated) == (6 * PAGE, 5 * PAGE + 1)
     tier.empty(PAGE, torch.uint8, pinned=False)
@@ -111,34 +110,17 @@ def test_pinned_bytes_are_whole_pages_and_stay_below_the_limit():
 
 
 def test_a_system_that_refuses_to_pin_gives_pageable_memory():
-    tier = _C.HostTier(CPU, True, pinnable_bytes=PAGE)
+    tier = simulated_tier(True, pinnable_bytes=PAGE)
     buffer = tier.empty(PAGE, torch.float32)
     assert (tier.bytes_pinned, tier.bytes_refused) == (0, 4 * PAGE)
     assert tier.pin_refusal == "the simulated system locks no more pages"
     tier.to_tier(buffer, torch.ones(PAGE)).synchronize()
     assert buffer.all()
-    unpinned = _C.HostTier(CPU, False, pinnable_bytes=PAGE)
+    unpinned = simulated_tier(False, pinnable_bytes=PAGE)
     unpinned.empty(8 * PAGE, torch.uint8)
     assert (unpinned.bytes_refused, unpinned.pin_refusal) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"pin_memory_limit": -1}, ValueError, "pin_memory_limit has -1; expected 0 or more, or None"),
-        ({"pin_memory_limit": 1.5}, TypeError, "pin_memory_limit has type float; expected an int"),
-        ({"gigabytes_per_second": 0}, ValueError, "gigabytes_per_second has 0; expected a number above 0, or None"),
-        ({"gigabytes_per_second": float("nan")}, ValueError, "gigabytes_per_second has nan; expected a number above 0"),
-        ({"failing_copy": "2"}, TypeError, "failing_copy has type str; expected an int"),
-        ({"late": 1}, TypeError, "late has type int; expected a bool"),
-        ({"pinnable_bytes": -5}, ValueError, "pinnable_bytes has -5; expected 0 or more"),
-    ],
-)
-def test_refusals(options, error, message):
-    with pytest.raises(error, match=message):
-        _C.HostTier(CPU, True, **options)
-
-
-def test_an_event_that_no_copy_made_is_refused():
-    with pytest.raises(TypeError, match="CopyEvent: self has no content"):
-        _C.CopyEvent.__new__(_C.CopyEvent).query()
+def test_another_backend_is_handed_over_in_a_capsule():
+    with pytest.raises(ValueError, match="PyCapsule_GetPointer called with invalid PyCapsule object"):
+        _C.HostTier(torch.device("cpu"), backend="late")

@@ -15,11 +15,11 @@ from tests.ranks import run_fresh
 HEAD = """
 import gc, os, signal, sys, threading, torch
 import shardcore
-from shardcore._native import _C
+from tests.support.copies import simulated_tier
 signal.alarm(120)  # ends what would hang
 SLOW = {"gigabytes_per_second": 1e-15}  # days for a byte
 def begin(**how):
-    tier = _C.HostTier(torch.device("cpu"), **how)
+    tier = simulated_tier(**how)
     buffer = tier.empty(1000, torch.float32)
     events = [tier.to_tier(buffer, torch.ones(1000)), tier.from_tier(torch.zeros(1000), buffer)]
     return tier, buffer, events
@@ -68,10 +68,11 @@ def test_a_first_interpreter_ends_as_well(end):
 def _steps_of_a_child_and_its_parent():
     """Hashes after a step of the forked child, which copies meanwhile, and after the same step of the parent."""
     model, optimizer, _ = train(0, Run(steps=2, shard={"offload": {"optimizer": "cpu"}}))
-    tier = _C.HostTier(torch.device("cpu"), late=True)
-    buffer = tier.empty(1000, torch.float32)
-    done, running = tier.to_tier(buffer, torch.ones(1000)), tier.from_tier(torch.zeros(1000), buffer)
-    done.synchronize()
+    tier = _C.HostTier(torch.device("cpu"))
+    buffer = tier.empty(1 << 20, torch.float32)
+    tier.to_tier(buffer, torch.ones(1 << 20)).synchronize()
+    back = torch.zeros(1 << 20)
+    done, *_, running = [tier.from_tier(back, buffer) for _ in range(500)]  # 4 MiB each: the last is in flight at the fork
 
     def step():
         loss_of(model, batch_of(2, 0, 0)).backward()
@@ -83,12 +84,11 @@ def _steps_of_a_child_and_its_parent():
     child = os.fork()
     if child == 0:
         signal.alarm(60)
-        done.synchronize()
-        with pytest.raises(RuntimeError, match="from_tier: copy 1 was in flight when this process was forked"):
+        with pytest.raises(RuntimeError, match="from_tier: copy 500 was in flight when this process was forked"):
             running.synchronize()
-        back = torch.zeros(1000)
-        tier.from_tier(back, buffer).synchronize()
-        assert back.eq(1.0).all()
+        mine = torch.zeros(1 << 20)
+        tier.from_tier(mine, buffer).synchronize()
+        assert mine.eq(1.0).all()
         with torch.autograd.set_multithreading_enabled(False):
             os.write(writer, step())
         del tier, buffer, done, running
@@ -109,7 +109,7 @@ import time
 class Memory(bytearray):
     def __del__(self):
         time.sleep(0.005)  # another thread has the GIL meanwhile
-tier = _C.HostTier(torch.device("cpu"), late=True)
+tier = simulated_tier(late=True)
 buffer = tier.empty(4, torch.float32)
 for _ in range(20):
     tier.to_tier(buffer, torch.frombuffer(Memory(16), dtype=torch.float32))

@@ -91,8 +91,6 @@ def test_wrong_arguments():
             stepper.repeat(kept, lists.grads[:2], hypers_at(1))
         with pytest.raises(ValueError, match=r"hyper_index\[1\] has 1; expected an index of hypers, which has 1 items"):
             stepper.repeat(kept, lists.grads, hypers_at(1)[:1])
-        with pytest.raises(TypeError, match=r"AdamLists: self has no content"):
-            stepper.repeat(_C.AdamLists.__new__(_C.AdamLists), lists.grads, hypers_at(1))
         with pytest.raises(ValueError, match=r"exp_avgs has 1 items; expected 3"):
             _C.AdamLists(lists.params, lists.exp_avgs[:1], lists.exp_avg_sqs, [0, 0, 0])
     with pytest.raises(ValueError, match=r"^AdamHyper: step has 0; expected 1 or more"):
