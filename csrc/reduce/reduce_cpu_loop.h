@@ -1,4 +1,4 @@
-// The CPU loop of the ordered sum, compiled once per instruction set by reduce_cpu_{avx512,avx2,base}.cpp.
+// The CPU loop of the ordered sum, compiled once per instruction set by csrc/isa.
 #include "core/streaming.h"
 #include "norm/norm_block.h"
 #include "reduce/reduce_cpu.h"
