@@ -52,9 +52,6 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
                    const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap);
 
-// Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
-const char* why_random(const AdamSegment& t, bool stochastic_rounding);
-
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {
   AdamLists lists;

@@ -6,7 +6,6 @@
 
 #include "bind/checks.h"
 #include "bind/host_copies.h"
-#include "bind/initialized.h"
 #include "copy/copy_thread.h"
 #include "copy/host_memory.h"
 #include "copy/host_tier.h"

@@ -6,7 +6,6 @@
 #include <memory>
 
 #include "bind/checks.h"
-#include "bind/initialized.h"
 #include "copy/neighbour_reads.h"
 
 namespace shardcore::bind {

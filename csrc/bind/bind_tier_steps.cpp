@@ -3,7 +3,6 @@
 #include "bind/adam_lists.h"
 #include "bind/device_step.h"
 #include "bind/host_copies.h"
-#include "bind/initialized.h"
 #include "offload/tier_steps.h"
 
 namespace shardcore::bind {
@@ -168,7 +167,7 @@ class __attribute__((visibility("hidden"))) PyTierSteps {
     const int64_t threads = int_of({kBeginOp, "num_threads"}, num_threads);
     if (threads < 0 || threads > 4096) value_error({kBeginOp, "num_threads"}, threads, "; expected 0 to 4096");
     TierSteps::Step step;
-    step.scalars = scalars_of(kBeginOp, hypers_of(kBeginOp, hypers));
+    step.scalars = scalars_of(kBeginOp, hypers_of(hypers));
     step.weights_leave = bool_of({kBeginOp, "weights_leave"}, weights_leave);
     step.stream = copies_->current_stream();
     size_t first = 0;

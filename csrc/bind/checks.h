@@ -1,6 +1,7 @@
 // What every binding shares: reading Python sequences of tensors, argument checks, torch's threads as an Executor.
 //
-// Errors read "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
+// What Python checks, or makes itself, is not checked again: only tensors that users can change between two steps. Errors read
+// "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include "bind/adam_lists.h"
-#include "bind/initialized.h"
 
 namespace shardcore::bind {
 

@@ -137,8 +137,3 @@ def test_a_system_that_refuses_to_pin_gives_pageable_memory():
 def test_refusals(options, error, message):
     with pytest.raises(error, match=message):
         _C.HostTier(CPU, True, **options)
-
-
-def test_an_event_that_no_copy_made_is_refused():
-    with pytest.raises(TypeError, match="CopyEvent: self has no content"):
-        _C.CopyEvent.__new__(_C.CopyEvent).query()
