@@ -31,7 +31,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.materialize import FromFiles, Materialize, plan_materialize
+from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
@@ -147,7 +147,7 @@ def shard(
 
     How weights start:
 
-    broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
+    broadcast: take rank 0's weights and buffers. If False, every rank must have the same values: nothing compares them.
     materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
         one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
         their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
@@ -341,8 +341,6 @@ def shard(
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
-        if not broadcast or isinstance(filler, FromFiles):
-            engine.updater.note_own_weights()
         model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine

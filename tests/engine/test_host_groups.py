@@ -254,8 +254,8 @@ def test_ranks_at_different_points_all_raise(tmp_path: Any) -> None:
     """gloo's all_gather would end their processes, or deliver the one's rows as the other's."""
     found = run_ranks(3, _elsewhere, str(tmp_path / "store"))
     for read, backward, hashes in found:
-        assert "ranks 0, 2 at a step (48 bytes); rank 1 at state_dict (24 bytes); expected every rank" in read
-        assert "ranks 0, 2 at a step (48 bytes); rank 1 at the end of a backward (4000 bytes); expected every rank" in backward
+        assert "ranks 0, 2 at a step (40 bytes); rank 1 at state_dict (24 bytes); expected every rank" in read
+        assert "ranks 0, 2 at a step (40 bytes); rank 1 at the end of a backward (4000 bytes); expected every rank" in backward
         assert hashes == found[0][2]
         assert len(set(hashes)) == 2, "what they were at is known, so they train on"
 
