@@ -97,6 +97,8 @@ def shard(
         stages nothing is freed, and no number is accepted.
     process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
         shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
+        Of a part of the world: up to torch 2.13 its ranks must be in equally many process groups; with newer ones all ranks of
+        the world must have made equally many. Else ranks may wait for each other until the timeout.
     ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
         says). It is part of the numerics: other values give other bits; stage, mesh, tier and units do not.
 
