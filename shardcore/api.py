@@ -37,7 +37,7 @@ from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.engine.worker import WorkerThreads
-from shardcore.neighbours import short_of_memory, worker_of
+from shardcore.machine import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state, other_entries
