@@ -229,9 +229,6 @@ def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
     away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""
 
-def stream_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst.copy_(src); on the CPU past the caches if it is large: for what is read once, later."""
-
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 

@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast, stream_copy.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -13,7 +13,6 @@
 #include "bind/device_step.h"
 #include "core/cast.h"
 #include "core/grad_scale.h"
-#include "core/streaming.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -81,12 +80,6 @@ double norm_from_sq_of(const at::Tensor& total) {
 std::optional<double> clipped_scale_of(double scale, double norm, double max_norm) {
   const StepScale clipped = clipped_scale(scale, norm, max_norm);
   return clipped.skip ? std::nullopt : std::optional(clipped.grad_scale);
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* const x = static_cast<const char*>(a.const_data_ptr());
-  const auto* const y = static_cast<const char*>(b.const_data_ptr());
-  return a.numel() != 0 && b.numel() != 0 && x < y + b.nbytes() && y < x + a.nbytes();
 }
 
 // Called by the engine alone, with its own buffers.
@@ -205,27 +198,6 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
 #endif
 }
 
-// dst.copy_(src), past the caches where that can be.
-void stream_copy_of(const at::Tensor& dst, const at::Tensor& src) {
-  constexpr const char* op = "stream_copy";
-  const auto in_memory = [](const at::Tensor& t) {
-    return t.is_cpu() && is_plain(t) && t.layout() == at::kStrided && t.is_contiguous();
-  };
-  const bool as_bytes = in_memory(dst) && in_memory(src) && dst.scalar_type() == src.scalar_type() &&
-                        dst.sizes() == src.sizes() && !overlap(dst, src);
-  if (as_bytes) {
-    check_memory({op, "dst"}, dst);
-    check_memory({op, "src"}, src);
-    mark_written(dst);
-  }
-  const py::gil_scoped_release no_gil;
-  if (as_bytes) {
-    stream_copy(dst.data_ptr(), src.const_data_ptr(), static_cast<int64_t>(dst.nbytes()), torch_executor());
-  } else {
-    dst.copy_(src);
-  }
-}
-
 }  // namespace
 
 void bind_ops(py::module_& module) {
@@ -242,7 +214,6 @@ void bind_ops(py::module_& module) {
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
-  module.def("stream_copy", &stream_copy_of, py::arg("dst"), py::arg("src"));
 }
 
 }  // namespace shardcore::bind

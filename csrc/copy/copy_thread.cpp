@@ -13,7 +13,6 @@
 #include <mutex>
 #include <thread>
 
-#include "core/streaming.h"
 #include "core/thread_pool.h"
 
 namespace shardcore {
@@ -54,15 +53,7 @@ struct Queue {
   void take_time(std::unique_lock<std::mutex>& lock, int64_t size_bytes);
 };
 
-// What leaves the tier is used in the next pass; what comes to it, a step reads at once.
-void Queue::copy(const Job& job) const {
-  SerialExecutor serial;
-  if (direction == Direction::from_tier) {
-    stream_copy(job.dst, job.src, job.size_bytes, serial);
-  } else {
-    std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes));
-  }
-}
+void Queue::copy(const Job& job) const { std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes)); }
 
 void Queue::run() {
   std::unique_lock<std::mutex> lock(mutex);

@@ -312,7 +312,7 @@ class Bucket:
             if len(self._waiting) == _WAIT_AT_MOST:  # else a model of small weights would hold all gradients twice
                 self.collect_waiting()
         else:
-            _C.stream_copy(target, grad)
+            target.copy_(grad)
         managed.used = True
 
     def collect_waiting(self) -> None:
