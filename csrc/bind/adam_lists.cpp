@@ -158,7 +158,6 @@ py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, c
   const TensorList& params = kept.lists.params;
   py::tuple grads(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    params.prefetch(i);
     const at::Tensor& param = params[i];
     PyObject* const item = given ? PyList_GET_ITEM(given->ptr(), static_cast<Py_ssize_t>(i)) : nullptr;
     if (item != nullptr && !THPVariable_Check(item)) return py::none();

@@ -32,10 +32,6 @@ struct __attribute__((visibility("hidden"))) AdamLists {
   std::array<const TensorList*, 7> all() const {
     return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales};
   }
-
-  void prefetch(size_t i) const {
-    for (const TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);
-  }
 };
 
 // Reads Python's lists: types and lengths. The tensors themselves may change from step to step: segment_of checks them.

@@ -123,8 +123,6 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     if (made != nullptr) check_layout({kStepOp, "hypers"}, made->bytes, device);
     std::vector<AdamSegment> segments(count);
     for (size_t i = 0; i < count; ++i) {
-      lists.prefetch(i);
-      grads.prefetch(i);
       AdamSegment& t = segments[i] = segment_of(lists, grads, i, device);
       // The host makes scalars for each of hypers, the device for each tensor.
       t.hyper_index = static_cast<int32_t>(on_device == nullptr ? lists.hyper_index.at(i) : static_cast<int64_t>(i));

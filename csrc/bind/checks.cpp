@@ -43,19 +43,6 @@ py::object items_of(const Where& where, const py::handle& sequence, const char* 
 
 const at::Tensor TensorList::undefined_;
 
-void TensorList::prefetch(size_t i) const {
-  constexpr size_t kNear = 6, kFar = 16;  // the tensor's own bytes lead to its storage's
-  constexpr size_t kLineBytes = 64;
-  const auto bring = [](const void* data, size_t size_bytes) {
-    for (size_t byte = 0; byte < size_bytes; byte += kLineBytes) __builtin_prefetch(static_cast<const char*>(data) + byte);
-  };
-  if (i + kFar < size_) bring((*this)[i + kFar].unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
-  if (i + kNear < size_) {
-    const c10::TensorImpl* const impl = (*this)[i + kNear].unsafeGetTensorImpl();
-    if (impl->has_storage()) bring(impl->unsafe_storage().unsafeGetStorageImpl(), kLineBytes);
-  }
-}
-
 TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
   const py::object items = items_of({op, name}, sequence, "a list of tensors");
   py::tuple kept = py::reinterpret_steal<py::tuple>(PySequence_Tuple(items.ptr()));

@@ -59,8 +59,6 @@ class TensorList {
     return item == Py_None ? undefined_ : THPVariable_Unpack(item);
   }
   PyObject* items() const { return items_.ptr(); }
-  // Brings what checks of a tensor a few places after i read into the caches: tensors lie scattered over memory.
-  void prefetch(size_t i) const;
 
  private:
   static const at::Tensor undefined_;
