@@ -1,6 +1,7 @@
 """The compiled extension (csrc/bind). The only rooms below it are torch-free C++ and CUDA.
 
-Every function checks all of its arguments before it writes anything, and raises ValueError or TypeError in the form
+Private to the package, which checks options and its own buffers in Python. What is the user's to change between two steps
+(parameters, gradients, states) is checked here, before anything is written: ValueError or TypeError in the form
 ``op: argument[index] has X; expected Y (what to do)``. On CUDA tensors work is queued on the current stream. Tensors have
 memory of their own that holds their values: no released storage, no negative or conjugate bit, no wrapper or fake tensor. In
 a child that was forked after CPU work used threads, CPU work runs serially, to the same bits.
@@ -227,9 +228,6 @@ def records_functions() -> bool:
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
     away from zero; float16: to nearest, ties to even). No dst shares memory with another dst or a src."""
-
-def stream_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
-    """dst.copy_(src); on the CPU past the caches if it is large: for what is read once, later."""
 
 def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""

@@ -31,13 +31,13 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.host_grads import GradHome, home_bytes
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.materialize import FromFiles, Materialize, plan_materialize
+from shardcore.engine.materialize import Materialize, plan_materialize
 from shardcore.engine.pace import Pace
 from shardcore.engine.state_io import ShardedStates
 from shardcore.engine.store import DeviceStore, StateStore
 from shardcore.engine.weights import Weights
 from shardcore.engine.worker import WorkerThreads
-from shardcore.neighbours import short_of_memory, worker_of
+from shardcore.machine import short_of_memory, worker_of
 from shardcore.offload import CpuStore, host_bytes, warn_of_pageable
 from shardcore.offload_split import SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.optim import AdamOptimizer, CPUAdam, joined_state, other_entries
@@ -97,6 +97,8 @@ def shard(
         stages nothing is freed, and no number is accepted.
     process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
         shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
+        Of a part of the world: up to torch 2.13 its ranks must be in equally many process groups; with newer ones all ranks of
+        the world must have made equally many. Else ranks may wait for each other until the timeout.
     ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
         says). It is part of the numerics: other values give other bits; stage, mesh, tier and units do not.
 
@@ -147,7 +149,7 @@ def shard(
 
     How weights start:
 
-    broadcast: take rank 0's weights and buffers. If False, every rank has the same: at stages 0 to 2 the first step compares.
+    broadcast: take rank 0's weights and buffers. If False, every rank must have the same values: nothing compares them.
     materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
         one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
         their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
@@ -341,8 +343,6 @@ def shard(
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
-        if not broadcast or isinstance(filler, FromFiles):
-            engine.updater.note_own_weights()
         model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine

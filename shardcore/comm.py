@@ -131,7 +131,7 @@ class Comm:
             common.add(len(slots))
             with _explained():
                 ranks = dist.get_process_group_ranks(self.group)
-                slots.append(GroupSlot(group_beside(self.group, ranks, self.device, [self.group])))
+                slots.append(GroupSlot(group_beside(self.group, ranks, self.device)))
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True

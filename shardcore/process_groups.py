@@ -4,7 +4,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -109,19 +108,28 @@ def group_beside(
     like: dist.ProcessGroup,
     ranks: Sequence[int],
     device: torch.device,
-    through: Sequence[dist.ProcessGroup],
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
     """Make a group of `ranks`, with the backend and the timeout of `like` unless others are given.
 
-    Collective over these ranks alone. through: groups one after the other by which every one of `ranks` reaches all others.
+    Collective over these ranks alone. Of a part of the world, torch up to 2.13 needs ranks that are in equally many groups (it
+    names the group by that); newer ones need all ranks of the world to have made equally many.
     """
-    timeout, backend = timeout or timeout_of(like, device), backend or dist.get_backend(like)
-    with _one_name(device, through), _no_split(ranks):
+    world = dist.group.WORLD
+    assert world is not None
+    part, bound = len(ranks) < world.size(), world.bound_device_id
+    if part:  # with a bound device torch would split the world's NCCL communicator, which waits for every rank of the world
+        world.bound_device_id = None
+    try:
         group: dist.ProcessGroup | None = dist.new_group(
-            ranks, timeout=timeout, backend=backend, use_local_synchronization=True
+            ranks,
+            timeout=timeout or timeout_of(like, device),
+            backend=backend or dist.get_backend(like),
+            use_local_synchronization=part,
         )
+    finally:
+        world.bound_device_id = bound
     assert group is not None
     return group
 
@@ -136,7 +144,7 @@ def host_group_beside(
     ranks, timeout = dist.get_process_group_ranks(like), timeout_of(like, device)
     group, problem = None, ""
     try:  # half of the timeout at most: a rank that fails waits for the others on NCCL, whose watchdog must not come first
-        group = group_beside(like, ranks, device, [like], "gloo", min(timeout / 2, MAKING))
+        group = group_beside(like, ranks, device, "gloo", min(timeout / 2, MAKING))
         backend: Any = group._get_backend(torch.device("cpu"))
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
     except Exception as error:  # of any kind: the other ranks are waiting
@@ -146,8 +154,6 @@ def host_group_beside(
         return group
     if group is not None:
         dist.destroy_process_group(group)
-    with _no_split([]), _group_count_kept():  # one more: the next would have this one's name, and find its addresses
-        dist.new_group([dist.get_rank()], backend=dist.get_backend(like), use_local_synchronization=True)
     if dist.get_rank(like) == 0:
         failed = [rank for rank, text in enumerate(said) if text]
         logger.warning(
@@ -160,63 +166,6 @@ def host_group_beside(
             said[failed[0]],
         )
     return None
-
-
-@contextmanager
-def _no_split(ranks: Sequence[int]) -> Iterator[None]:
-    """Let a group of a part of the world connect by itself, although the world's device is bound (`device_id=`).
-
-    torch would split the world's NCCL communicator, which waits for every rank of the world, and only `ranks` come.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    bound = world.bound_device_id
-    if len(ranks) < world.size():
-        world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
-
-
-_APART = 1 << 40  # more than any world has groups
-_made = 0  # groups with a name of `_one_name`, by the rank that has made most
-
-
-@contextmanager
-def _one_name(device: torch.device, through: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Let torch name the group that is made here alike on all its ranks, and (to 2.13: while none is destroyed) as none before.
-
-    Ranks that name it differently wait for each other until the timeout. torch takes the name from the ranks and a number: to
-    2.13 of the groups that this process is in, so some get a few of their own; from 2.14 on of those made so far.
-    """
-    global _made
-    world = dist.distributed_c10d._world
-    here = len(world.pg_names)
-    most = torch.tensor([here, _made + 1], device=device)
-    for group in through:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    groups, _made = most.tolist()
-    with _group_count_kept():
-        alone = [dist.get_rank()]
-        own = [dist.new_group(alone, backend="gloo", use_local_synchronization=True) for _ in range(groups - here)]
-        world.group_count = _APART + _made
-        try:
-            yield
-        finally:
-            for group in own:
-                dist.destroy_process_group(group)
-
-
-@contextmanager
-def _group_count_kept() -> Iterator[None]:
-    """Leave torch's count of groups as it was: it names those that all ranks of the world make, and not all come here."""
-    world = dist.distributed_c10d._world
-    count = world.group_count
-    try:
-        yield
-    finally:
-        world.group_count = count
 
 
 # The groups made of meshes of two dimensions over part of a world.
@@ -245,5 +194,5 @@ def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
         return world, mesh.size(1)
     groups = _of_meshes.setdefault(world, {})
     if tuple(ranks) not in groups:
-        groups[tuple(ranks)] = group_beside(world, ranks, torch.device(mesh.device_type), mesh.get_all_groups())
+        groups[tuple(ranks)] = group_beside(world, ranks, torch.device(mesh.device_type))
     return groups[tuple(ranks)], mesh.size(1)

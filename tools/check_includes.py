@@ -23,6 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "adam": {"core"},
     "norm": {"core"},
     "reduce": {"core", "norm"},
+    "isa": {"core", "adam", "norm", "reduce"},
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
     "io": {"core"},

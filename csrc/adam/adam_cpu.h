@@ -5,6 +5,7 @@
 
 #include "adam/adam_scalars.h"
 #include "adam/adam_segment.h"
+#include "core/macros.h"
 
 namespace shardcore {
 
@@ -15,14 +16,6 @@ class Executor;
 void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor);
 
 // Elements [first, last) of one segment, per instruction set (adam_cpu_loop.h).
-namespace isa_avx512 {
-void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
-}
-namespace isa_avx2 {
-void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
-}
-namespace isa_base {
-void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);
-}
+SHARDCORE_PER_ISA(void adam_span(const AdamSegment& segment, const AdamScalars& scalars, int64_t first, int64_t last);)
 
 }  // namespace shardcore

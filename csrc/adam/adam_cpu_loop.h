@@ -1,4 +1,4 @@
-// The CPU loop of Adam, compiled once per instruction set by adam_cpu_{avx512,avx2,base}.cpp.
+// The CPU loop of Adam, compiled once per instruction set by csrc/isa.
 //
 // The plain loop vectorizes; its tail is the compiler's scalar copy of the same operations, so sizes and alignments do not
 // show in the bits. Weights, gradients and 8-bit moments that are not float32 go through 256-element tiles that stay in the

@@ -2,42 +2,12 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <optional>
+
 #include "core/tile.h"
 
 namespace shardcore::bind {
 namespace {
-
-std::vector<AdamKey> keys_of(const py::handle& sequence, size_t count) {
-  const py::object items = items_of({kStepOp, "keys"}, sequence, "a list of pairs of int");
-  check_count(kStepOp, "keys", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
-  std::vector<AdamKey> keys;
-  keys.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
-    try {
-      const auto [index, first] = item.cast<std::pair<int64_t, int64_t>>();
-      if (index >= 0 && first >= 0) {
-        keys.push_back({static_cast<uint64_t>(index), first});
-        continue;
-      }
-    } catch (const py::cast_error&) {
-    }
-    value_error({kStepOp, "keys", static_cast<int64_t>(i)}, py::repr(item).cast<std::string>(),
-                "; expected (parameter index, index of element 0 in the whole parameter), both 0 or more");
-  }
-  return keys;
-}
-
-std::vector<int64_t> hyper_indices_of(const py::handle& sequence, size_t count) {
-  const py::object items = items_of({kStepOp, "hyper_index"}, sequence, "a list of int");
-  check_count(kStepOp, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
-  std::vector<int64_t> indices(count);
-  for (size_t i = 0; i < count; ++i) {
-    const Where where{kStepOp, "hyper_index", static_cast<int64_t>(i)};
-    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
-  }
-  return indices;
-}
 
 // The dtypes of a moment kept as each StateDType.
 struct MomentDTypes {
@@ -180,22 +150,16 @@ PyAdamLists::ParamKind kind_of(const at::Tensor& param) { return {param.scalar_t
 
 // The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or may be rounded
 // stochastically, depends on kinds, too): the caller then goes the long way, which copies, or says what is wrong.
-py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, const py::object& given) {
-  constexpr const char* kOp = "AdamLists.plain_grads";
-  const TensorList idle = tensors_of(kOp, "idle", idle_object);
+py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, const std::optional<py::list>& given) {
+  const TensorList idle = tensors_of("AdamLists.plain_grads", "idle", idle_object);
   for (size_t i = 0; i < idle.size(); ++i) {
     if (idle[i].grad().defined()) return py::none();
   }
   const TensorList& params = kept.lists.params;
-  const py::object items = given.is_none() ? given : items_of({kOp, "given"}, given, "a list of tensors, or None");
-  if (!items.is_none()) {
-    check_count(kOp, "given", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", params.size());
-  }
   py::tuple grads(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    params.prefetch(i);
     const at::Tensor& param = params[i];
-    PyObject* const item = items.is_none() ? nullptr : PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i));
+    PyObject* const item = given ? PyList_GET_ITEM(given->ptr(), static_cast<Py_ssize_t>(i)) : nullptr;
     if (item != nullptr && !THPVariable_Check(item)) return py::none();
     const at::Tensor& grad = item == nullptr ? param.grad() : THPVariable_Unpack(item);
     if (!grad.defined() || !plain_float(param) || !plain_float(grad) || kind_of(param) != kept.param_kinds[i] ||
@@ -262,8 +226,10 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
   lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
   lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
   lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
-  lists.hyper_index = hyper_indices_of(hyper_index, count);
-  if (!keys.is_none()) lists.keys = keys_of(keys, count);
+  lists.hyper_index = hyper_index.cast<std::vector<int64_t>>();
+  if (keys.is_none()) return lists;
+  for (const auto& [index, first] : keys.cast<std::vector<std::pair<uint64_t, int64_t>>>())
+    lists.keys.push_back({index, first});
   return lists;
 }
 
@@ -314,12 +280,6 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     };
     refuse_shared(at(found->second_tag), at(found->first_tag));
   }
-}
-
-const char* why_random(const AdamSegment& t, bool stochastic_rounding) {
-  if (t.state_dtype != StateDType::f32) return "has moments that are rounded stochastically";
-  return rounds_weights_stochastically(t, stochastic_rounding) ? "is bfloat16 without a master, rounded stochastically"
-                                                               : nullptr;
 }
 
 void bind_adam_lists(py::module_& module) {

@@ -32,10 +32,6 @@ struct __attribute__((visibility("hidden"))) AdamLists {
   std::array<const TensorList*, 7> all() const {
     return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales};
   }
-
-  void prefetch(size_t i) const {
-    for (const TensorList* list : {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs}) list->prefetch(i);
-  }
 };
 
 // Reads Python's lists: types and lengths. The tensors themselves may change from step to step: segment_of checks them.
@@ -50,9 +46,6 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 // skipped (or null) are int64.
 void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
                    const int64_t* skipped, OverlapCheck& overlap);
-
-// Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
-const char* why_random(const AdamSegment& t, bool stochastic_rounding);
 
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {

@@ -1,6 +1,5 @@
 // AdamHyper, AdamLists and AdamStepper.
 #include <algorithm>
-#include <cmath>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -20,55 +19,32 @@ namespace shardcore::bind {
 
 namespace {
 
-constexpr const char* kHyper = "AdamHyper";
-
-int64_t step_of(const py::handle& object) {
-  const Where where{kHyper, "step"};
-  const int64_t step = int_of(where, object);
-  if (step < 1) value_error(where, step, "; expected 1 or more (the first step is 1)");
-  return step;
-}
-
-double grad_scale_of(const py::handle& object) { return number_of({kHyper, "grad_scale"}, object); }
-
-PyAdamHyper make_hyper(const py::handle& lr, const py::handle& beta1, const py::handle& beta2, const py::handle& eps,
-                       const py::handle& weight_decay, const py::handle& step, const py::handle& grad_scale,
-                       const py::handle& adam_w_mode, const py::handle& bias_correction, const py::handle& maximize,
-                       const py::handle& stochastic_rounding, const py::handle& seed) {
-  const auto at = [](const char* name) { return Where{kHyper, name}; };
-  const auto size = [&](const char* name, const py::handle& object) {
-    const double value = number_of(at(name), object);
-    if (!(value >= 0.0 && std::isfinite(value))) value_error(at(name), value, "; expected a finite number, 0 or more");
-    return value;
-  };
-  const auto beta = [&](const char* name, const py::handle& object) {
-    const double value = number_of(at(name), object);
-    if (!(value >= 0.0 && value < 1.0)) value_error(at(name), value, "; expected a number in [0, 1)");
-    return value;
-  };
+// Of options that shardcore.optim.options has checked.
+PyAdamHyper make_hyper(const py::handle& lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
+                       double grad_scale, bool adam_w_mode, bool bias_correction, bool maximize, bool stochastic_rounding,
+                       const py::int_& seed) {
+  const NumberArg lr_arg = number_arg({"AdamHyper", "lr"}, lr);
   AdamHyper hyper;
-  const NumberArg lr_arg = number_arg(at("lr"), lr);
-  if (!lr_arg.tensor.defined()) hyper.lr = size("lr", lr);
-  hyper.beta1 = beta("beta1", beta1);
-  hyper.beta2 = beta("beta2", beta2);
-  hyper.eps = size("eps", eps);
-  hyper.weight_decay = size("weight_decay", weight_decay);
-  hyper.grad_scale = grad_scale_of(grad_scale);
-  hyper.step = step_of(step);
-  hyper.adam_w_mode = bool_of(at("adam_w_mode"), adam_w_mode);
-  hyper.bias_correction = bool_of(at("bias_correction"), bias_correction);
-  hyper.maximize = bool_of(at("maximize"), maximize);
-  hyper.stochastic_rounding = bool_of(at("stochastic_rounding"), stochastic_rounding);
-  if (!PyLong_Check(seed.ptr())) type_error(at("seed"), "type ", Py_TYPE(seed.ptr())->tp_name, "; expected an int");
+  hyper.lr = lr_arg.value;
+  hyper.beta1 = beta1;
+  hyper.beta2 = beta2;
+  hyper.eps = eps;
+  hyper.weight_decay = weight_decay;
+  hyper.grad_scale = grad_scale;
+  hyper.step = step;
+  hyper.adam_w_mode = adam_w_mode;
+  hyper.bias_correction = bias_correction;
+  hyper.maximize = maximize;
+  hyper.stochastic_rounding = stochastic_rounding;
   hyper.seed = PyLong_AsUnsignedLongLongMask(seed.ptr());
-  return {hyper, lr_arg.tensor.defined() ? lr_arg : NumberArg{hyper.lr, {}}};
+  return {hyper, lr_arg};
 }
 
 // The same options at another step: what a step that repeats the last one needs.
-PyAdamHyper hyper_at(const PyAdamHyper& other, const py::handle& step, const py::handle& grad_scale) {
+PyAdamHyper hyper_at(const PyAdamHyper& other, int64_t step, double grad_scale) {
   PyAdamHyper made = other;
-  made.hyper.grad_scale = grad_scale_of(grad_scale);
-  made.hyper.step = step_of(step);
+  made.hyper.grad_scale = grad_scale;
+  made.hyper.step = step;
   return made;
 }
 
@@ -98,18 +74,7 @@ std::vector<AdamScalars> scalars_in(const PyDeviceScalars& made) {
 
 }  // namespace
 
-std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence) {
-  const py::object items = items_of({op, "hypers"}, sequence, "a list of AdamHyper");
-  std::vector<PyAdamHyper> hypers;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.ptr()); ++i) {
-    const py::handle item = PySequence_Fast_GET_ITEM(items.ptr(), i);
-    if (!py::isinstance<PyAdamHyper>(item)) {
-      type_error({op, "hypers", i}, "type ", Py_TYPE(item.ptr())->tp_name, "; expected AdamHyper");
-    }
-    hypers.push_back(item.cast<const PyAdamHyper&>());
-  }
-  return hypers;
-}
+std::vector<PyAdamHyper> hypers_of(const py::handle& sequence) { return sequence.cast<std::vector<PyAdamHyper>>(); }
 
 std::vector<AdamScalars> scalars_of(const char* op, const std::vector<PyAdamHyper>& hypers) {
   std::vector<AdamScalars> scalars;
@@ -145,8 +110,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     const TensorList grads = tensors_of(kStepOp, "grads", grads_object);
     check_count(kStepOp, "grads", grads.size(), "params", count);
     const PyDeviceScalars* const made = device_scalars_of(hypers);
-    const std::vector<PyAdamHyper> hyper_list = made == nullptr ? hypers_of(kStepOp, hypers) : plain_hypers(*made);
-    const auto num_hypers = static_cast<int64_t>(hyper_list.size());
+    const std::vector<PyAdamHyper> hyper_list = made == nullptr ? hypers_of(hypers) : plain_hypers(*made);
     const PyDeviceStep* const on_device = device_step_of(device_step);
     if (made != nullptr && on_device != nullptr)
       value_error({kStepOp, "device_step"}, "a value; expected None with DeviceScalars");
@@ -159,21 +123,12 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     if (made != nullptr) check_layout({kStepOp, "hypers"}, made->bytes, device);
     std::vector<AdamSegment> segments(count);
     for (size_t i = 0; i < count; ++i) {
-      lists.prefetch(i);
-      grads.prefetch(i);
-      const int64_t hyper = lists.hyper_index[i];
-      if (hyper < 0 || hyper >= num_hypers) {
-        value_error({kStepOp, "hyper_index", static_cast<int64_t>(i)}, hyper, "; expected an index of hypers, which has ",
-                    num_hypers, " items");
-      }
       AdamSegment& t = segments[i] = segment_of(lists, grads, i, device);
       // The host makes scalars for each of hypers, the device for each tensor.
-      t.hyper_index = static_cast<int32_t>(on_device == nullptr ? hyper : static_cast<int64_t>(i));
+      t.hyper_index = static_cast<int32_t>(on_device == nullptr ? lists.hyper_index.at(i) : static_cast<int64_t>(i));
       if (!lists.keys.empty()) {
         t.param_index = lists.keys[i].param_index;
         t.first_element = lists.keys[i].first_element;
-      } else if (const char* why = why_random(t, hyper_list[static_cast<size_t>(hyper)].hyper.stochastic_rounding)) {
-        value_error({kStepOp, "keys"}, "None; expected a key for each of params (params[", i, "] ", why, ")");
       }
     }
     std::optional<DevicePlan> plan;

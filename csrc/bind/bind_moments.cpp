@@ -13,17 +13,14 @@ namespace {
 
 constexpr int64_t kGrainBlocks = 64;
 
-at::Tensor cpu_tensor(const char* op, const char* name, const py::handle& object,
-                      std::initializer_list<at::ScalarType> dtypes) {
-  const at::Tensor tensor = tensor_of(op, name, object);
-  const Where where{op, name};
+// States are the user's to edit.
+void check_state(const Where& where, const at::Tensor& tensor, std::initializer_list<at::ScalarType> dtypes) {
   check_layout(where, tensor, at::Device(at::kCPU));
   if (std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) == dtypes.end()) {
     std::ostringstream expected;
     for (const at::ScalarType dtype : dtypes) expected << (dtype == *dtypes.begin() ? "" : " or ") << dtype;
     type_error(where, "dtype ", tensor.scalar_type(), "; expected ", expected.str());
   }
-  return tensor;
 }
 
 at::Tensor empty(int64_t numel, at::ScalarType dtype) { return at::empty({numel}, at::TensorOptions().dtype(dtype)); }
@@ -54,12 +51,8 @@ void decode(const Code* codes, const float* scales, float* x, int64_t numel, con
   });
 }
 
-py::tuple encode_moment(const py::handle& values_object, const py::handle& dtype_object) {
-  const at::Tensor values = cpu_tensor("encode_moment", "values", values_object, {at::kFloat});
-  const at::ScalarType dtype = dtype_of({"encode_moment", "dtype"}, dtype_object);
-  if (dtype != at::kChar && dtype != at::kByte) {
-    type_error({"encode_moment", "dtype"}, dtype, "; expected Char (exp_avg) or Byte (exp_avg_sq)");
-  }
+py::tuple encode_moment(const at::Tensor& values, at::ScalarType dtype) {
+  check_state({"encode_moment", "values"}, values, {at::kFloat});
   const at::Tensor codes = empty(values.numel(), dtype);
   const at::Tensor scales = empty(blocks_of(values.numel()), at::kFloat);
   const auto* const x = static_cast<const float*>(values.const_data_ptr());
@@ -74,9 +67,9 @@ py::tuple encode_moment(const py::handle& values_object, const py::handle& dtype
   return py::make_tuple(codes, scales);
 }
 
-at::Tensor decode_moment(const py::handle& codes_object, const py::handle& scales_object) {
-  const at::Tensor codes = cpu_tensor("decode_moment", "codes", codes_object, {at::kChar, at::kByte});
-  const at::Tensor scales = cpu_tensor("decode_moment", "scales", scales_object, {at::kFloat});
+at::Tensor decode_moment(const at::Tensor& codes, const at::Tensor& scales) {
+  check_state({"decode_moment", "codes"}, codes, {at::kChar, at::kByte});
+  check_state({"decode_moment", "scales"}, scales, {at::kFloat});
   if (scales.numel() != blocks_of(codes.numel())) {
     value_error({"decode_moment", "scales"}, scales.numel(), " elements; expected ", blocks_of(codes.numel()),
                 " (one for 256 elements of codes)");
@@ -94,8 +87,8 @@ at::Tensor decode_moment(const py::handle& codes_object, const py::handle& scale
   return values;
 }
 
-py::tuple split_master(const py::handle& master_object) {
-  const at::Tensor master = cpu_tensor("split_master", "master", master_object, {at::kFloat});
+py::tuple split_master(const at::Tensor& master) {
+  check_state({"split_master", "master"}, master, {at::kFloat});
   const at::Tensor weight = empty(master.numel(), at::kBFloat16), remainder = empty(master.numel(), at::kShort);
   const auto* const x = static_cast<const float*>(master.const_data_ptr());
   auto* const w = static_cast<uint16_t*>(weight.data_ptr());
@@ -106,9 +99,9 @@ py::tuple split_master(const py::handle& master_object) {
   return py::make_tuple(weight, remainder);
 }
 
-at::Tensor join_split(const py::handle& weight_object, const py::handle& remainder_object) {
-  const at::Tensor weight = cpu_tensor("join_split", "weight", weight_object, {at::kBFloat16});
-  const at::Tensor remainder = cpu_tensor("join_split", "remainder", remainder_object, {at::kShort});
+at::Tensor join_split(const at::Tensor& weight, const at::Tensor& remainder) {
+  check_state({"join_split", "weight"}, weight, {at::kBFloat16});
+  check_state({"join_split", "remainder"}, remainder, {at::kShort});
   check_numel({"join_split", "remainder"}, remainder, weight.numel(), "weight");
   const at::Tensor master = empty(weight.numel(), at::kFloat);
   const auto* const w = static_cast<const uint16_t*>(weight.const_data_ptr());

@@ -329,7 +329,7 @@ class PyOffloadPipeline {
              bool weights_leave) {
     constexpr const char* op = "OffloadPipeline.begin";
     OffloadPipeline::Step step;
-    step.scalars = scalars_of(op, hypers_of(op, hypers));
+    step.scalars = scalars_of(op, hypers_of(hypers));
     step.weights_leave = weights_leave;
     step.stream = copies_->current_stream();
     py::tuple kept(chunks);

@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast, stream_copy.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, cast.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -6,14 +6,13 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "bind/checks.h"
 #include "bind/cuda_table.h"
 #include "bind/device_step.h"
 #include "core/cast.h"
 #include "core/grad_scale.h"
-#include "core/overlap.h"
-#include "core/streaming.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
@@ -56,22 +55,9 @@ at::Tensor sq_norm(const py::handle& tensors) {
   return to_tensor(sq_norm_cpu(segments.data(), static_cast<int64_t>(segments.size()), torch_executor()));
 }
 
-// A float64 tensor whose last dimension is (high, low).
-const double* checked_sums(const char* op, const char* name, const at::Tensor& tensor, int64_t dims,
-                           at::Device device = at::Device(at::kCPU)) {
-  const Where where{op, name};
-  if (tensor.scalar_type() != at::kDouble) type_error(where, "dtype ", tensor.scalar_type(), "; expected Double");
-  if (tensor.dim() != dims || tensor.size(dims - 1) != 2) {
-    value_error(where, "shape ", tensor.sizes(), "; expected ", dims == 1 ? "[2]" : "[n, 2]", " (high, low)");
-  }
-  check_layout(where, tensor, device);
-  return static_cast<const double*>(tensor.const_data_ptr());
-}
-
-at::Tensor sq_norm_add(const py::handle& parts_object) {
-  const at::Tensor parts = tensor_of("sq_norm_add", "parts", parts_object);
-  check_device_supported({"sq_norm_add", "parts"}, parts.device());
-  const double* const data = checked_sums("sq_norm_add", "parts", parts, 2, parts.device());
+at::Tensor sq_norm_add(const at::Tensor& given) {
+  const at::Tensor parts = given.contiguous();
+  const auto* const data = parts.const_data_ptr<double>();
 #ifdef SHARDCORE_WITH_CUDA
   if (parts.is_cuda()) {
     const c10::cuda::CUDAGuard guard(parts.device());
@@ -86,73 +72,35 @@ at::Tensor sq_norm_add(const py::handle& parts_object) {
   return to_tensor(total);
 }
 
-double norm_from_sq_of(const py::handle& total_object) {
-  const at::Tensor total = tensor_of("norm_from_sq", "total", total_object);
-  const double* const data = checked_sums("norm_from_sq", "total", total, 1);
+double norm_from_sq_of(const at::Tensor& total) {
+  const auto* const data = total.const_data_ptr<double>();
   return static_cast<double>(norm_from_sq(DoubleDouble{data[0], data[1]}));
 }
 
-double clip_coefficient_of(const py::handle& norm, const py::handle& max_norm) {
-  return clip_coefficient(number_of({"clip_coefficient", "norm"}, norm), number_of({"clip_coefficient", "max_norm"}, max_norm));
+std::optional<double> clipped_scale_of(double scale, double norm, double max_norm) {
+  const StepScale clipped = clipped_scale(scale, norm, max_norm);
+  return clipped.skip ? std::nullopt : std::optional(clipped.grad_scale);
 }
 
-py::object clipped_scale_of(const py::handle& scale, const py::handle& norm, const py::handle& max_norm) {
-  const auto number = [](const char* name, const py::handle& object) { return number_of({"clipped_scale", name}, object); };
-  const StepScale clipped = clipped_scale(number("scale", scale), number("norm", norm), number("max_norm", max_norm));
-  return clipped.skip ? py::object(py::none()) : py::float_(clipped.grad_scale);
-}
-
-bool overlap(const at::Tensor& a, const at::Tensor& b) {
-  const auto* const x = static_cast<const char*>(a.const_data_ptr());
-  const auto* const y = static_cast<const char*>(b.const_data_ptr());
-  return a.numel() != 0 && b.numel() != 0 && x < y + b.nbytes() && y < x + a.nbytes();
-}
-
-at::Tensor ordered_sum(const py::handle& pieces_object, const py::handle& world_size_object, const py::handle& scale,
-                       const py::handle& out_object, const py::handle& accumulate, const py::handle& own_object,
-                       const py::handle& rank_object) {
+// Called by the engine alone, with its own buffers.
+at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::handle& scale, const at::Tensor& out,
+                       bool accumulate, const std::optional<at::Tensor>& own, int64_t rank) {
   constexpr const char* name = "ordered_sum";
-  const int64_t world_size = int_of({name, "world_size"}, world_size_object);
-  const int64_t rank = int_of({name, "rank"}, rank_object);
-  const at::Tensor pieces = tensor_of(name, "pieces", pieces_object);
-  const at::Tensor out = tensor_of(name, "out", out_object);
   const at::Device device = pieces.device();
-  check_device_supported({name, "pieces"}, device);
-  if (world_size < 1) value_error({name, "world_size"}, world_size, "; expected 1 or more");
-  if (rank < 0 || rank >= world_size) value_error({name, "rank"}, rank, "; expected 0 to ", world_size - 1);
-  check_layout({name, "pieces"}, pieces, device);
-  check_layout({name, "out"}, out, device);
   OrderedSum op{};
   op.piece_dtype = float_dtype({name, "pieces"}, pieces);
   op.out_dtype = float_dtype({name, "out"}, out);
-  if (op.out_dtype == DType::f16) type_error({name, "out"}, "dtype Half; expected Float or BFloat16");
   op.numel = out.numel();
-  if (op.numel != 0 ? pieces.numel() / op.numel != world_size || pieces.numel() % op.numel != 0 : pieces.numel() != 0) {
-    value_error({name, "pieces"}, pieces.numel(), " elements; expected ", world_size, " * ", op.numel,
-                " (world_size pieces, each as out)");
-  }
-  if (overlap(pieces, out)) value_error({name, "out"}, "memory that pieces has too; expected a tensor of its own");
-  if (!own_object.is_none()) {
-    const at::Tensor own = tensor_of(name, "own", own_object);
-    check_layout({name, "own"}, own, device);
-    check_numel({name, "own"}, own, op.numel, "out");
-    if (own.scalar_type() != pieces.scalar_type()) {
-      type_error({name, "own"}, "dtype ", own.scalar_type(), "; expected that of pieces, ", pieces.scalar_type());
-    }
-    const bool same = own.const_data_ptr() == out.const_data_ptr() && own.scalar_type() == out.scalar_type();
-    if (overlap(own, out) && !same) value_error({name, "out"}, "part of own's memory; expected all of it, or none");
-    op.own = own.const_data_ptr();
-    op.own_rank = rank;
-  }
+  TORCH_INTERNAL_ASSERT(pieces.numel() == world_size * op.numel && (!own || own->numel() == op.numel));
   op.pieces = pieces.const_data_ptr();
   op.world_size = world_size;
-  const NumberArg factor = number_arg({name, "scale"}, scale);
-  const DeviceNumber number = device_number({name, "scale"}, factor, device);
-  if (number.data != nullptr && !number.f64) type_error({name, "scale"}, "dtype Float; expected Double");
+  if (own) op.own = own->const_data_ptr();
+  op.own_rank = rank;
+  const DeviceNumber number = device_number({name, "scale"}, number_arg({name, "scale"}, scale), device);
   op.scale = device.is_cpu() ? read_number(number) : number.data != nullptr ? 1.0 : number.value;
   op.scale_at = device.is_cpu() ? nullptr : static_cast<const double*>(number.data);
   op.out = out.data_ptr();
-  op.accumulate = bool_of({name, "accumulate"}, accumulate);
+  op.accumulate = accumulate;
   mark_written(out);
   const py::gil_scoped_release no_gil;
 #ifdef SHARDCORE_WITH_CUDA
@@ -180,7 +128,6 @@ bool sets_order(const at::Tensor& like, const at::Tensor& tensor) {
 py::list dense(const py::object& tensors, const py::object& likes) {
   const TensorList list = tensors_of("dense", "tensors", tensors);
   const TensorList like_list = likes.is_none() ? list : tensors_of("dense", "likes", likes);
-  check_count("dense", "likes", like_list.size(), "tensors", list.size());
   py::list out(tensors);
   const c10::NoGradGuard no_grad;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -230,7 +177,6 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
   const at::Device device = dst_list[0].device();
   check_device_supported({op, "dsts", 0}, device);
   std::vector<CastSegment> segments;
-  std::vector<MemoryRange> written, read;
   for (size_t i = 0; i < dst_list.size(); ++i) {
     const Where dst_at{op, "dsts", static_cast<int64_t>(i)};
     const Where src_at{op, "srcs", static_cast<int64_t>(i)};
@@ -239,15 +185,6 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
     check_numel(src_at, src_list[i], dst_list[i].numel(), "dsts");
     segments.push_back({dst_list[i].data_ptr(), src_list[i].const_data_ptr(), dst_list[i].numel(),
                         float_dtype(dst_at, dst_list[i]), float_dtype(src_at, src_list[i])});
-    const CastSegment& t = segments.back();
-    if (t.numel == 0) continue;
-    written.push_back(memory_range(t.dst, t.numel * itemsize(t.dst_dtype), static_cast<int64_t>(i)));
-    read.push_back(memory_range(t.src, t.numel * itemsize(t.src_dtype), static_cast<int64_t>(dst_list.size() + i)));
-  }
-  if (const auto found = OverlapCheck().find(std::move(written), std::move(read))) {
-    const auto count = static_cast<int64_t>(dst_list.size());
-    const auto at = [&](int64_t tag) { return Where{op, tag < count ? "dsts" : "srcs", tag % count}; };
-    refuse_shared(at(found->second_tag), at(found->first_tag));
   }
   for (size_t i = 0; i < dst_list.size(); ++i) mark_written(dst_list[i]);
   const py::gil_scoped_release no_gil;
@@ -261,48 +198,22 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
 #endif
 }
 
-// dst.copy_(src), past the caches where that can be.
-void stream_copy_of(const py::handle& dst_object, const py::handle& src_object) {
-  constexpr const char* op = "stream_copy";
-  const at::Tensor dst = tensor_of(op, "dst", dst_object);
-  const at::Tensor src = tensor_of(op, "src", src_object);
-  const auto in_memory = [](const at::Tensor& t) {
-    return t.is_cpu() && is_plain(t) && t.layout() == at::kStrided && t.is_contiguous();
-  };
-  const bool as_bytes = in_memory(dst) && in_memory(src) && dst.scalar_type() == src.scalar_type() &&
-                        dst.sizes() == src.sizes() && !overlap(dst, src);
-  if (as_bytes) {
-    check_memory({op, "dst"}, dst);
-    check_memory({op, "src"}, src);
-    mark_written(dst);
-  }
-  const py::gil_scoped_release no_gil;
-  if (as_bytes) {
-    stream_copy(dst.data_ptr(), src.const_data_ptr(), static_cast<int64_t>(dst.nbytes()), torch_executor());
-  } else {
-    dst.copy_(src);
-  }
-}
-
 }  // namespace
 
 void bind_ops(py::module_& module) {
   module.def("sq_norm", &sq_norm, py::arg("tensors"));
   module.def("sq_norm_add", &sq_norm_add, py::arg("parts"));
   module.def("norm_from_sq", &norm_from_sq_of, py::arg("total"));
-  module.def("clip_coefficient", &clip_coefficient_of, py::arg("norm"), py::arg("max_norm"));
+  module.def("clip_coefficient", &clip_coefficient, py::arg("norm"), py::arg("max_norm"));
   module.def("clipped_scale", &clipped_scale_of, py::arg("scale"), py::arg("norm"), py::arg("max_norm"));
   module.def("ordered_sum", &ordered_sum, py::arg("pieces"), py::arg("world_size"), py::arg("scale"), py::arg("out"),
              py::arg("accumulate") = false, py::arg("own") = py::none(), py::arg("rank") = 0);
   module.def("dense", &dense, py::arg("tensors"), py::arg("likes") = py::none());
-  module.def(
-      "is_dense", [](const py::handle& tensor) { return is_dense(tensor_of("is_dense", "tensor", tensor)); },
-      py::arg("tensor"));
+  module.def("is_dense", &is_dense, py::arg("tensor"));
   module.def("dense_by_device", &dense_by_device, py::arg("tensors"));
   module.def("same_objects", &same_objects, py::arg("a"), py::arg("b"));
   module.def("records_functions", &at::hasCallbacks);
   module.def("cast", &cast, py::arg("dsts"), py::arg("srcs"));
-  module.def("stream_copy", &stream_copy_of, py::arg("dst"), py::arg("src"));
 }
 
 }  // namespace shardcore::bind

@@ -47,7 +47,7 @@ py::tuple scale_after(const PyLossScaleRule& rule, const py::handle& scale, cons
 
 std::vector<VerdictHyper> hypers_with_since(const py::handle& hypers, const py::handle& since) {
   std::vector<VerdictHyper> list;
-  for (const PyAdamHyper& hyper : hypers_of(kOp, hypers)) {
+  for (const PyAdamHyper& hyper : hypers_of(hypers)) {
     if (hyper.lr.tensor.defined()) value_error({kOp, "hypers"}, "a tensor as lr; expected a number");
     list.push_back({hyper.hyper, 0});
   }

@@ -50,27 +50,15 @@ void check_own_storage(const Where& where, const at::Tensor& tensor) {
     value_error(where, "no storage of its own; expected a sharded parameter as shard() left it (dense, no view)");
 }
 
-std::vector<std::string> texts_of(const char* op, const char* name, const py::handle& sequence, size_t expected) {
-  std::vector<std::string> texts;
-  for (const py::handle text : items_of({op, name}, sequence, "a sequence of str")) texts.push_back(py::str(text));
-  check_count(op, name, texts.size(), "tensors", expected);
-  return texts;
-}
-
-at::Tensor closed(const std::vector<int64_t>& shape, const py::handle& like, const std::string& message) {
-  const at::Tensor other = tensor_of("closed", "like", like);
-  at::Tensor tensor = at::empty({0}, other.options().requires_grad(false));
+at::Tensor closed(const std::vector<int64_t>& shape, const at::Tensor& like, const std::string& message) {
+  at::Tensor tensor = at::empty({0}, like.options().requires_grad(false));
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
   tensor.storage().set_nbytes(tensor.nbytes());
   close(*tensor.storage().unsafeGetStorageImpl(), message);
   return tensor;
 }
 
-void lend(const py::handle& tensor_list, const py::handle& memory_object, const std::vector<int64_t>& offsets) {
-  const TensorList tensors = tensors_of("lend", "tensors", tensor_list);
-  const at::Tensor memory = tensor_of("lend", "memory", memory_object);
-  check_count("lend", "offsets", offsets.size(), "tensors", tensors.size());
-  check_layout({"lend", "memory"}, memory, memory.device());
+void lend(const std::vector<at::Tensor>& tensors, const at::Tensor& memory, const std::vector<int64_t>& offsets) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Where where{"lend", "tensors", static_cast<int64_t>(i)};
     check_own_storage(where, tensors[i]);
@@ -78,9 +66,6 @@ void lend(const py::handle& tensor_list, const py::handle& memory_object, const 
     if (tensors[i].scalar_type() != memory.scalar_type() || tensors[i].device() != memory.device())
       type_error(where, "dtype ", tensors[i].scalar_type(), " on ", tensors[i].device(), "; expected ", memory.scalar_type(),
                  " on ", memory.device(), " (as memory)");
-    if (offsets[i] < 0 || offsets[i] > memory.numel() - tensors[i].numel())
-      value_error({"lend", "offsets", static_cast<int64_t>(i)}, offsets[i], "; expected 0 to ",
-                  memory.numel() - tensors[i].numel(), " (memory has ", memory.numel(), " elements)");
   }
   char* const data = static_cast<char*>(memory.data_ptr());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -91,9 +76,7 @@ void lend(const py::handle& tensor_list, const py::handle& memory_object, const 
   }
 }
 
-void withdraw(const py::handle& tensor_list, const py::handle& message_list) {
-  const TensorList tensors = tensors_of("withdraw", "tensors", tensor_list);
-  const std::vector<std::string> messages = texts_of("withdraw", "messages", message_list, tensors.size());
+void withdraw(const std::vector<at::Tensor>& tensors, const std::vector<std::string>& messages) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Where where{"withdraw", "tensors", static_cast<int64_t>(i)};
     check_own_storage(where, tensors[i]);

@@ -1,8 +1,6 @@
 #include "bind/checks.h"
 
 #include <ATen/Parallel.h>
-#include <torch/csrc/Device.h>
-#include <torch/csrc/Dtype.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -42,19 +40,6 @@ py::object items_of(const Where& where, const py::handle& sequence, const char* 
 }
 
 const at::Tensor TensorList::undefined_;
-
-void TensorList::prefetch(size_t i) const {
-  constexpr size_t kNear = 6, kFar = 16;  // the tensor's own bytes lead to its storage's
-  constexpr size_t kLineBytes = 64;
-  const auto bring = [](const void* data, size_t size_bytes) {
-    for (size_t byte = 0; byte < size_bytes; byte += kLineBytes) __builtin_prefetch(static_cast<const char*>(data) + byte);
-  };
-  if (i + kFar < size_) bring((*this)[i + kFar].unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
-  if (i + kNear < size_) {
-    const c10::TensorImpl* const impl = (*this)[i + kNear].unsafeGetTensorImpl();
-    if (impl->has_storage()) bring(impl->unsafe_storage().unsafeGetStorageImpl(), kLineBytes);
-  }
-}
 
 TensorList tensors_of(const char* op, const char* name, const py::handle& sequence, bool none_allowed) {
   const py::object items = items_of({op, name}, sequence, "a list of tensors");
@@ -97,16 +82,6 @@ double number_of(const Where& where, const py::handle& object) {
 bool bool_of(const Where& where, const py::handle& object) {
   if (!PyBool_Check(object.ptr())) refuse_type(where, object, "a bool");
   return object.ptr() == Py_True;
-}
-
-at::ScalarType dtype_of(const Where& where, const py::handle& object) {
-  if (!THPDtype_Check(object.ptr())) refuse_type(where, object, "torch.dtype");
-  return reinterpret_cast<THPDtype*>(object.ptr())->scalar_type;
-}
-
-at::Device device_of(const Where& where, const py::handle& object) {
-  if (!THPDevice_Check(object.ptr())) refuse_type(where, object, "torch.device");
-  return reinterpret_cast<THPDevice*>(object.ptr())->device;
 }
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected) {

@@ -1,6 +1,7 @@
 // What every binding shares: reading Python sequences of tensors, argument checks, torch's threads as an Executor.
 //
-// Errors read "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
+// What Python checks, or makes itself, is not checked again: only tensors that users can change between two steps. Errors read
+// "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -58,8 +59,6 @@ class TensorList {
     return item == Py_None ? undefined_ : THPVariable_Unpack(item);
   }
   PyObject* items() const { return items_.ptr(); }
-  // Brings what checks of a tensor a few places after i read into the caches: tensors lie scattered over memory.
-  void prefetch(size_t i) const;
 
  private:
   static const at::Tensor undefined_;
@@ -74,12 +73,10 @@ const at::Tensor& tensor_of(const char* op, const char* name, const py::handle& 
 // A list or tuple with the items of a sequence, for PySequence_Fast_GET_ITEM.
 py::object items_of(const Where& where, const py::handle& sequence, const char* expected);
 
-// Python's numbers and torch's words, for bindings that take py::handle: pybind11's own errors name no argument.
+// Python's numbers, for bindings that take py::handle: pybind11's own errors name no argument.
 int64_t int_of(const Where& where, const py::handle& object);
 double number_of(const Where& where, const py::handle& object);
 bool bool_of(const Where& where, const py::handle& object);
-at::ScalarType dtype_of(const Where& where, const py::handle& object);
-at::Device device_of(const Where& where, const py::handle& object);
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
 // Refuses a tensor whose storage does not hold all its elements: whoever resized it means to fill it again before the next use.

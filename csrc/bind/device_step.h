@@ -25,8 +25,8 @@ struct __attribute__((visibility("hidden"))) PyAdamHyper {
   NumberArg lr;  // hyper.lr, or a tensor for a device step to read
 };
 
-// The items of a list of AdamHyper, of the call `op`.
-std::vector<PyAdamHyper> hypers_of(const char* op, const py::handle& sequence);
+// The items of a list of AdamHyper.
+std::vector<PyAdamHyper> hypers_of(const py::handle& sequence);
 // What kernels read of them. Refuses a tensor as lr.
 std::vector<AdamScalars> scalars_of(const char* op, const std::vector<PyAdamHyper>& hypers);
 

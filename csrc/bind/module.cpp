@@ -46,24 +46,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_step_verdict(module);
   shardcore::bind::bind_storage(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
-  module.def(
-      "set_cpu_isa",
-      [](const pybind11::handle& name) {
-        if (!pybind11::isinstance<pybind11::str>(name)) {
-          shardcore::bind::type_error({"set_cpu_isa", "name"}, "type ", Py_TYPE(name.ptr())->tp_name, "; expected a str");
-        }
-        shardcore::set_cpu_isa(name.cast<std::string>());
-      },
-      pybind11::arg("name"));
+  module.def("set_cpu_isa", &shardcore::set_cpu_isa, pybind11::arg("name"));
   module.def("cpu_isas", &shardcore::cpu_isas);
-  module.def(
-      "use_threads",
-      [](const pybind11::handle& count) {
-        const shardcore::bind::Where where{"use_threads", "count"};
-        const int64_t number = shardcore::bind::int_of(where, count);
-        if (number < 1 || number > 4096) shardcore::bind::value_error(where, number, "; expected 1 to 4096 threads");
-        shardcore::bind::use_threads(static_cast<int>(number));
-      },
-      pybind11::arg("count"));
+  module.def("use_threads", &shardcore::bind::use_threads, pybind11::arg("count"));
   module.def("build_info", &build_info);
 }

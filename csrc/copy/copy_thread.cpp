@@ -9,7 +9,6 @@
 #include <thread>
 
 #include "copy/copy_stream.h"
-#include "core/streaming.h"
 #include "core/thread_pool.h"
 
 namespace shardcore {
@@ -39,15 +38,7 @@ struct Queue {
   void run();
 };
 
-// What leaves the tier is used in the next pass; what comes to it, a step reads at once.
-void make(const Job& job, Direction direction) {
-  SerialExecutor serial;
-  if (direction == Direction::from_tier) {
-    stream_copy(job.dst, job.src, job.size_bytes, serial);
-  } else {
-    std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes));
-  }
-}
+void make(const Job& job) { std::memcpy(job.dst, job.src, static_cast<size_t>(job.size_bytes)); }
 
 void Queue::run() {
   std::unique_lock<std::mutex> lock(mutex);
@@ -56,7 +47,7 @@ void Queue::run() {
     if (jobs.empty()) return;
     const Job job = jobs.front();
     lock.unlock();
-    make(job, direction);
+    make(job);
     lock.lock();
     jobs.pop_front();
     ++completed;
@@ -84,7 +75,7 @@ class ThreadStream final : public CopyStream {
   int64_t copy(void* dst, const void* src, int64_t size_bytes, void* /*stream*/) override {
     const Job job{dst, src, size_bytes};
     if (orphaned()) {
-      make(job, queue_->direction);
+      make(job);
       return 0;
     }
     int64_t number = 0;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/macros.h"
 
 namespace shardcore {
 
@@ -20,14 +21,6 @@ struct CastSegment {
 void cast_cpu(const CastSegment* segments, int64_t num_segments, Executor& executor);
 
 // Elements [first, last) of one segment, per instruction set (cast_cpu_loop.h).
-namespace isa_avx512 {
-void cast_span(const CastSegment& segment, int64_t first, int64_t last);
-}
-namespace isa_avx2 {
-void cast_span(const CastSegment& segment, int64_t first, int64_t last);
-}
-namespace isa_base {
-void cast_span(const CastSegment& segment, int64_t first, int64_t last);
-}
+SHARDCORE_PER_ISA(void cast_span(const CastSegment& segment, int64_t first, int64_t last);)
 
 }  // namespace shardcore

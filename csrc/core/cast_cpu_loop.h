@@ -1,4 +1,4 @@
-// The CPU loop of the cast, compiled once per instruction set by cast_cpu_{avx512,avx2,base}.cpp.
+// The CPU loop of the cast, compiled once per instruction set by csrc/isa.
 #include "core/cast.h"
 #include "core/tile.h"
 

@@ -1,6 +1,6 @@
 // Markers for code that is shared by the host and CUDA, and by several instruction sets.
 //
-// Invariant: a function that a per-ISA source (*_cpu_avx512.cpp, ...) may instantiate is marked SHARDCORE_HD or is static.
+// Invariant: a function that a per-ISA source (csrc/isa) may instantiate is marked SHARDCORE_HD or is static.
 // Such functions have internal linkage, so the linker can never hand AVX-512 code to the base path.
 #pragma once
 
@@ -33,3 +33,15 @@
 #else
 #define SHARDCORE_X86 0
 #endif
+
+// Declares a CPU loop in the namespace of each instruction set (csrc/isa).
+#define SHARDCORE_PER_ISA(declaration) \
+  namespace isa_avx512 {               \
+  declaration                          \
+  }                                    \
+  namespace isa_avx2 {                 \
+  declaration                          \
+  }                                    \
+  namespace isa_base {                 \
+  declaration                          \
+  }

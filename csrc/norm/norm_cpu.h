@@ -5,6 +5,7 @@
 
 #include "core/double_double.h"
 #include "core/dtype.h"
+#include "core/macros.h"
 
 namespace shardcore {
 
@@ -21,14 +22,6 @@ struct NormSegment {
 DoubleDouble sq_norm_cpu(const NormSegment* segments, int64_t num_segments, Executor& executor);
 
 // Blocks [first_block, last_block) of one segment, added to total, per instruction set (norm_cpu_loop.h).
-namespace isa_avx512 {
-void sq_norm_span(const NormSegment& segment, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
-namespace isa_avx2 {
-void sq_norm_span(const NormSegment& segment, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
-namespace isa_base {
-void sq_norm_span(const NormSegment& segment, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
+SHARDCORE_PER_ISA(void sq_norm_span(const NormSegment& segment, int64_t first_block, int64_t last_block, DoubleDouble& total);)
 
 }  // namespace shardcore

@@ -1,4 +1,4 @@
-// The CPU loop of the squared norm, compiled once per instruction set by norm_cpu_{avx512,avx2,base}.cpp.
+// The CPU loop of the squared norm, compiled once per instruction set by csrc/isa.
 #include "norm/norm_block.h"
 #include "norm/norm_cpu.h"
 

@@ -35,14 +35,6 @@ SHARDCORE_HD const void* piece_of(const OrderedSum& op, int64_t rank) {
 DoubleDouble ordered_sum_cpu(const OrderedSum& op, Executor& executor);
 
 // Blocks [first_block, last_block), their norm added to total, per instruction set (reduce_cpu_loop.h).
-namespace isa_avx512 {
-void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
-namespace isa_avx2 {
-void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
-namespace isa_base {
-void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);
-}
+SHARDCORE_PER_ISA(void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_block, DoubleDouble& total);)
 
 }  // namespace shardcore

@@ -1,5 +1,4 @@
-// The CPU loop of the ordered sum, compiled once per instruction set by reduce_cpu_{avx512,avx2,base}.cpp.
-#include "core/streaming.h"
+// The CPU loop of the ordered sum, compiled once per instruction set by csrc/isa.
 #include "norm/norm_block.h"
 #include "reduce/reduce_cpu.h"
 #include "reduce/reduce_math.h"
@@ -39,8 +38,6 @@ void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_bl
   alignas(64) float sum[kBlock];
   alignas(64) float old[kBlock];
   DoubleDouble norm = total;
-  // A plain store would read out first, which nobody reads before the step. Where it holds an operand it is in a cache.
-  const bool past_caches = op.out_dtype == DType::f32 && !op.accumulate && op.out != op.own && streams(op.out, op.numel * 4);
   for (int64_t block = first_block; block < last_block; ++block) {
     const int64_t first = block * kBlock;
     const int64_t n = op.numel - first < kBlock ? op.numel - first : kBlock;
@@ -50,16 +47,11 @@ void ordered_sum_span(const OrderedSum& op, int64_t first_block, int64_t last_bl
       load_tile(old, op.out, op.out_dtype, first, n);
       for (int64_t i = 0; i < n; ++i) sum[i] = old[i] + sum[i];
     }
-    if (past_caches && n == kBlock) {
-      stream_floats(static_cast<float*>(op.out) + first, sum, kBlock);
-    } else {
-      store_tile(op.out, op.out_dtype, first, n, sum);
-    }
+    store_tile(op.out, op.out_dtype, first, n, sum);
     if (op.out_dtype != DType::f32) load_tile(sum, op.out, op.out_dtype, first, n);  // the norm of what was stored
     for (int64_t i = n; i < kBlock; ++i) sum[i] = 0.0f;
     norm = dd_add(norm, sq_norm_block(sum));
   }
-  if (past_caches) stream_fence();
   total = norm;
 }
 

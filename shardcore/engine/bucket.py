@@ -12,7 +12,6 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.engine.buffers import BufferPool
-from shardcore.engine.digest import digest_of
 from shardcore.engine.kinds import NO_STATES, StateKind
 from shardcore.layout import FlatLayout, Piece
 
@@ -80,9 +79,8 @@ class Managed:
     step: how many updates it has had. skips: how many steps were skipped. pending: a bit for each step of which the host does
         not know yet (engine/verdicts.py, Note [Counts]).
     place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
-    changes: in words, how its weights were loaded and edited since the last step, with digests; ranks compare it, and a load
-        makes up for what was before it. part: the digest of this rank's part of edited weights that no rank has whole; those
-        who own the same part (hybrid sharding) compare it.
+    changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
+        and a load makes up for what was before it.
     """
 
     name: str
@@ -99,7 +97,6 @@ class Managed:
     place: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
-    part: str = ""
 
     def place_now(self) -> tuple[int, int]:
         """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
@@ -115,14 +112,13 @@ class Managed:
         """Whether someone else wrote to the parameter since the engine did."""
         return self.param._version != self.version
 
-    def note_load(self, values: torch.Tensor) -> None:
-        """Learn that its weights were set from `values`, whole."""
-        self.changes, self.part = f", loaded (digest {digest_of(values)})", ""
-        self.version = self.param._version
+    def note_load(self) -> None:
+        """Learn that its weights were set, whole."""
+        self.changes, self.version = ", loaded", self.param._version
 
-    def note_edit(self, values: torch.Tensor | None) -> None:
-        """Learn that someone wrote to its weights; `values`: the whole of them, where the rank has that."""
-        self.changes += ", edited" if values is None else f", edited (digest {digest_of(values)})"
+    def note_edit(self) -> None:
+        """Learn that someone wrote to its weights."""
+        self.changes = self.changes.removesuffix(", edited") + ", edited"
         self.version = self.param._version
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -316,7 +312,7 @@ class Bucket:
             if len(self._waiting) == _WAIT_AT_MOST:  # else a model of small weights would hold all gradients twice
                 self.collect_waiting()
         else:
-            _C.stream_copy(target, grad)
+            target.copy_(grad)
         managed.used = True
 
     def collect_waiting(self) -> None:

@@ -258,7 +258,7 @@ class Engine:
         optimizer: Any = self._optimizer()  # it makes this call
         optimizer.state.others = self.state_io.load_state_dict(state_dict)
         self.load_loss_scale(scale)
-        self.updater.loaded = f"{self.updater.loaded}{self.scaler.told}"
+        self.updater.loaded += self.scaler.told
 
     def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
         """Go on from a state that LossScaler.check_state accepts; None keeps the scale. Errors of earlier steps are logged."""

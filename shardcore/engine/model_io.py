@@ -299,7 +299,7 @@ class _LoadIntoMaster(_EngineHook):
                 if param in self.engine.managed:
                     self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
                 else:
-                    self.engine.constant[param].note_load(value)
+                    self.engine.constant[param].note_load()
             if self.engine.weights is not None:
                 self.engine.weights.end_scratch()
         self._given = []

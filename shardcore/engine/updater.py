@@ -14,16 +14,14 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.digest import digest_of
 from shardcore.engine.store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
 from shardcore.engine.verdicts import DeviceVerdicts, Outcome
 from shardcore.optim import check_options, hyper_of
 from shardcore.telling import first_difference, plain
 
-# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms, of its order, and
-# of its parts of edited weights.
-NORM_ROW_BYTES = 8 * 6
+# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
+NORM_ROW_BYTES = 8 * 5
 
 # Options of a group that say what a step computes, and those that say which states there are.
 _TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
@@ -64,12 +62,10 @@ class Updater:
         self._verdicts = verdicts
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
-        self._replicates = comm.topology.replicate and not lifetimes.full_weight_resident
-        self._frozen = [bucket for bucket in buckets if bucket.group is None] if self._replicates else []
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
-        self.loaded: str | None = None  # the digest of the optimizer state that was loaded since the last step
+        self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
@@ -191,14 +187,13 @@ class Updater:
         """
         told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(told).encode())
-        parts = zlib.crc32(" ".join(managed.part for managed in self._every()).encode()) if self._replicates else 0
-        said = torch.tensor([bool(problems), digest, order, parts], dtype=torch.float64, device="cpu")
+        said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._verdicts is not None:
             rows = self.comm.tell(said, Traffic.STEP, "a step")
         else:
             rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
-            squares = rows[:, 4:].contiguous()
+            squares = rows[:, 3:].contiguous()
         if problems:
             raise problems.pop()
         if rows[:, 0].any():
@@ -207,25 +202,9 @@ class Updater:
         if (rows[:, 1] != digest).any():
             difference = first_difference(self.comm.gather_json(told))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
-        self._check_replicas(rows[:, 3].contiguous())
-        self.loaded = None
+        self.loaded = ""
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all())
-
-    def _check_replicas(self, parts: torch.Tensor) -> None:
-        """Raise ValueError on all ranks if two that own the same part of the weights have edited it differently."""
-        if not self._replicates:
-            return
-        by_node = parts.view(self.comm.topology.nodes, -1)
-        if (by_node != by_node[0]).any():
-            said = self.comm.gather_json({managed.name: managed.part for managed in self._every() if managed.part})
-            firsts = [self.comm.topology.twins(rank)[0] for rank in range(len(said))]
-            rank, twin = next((rank, twin) for rank, twin in enumerate(firsts) if said[rank] != said[twin])
-            names = sorted(n for n in {**said[rank], **said[twin]} if said[rank].get(n) != said[twin].get(n))
-            raise ValueError(
-                f"step: rank {rank} has edited {', '.join(names)} to other values than rank {twin}, which owns the same part; "
-                "expected the same edits on every rank (none was updated)"
-            )
 
     def _told(self, terms: Mapping[str, float | None]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
@@ -239,7 +218,7 @@ class Updater:
             for managed in bucket.params
         )
         constant = (f"{managed.name}, which no step updates{managed.changes}" for managed in self._constant if managed.changes)
-        loaded = [] if self.loaded is None else [f"an optimizer state was loaded (digest {self.loaded})"]
+        loaded = [self.loaded] if self.loaded else []
         return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *constant, *loaded]
 
     def _every(self) -> Iterable[Managed]:
@@ -248,12 +227,12 @@ class Updater:
     def forget_changes(self) -> None:
         """Hold no load or edit of weights so far against any rank: they have been compared, or all weights are new."""
         for managed in self._every():
-            managed.changes = managed.part = ""
+            managed.changes = ""
 
     def changed(self) -> str:
-        """Tell, in short, which weights were loaded and edited since the last step, and with what; "" for none."""
-        changes = "\n".join(managed.name + managed.changes for managed in self._every() if managed.changes)
-        return f" after weights were loaded or edited (digest {zlib.crc32(changes.encode()):x})" if changes else ""
+        """Tell how many weights were loaded or edited since the last step; "" for none."""
+        count = sum(bool(managed.changes) for managed in self._every())
+        return f" after {count} of its weights were loaded or edited" if count else ""
 
     def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper], list[int]]:
         """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
@@ -312,17 +291,12 @@ class Updater:
             edited = {managed for managed in bucket.params if managed.edited}
             if edited:
                 self._refresh_masters(bucket, edited)
-        for bucket in self._frozen:
-            if any(managed.edited for managed in bucket.params):
-                bucket.take_edits()
-                self._note_parts(bucket)
         for managed in self._constant:
             if managed.edited:
-                managed.note_edit(managed.param if self.lifetimes.full_weight_resident else None)
+                managed.note_edit()
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
-        self._note_parts(bucket)
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
             if managed in edited and bucket.kind.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
@@ -330,7 +304,7 @@ class Updater:
                 _C.cast([rounded], [old])
                 self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
         for managed in edited:
-            managed.note_edit(managed.slice_of(bucket.weight) if bucket.weight.numel() else None)
+            managed.note_edit()
 
     @torch.no_grad()
     def warn_of_lost_edits(self, op: str) -> None:
@@ -361,20 +335,10 @@ class Updater:
                 stacklevel=6,
             )
 
-    def _note_parts(self, bucket: Bucket) -> None:
-        for managed, _, values in bucket.owned_views(bucket.owned_weight) if self._replicates else ():
-            if managed.edited:
-                managed.part = digest_of(values)
-
-    def note_own_weights(self) -> None:
-        """Let the next step, or read of the model, compare whole weights that each rank got by itself."""
-        for managed in self._every() if self.lifetimes.full_weight_resident else ():
-            managed.note_load(managed.param)
-
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
         """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
-        managed.note_load(values)
+        managed.note_load()
 
 
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:

@@ -52,6 +52,9 @@ class Item:
     def __init__(self, marked):
         self.marked, self.markers = marked, []
 
+    def getparent(self, kind):
+        return None
+
     def get_closest_marker(self, name):
         return pytest.mark.gpu if name == "gpu" and self.marked else None
 

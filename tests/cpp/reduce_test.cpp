@@ -24,7 +24,7 @@ TEST(reduce, wakes_no_second_thread_for_2_MiB_of_all_ranks) {
 TEST(reduce, has_the_bits_of_the_definition_and_the_norm_of_what_it_stored) {
   std::vector<SumCase> cases = sum_cases({0, 1, 15, 16, 17, 35, 255, 256, 257, 1000});
   cases.push_back({200000, 3, DType::bf16, DType::f32, true, 1, true, 1.0});
-  for (const bool own : {false, true}) {  // large enough to be stored past the caches
+  for (const bool own : {false, true}) {
     cases.push_back({70001, 2, DType::f32, DType::f32, false, 0, own, 1.0});
     cases.push_back({70001, 3, DType::bf16, DType::f32, false, 0, own, 0.7});
   }

@@ -63,7 +63,7 @@ def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each:
 
 def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
     torch.manual_seed(0)
-    model = nn.Linear(400, 400)  # 640 kB: each rank's half of its gradient is stored past the caches, too
+    model = nn.Linear(400, 400)  # 640 kB: a gradient that is copied by itself
     batches = torch.randn(world_size, 5, 400)
     local = []
     for batch in batches:

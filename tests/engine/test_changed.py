@@ -226,8 +226,8 @@ def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
     for (weights, states), (after, expected) in run_ranks(2, _alone, stage):
-        assert re.search(r"steps, loaded \(digest \w+\) on rank 1 but", weights)
-        assert re.search(r"an optimizer state was loaded \(digest \w+\) on rank 1 but nothing on rank 0", states)
+        assert "steps, loaded on rank 1 but" in weights
+        assert "an optimizer state was loaded on rank 1 but nothing on rank 0" in states
         assert after == expected
 
 

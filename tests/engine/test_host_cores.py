@@ -20,7 +20,7 @@ from shardcore.engine.bucket import ReducePolicy
 from shardcore.engine.buffers import BufferPool
 from shardcore.engine.host_grads import HostGrads
 from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
-from shardcore.host_cores import own_cores, quota, worker_cores, worker_threads
+from shardcore.machine import own_cores, quota, worker_cores, worker_threads
 from tests.engine.late import micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.engine.test_offload import tier_with
@@ -98,10 +98,6 @@ def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
     while started[0] & _threads():  # they end with their thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with pytest.raises(ValueError, match="use_threads: count has 0; expected 1 to 4096"):
-        _C.use_threads(0)
-    with pytest.raises(TypeError, match="use_threads: count"):
-        _C.use_threads("2")  # type: ignore[arg-type]
 
 
 def _affinities(threads: WorkerThreads) -> list[set[int]]:
@@ -135,9 +131,9 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
 
 def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.neighbours.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
-        patch.setattr("shardcore.neighbours.quota", lambda: None)
-        patch.setattr("shardcore.neighbours.read_text", lambda path: started[rank])
+        patch.setattr("shardcore.machine.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
+        patch.setattr("shardcore.machine.quota", lambda: None)
+        patch.setattr("shardcore.machine._here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.lazy._worker.threads
     return threads

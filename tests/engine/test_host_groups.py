@@ -158,21 +158,20 @@ def test_a_mesh_over_part_of_the_world(shape: list[list[int]], tmp_path: Any) ->
 
 
 def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, list[str], int]:
-    attempts, names, said = [0], list[str](), io.StringIO()
+    attempts, said = [0], io.StringIO()
     handler = logging.StreamHandler(said)
     logging.getLogger("shardcore").addHandler(handler)
     new_group = dist.new_group
 
     def fails(ranks: Any, *given: Any, **options: Any) -> Any:
-        if len(ranks) == 1:
-            return new_group(ranks, *given, **options)
-        names.append(dist.distributed_c10d._process_group_name(ranks, True))
         by_gloo = options.get("backend") == "gloo"
         attempts[0] += by_gloo
         made = new_group(ranks, *given, **options) if late or not by_gloo or rank != 1 else None
         if by_gloo and rank == 1:
             if made is not None:
                 dist.destroy_process_group(made)
+            else:
+                dist.distributed_c10d._process_group_name(ranks, False)  # as torch does before it fails
             raise RuntimeError("no interface")
         return made
 
@@ -185,7 +184,6 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
         for _, optimizer, _ in models:
             assert not _needs_no_device(optimizer._engine.comm)
         hashes = [hash_of_training(model, optimizer) for model, optimizer, _ in models]
-        assert len(set(names)) == 2, "a group of the same name would find the addresses of the one that failed"
         assert not [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]
     logging.getLogger("shardcore").removeHandler(handler)
     return said.getvalue(), hashes, attempts[0]
@@ -254,8 +252,8 @@ def test_ranks_at_different_points_all_raise(tmp_path: Any) -> None:
     """gloo's all_gather would end their processes, or deliver the one's rows as the other's."""
     found = run_ranks(3, _elsewhere, str(tmp_path / "store"))
     for read, backward, hashes in found:
-        assert "ranks 0, 2 at a step (48 bytes); rank 1 at state_dict (24 bytes); expected every rank" in read
-        assert "ranks 0, 2 at a step (48 bytes); rank 1 at the end of a backward (4000 bytes); expected every rank" in backward
+        assert "ranks 0, 2 at a step (40 bytes); rank 1 at state_dict (24 bytes); expected every rank" in read
+        assert "ranks 0, 2 at a step (40 bytes); rank 1 at the end of a backward (4000 bytes); expected every rank" in backward
         assert hashes == found[0][2]
         assert len(set(hashes)) == 2, "what they were at is known, so they train on"
 

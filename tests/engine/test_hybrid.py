@@ -1,7 +1,5 @@
 """Ranks in nodes: gradients added over a node, then over nodes; hybrid sharding; weights kept by a few ranks. Real ranks."""
 
-import re
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -99,47 +97,6 @@ def _reads(rank: int, world_size: int, layout: str, stage: int) -> list[Any]:
 def test_whole_values_edits_and_loading_are_the_same_in_every_layout() -> None:
     seen = [of_rank for layout in (MESH, NODES) for stage in (1, 3) for of_rank in run_ranks(4, _reads, layout, stage)]
     assert all(values == seen[0] for values in seen)
-
-
-def _edited_apart(rank: int, world_size: int, stage: int, frozen: bool) -> tuple[list[str], list[str], list[str]]:
-    """Edit a weight as node 1 alone does, read (which notices edits), and step; then load what was saved, and train on."""
-    net = make_net()
-    net.head.weight.requires_grad_(not frozen)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    optimizer: Any = shardcore.FusedAdam([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-    model, optimizer = shardcore.shard(net, optimizer, stage, precision="fp32", process_group=mesh)
-    saved, texts, hashes, twins = shardcore.sharded_state_dict(model), [], [], []
-    for value, apart in ((2.0, False), (1.0, True), (3.0, True)):
-        with shardcore.full_params(model), torch.no_grad():
-            model.head.weight[1] = value + (rank // 2 if apart else 0)
-        if apart:
-            with suppress(ValueError):
-                shardcore.full_state(model.inp.weight, "exp_avg")
-        loss_of(model, batch_of(0, 0, rank)).backward()
-        try:
-            optimizer.step()
-            texts.append("stepped")
-        except ValueError as error:
-            texts.append(str(error))
-        optimizer.zero_grad()
-        if apart:
-            shardcore.load_sharded_state_dict(model, saved)
-        hashes.append(hash_of_training(model, optimizer))
-        loss_of(model, batch_of(1, 0, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        twins.append(hash_of_training(model, optimizer))
-    return texts, hashes, twins
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_edits_that_differ_between_replicas_are_refused_and_a_load_makes_up_for_them(stage: int, frozen: bool) -> None:
-    seen = run_ranks(4, _edited_apart, stage, frozen)
-    for (same, *apart), _, _ in seen:
-        assert same == "stepped"
-        assert all(re.search(r"rank [23].* head\.weight|head\.weight.* on rank 2", text) for text in apart), apart
-    assert all(hashes == seen[0][1] and twins == seen[0][2] for _, hashes, twins in seen)
 
 
 def _saved_and_loaded(rank: int, world_size: int, layout: str, stage: int, folder: str) -> list[str]:
@@ -253,10 +210,10 @@ def test_a_rank_outside_the_mesh_raises_and_the_others_train(names: tuple[str, s
 
 
 def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:
-    """Train three models side by side; the first rank is in a group, the second in two, that others are not in."""
+    """Train three models side by side, of all ranks (which are in different numbers of groups) or (meshes) of the first two."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    for ranks in ([0, 2], [1, 2], [1, 2]):
+    for ranks in ([0, 2], [1, 2]) if meshes else ([0, 2], [1, 2], [1, 2]):
         dist.new_group(ranks)
     where = {"process_group": DeviceMesh("cpu", [[0], [1]])} if meshes else {}
     dist.barrier()  # so that nobody goes before all are connected
@@ -278,7 +235,7 @@ def _then_of_all(rank: int, world_size: int) -> int:
     """Make groups of two of three ranks, as for models of theirs, and then one of all."""
     pair = dist.new_group([0, 1])
     for _ in range(2 if rank < 2 else 0):
-        group_beside(pair, [0, 1], torch.device("cpu"), [pair])
+        group_beside(pair, [0, 1], torch.device("cpu"))
     return dist.get_world_size(dist.new_group(timeout=timedelta(seconds=20)))
 
 

@@ -1,10 +1,8 @@
 """What one rank is given, does or suffers alone: every rank says so, at once, and no replica drifts away in silence."""
 
 import logging
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.engine import bucket, build, gather, store
+from shardcore.engine import build, gather, store
 from shardcore.engine.engine import Engine
 from shardcore.engine.weights import Weights
-from tests.engine.made import meta, save
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -59,25 +56,29 @@ def _load(model: Any, optimizer: Any, value: float) -> None:
 
 
 def _load_frozen(model: Any, optimizer: Any, value: float) -> None:
-    model.inp.load_state_dict({"weight": torch.full((24, 10), value), "bias": torch.ones(24)})
+    model.inp.load_state_dict({"weight": torch.full((24, 10), value)}, strict=False)
 
 
 def _load_states(model: Any, optimizer: Any, value: float) -> None:
-    state = {number: {"step": 3, "exp_avg": p + value, "exp_avg_sq": p} for number, p in enumerate(_shapes(model))}
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    state = {number: {"step": 1, "exp_avg": p + value, "exp_avg_sq": p} for number, p in enumerate(_shapes(model))}
+    groups = [group | {"params": list(range(len(group["params"])))} for group in optimizer.param_groups]  # there is one
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _shapes(model: Any) -> list[torch.Tensor]:
     return [torch.zeros(param.shape) for param in model.parameters()]
 
 
-# what each rank does with a value of its own -> what the next step says
+# what rank 1 does alone -> what the next step says
 DOINGS: list[tuple[Callable[..., None], str]] = [
-    (_load, "head.weight with a gradient after 1 steps, loaded (digest"),
-    (_load_frozen, "inp.weight, which no step updates, loaded (digest"),
-    (_load_states, "an optimizer state was loaded (digest"),
-    (_edit, "blocks.0.up.weight with a gradient after 1 steps, edited (digest"),
-    (_edit_frozen, "inp.weight, which no step updates, edited (digest"),
+    (
+        _load,
+        "head.weight with a gradient after 1 steps, loaded on rank 1 but head.weight with a gradient after 1 steps on rank 0",
+    ),
+    (_load_frozen, "inp.weight, which no step updates, loaded on rank 1 but nothing on rank 0"),
+    (_load_states, "an optimizer state was loaded on rank 1 but nothing on rank 0"),
+    (_edit, "blocks.0.up.weight with a gradient after 1 steps, edited on rank 1"),
+    (_edit_frozen, "inp.weight, which no step updates, edited on rank 1"),
 ]
 
 
@@ -87,7 +88,8 @@ def _with_values(rank: int, world_size: int, stage: int) -> list[tuple[str, str]
         model = make_net()
         model.inp.weight.requires_grad_(False)
         model, optimizer, _ = train(rank, Run(stage=stage, steps=1), model)
-        doing(model, optimizer, float(rank))
+        if rank == 1:
+            doing(model, optimizer, 1.0)
         loss_of(model, batch_of(1, 0, rank)).backward()
         with pytest.raises(ValueError) as refusal:
             optimizer.step()
@@ -103,11 +105,11 @@ def _with_values(rank: int, world_size: int, stage: int) -> list[tuple[str, str]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_values_that_differ_between_ranks_are_refused(stage: int) -> None:
+def test_what_one_rank_loads_or_edits_alone_is_refused(stage: int) -> None:
     first, second = run_ranks(2, _with_values, stage)
     for (_, expected), (text, hash_), (same, other) in zip(DOINGS, first, second, strict=False):
         assert text == same
-        assert text.count(expected) == 2, text
+        assert expected in text
         assert hash_ == other
 
 
@@ -122,48 +124,8 @@ def _loaded_alone(rank: int, world_size: int) -> str:
 
 def test_a_read_after_a_load_on_one_rank_is_refused() -> None:
     here, there = run_ranks(2, _loaded_alone)
-    assert "rank 1 reads something else than that of the model after weights were loaded or edited (digest" in here
+    assert "rank 1 reads something else than that of the model after 1 of its weights were loaded or edited" in here
     assert "rank 0 reads something else than that of the model; expected the same" in there
-
-
-def _own_weights(rank: int, world_size: int, folder: str, how: str) -> str:
-    """Each rank has weights, or a file, of its own."""
-    model = make_net(seed=rank)
-    options: dict[str, Any] = {"broadcast": False}
-    if how == "files":
-        path = save(Path(folder) / str(rank) / "model.safetensors", dict(model.state_dict()))
-        model, options = meta(), {"materialize": path}
-    model.inp.requires_grad_(False)
-    model, optimizer, _ = train(rank, Run(stage=1, steps=0, shard=options), model)
-    loss_of(model, batch_of(0, 0, rank)).backward()
-    with pytest.raises(ValueError) as refusal:
-        optimizer.step()
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("how", ["broadcast", "files"])
-def test_weights_that_each_rank_brings_are_compared(tmp_path: Path, how: str) -> None:
-    if how == "files":
-        pytest.importorskip("safetensors", reason="reading files needs safetensors")
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    for text in run_ranks(2, _own_weights, str(tmp_path), how):
-        assert re.search(r"0 steps, loaded \(digest \w+\) on rank 1 but", text)
-
-
-def test_digests_tell_values_apart() -> None:
-    values = torch.linspace(-1, 1, 513)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool):
-        given = (values * 100).to(dtype)
-        other = given.clone()
-        other[300] = not other[300] if dtype == torch.bool else other[300] + 1
-        assert bucket.digest_of(given) == bucket.digest_of(given.clone().view(27, 19).t().contiguous().t())
-        assert bucket.digest_of(given) != bucket.digest_of(other)
-        assert bucket.digest_of(given[1:]) == bucket.digest_of(given[1:].clone()), "not aligned"
-        assert bucket.digest_of(given[:1]) != bucket.digest_of(other[300:301]), "shorter than a word"
-    assert bucket.digest_of(torch.zeros(0)) == "0"
-    assert bucket.digest_of(torch.zeros(4)) != bucket.digest_of(torch.ones(4))
-    assert bucket.digest_of(-torch.ones(4)) != bucket.digest_of(torch.ones(4))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

@@ -82,26 +82,13 @@ def test_lent_memory_lives_until_it_is_taken_back():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda p, m: _C.lend([p], m, [1]),
-            ValueError,
-            r"lend: offsets\[0\] has 1; expected 0 to 0 \(memory has 24 elements\)",
-        ),
-        (lambda p, m: _C.lend([p], m, [-1]), ValueError, r"lend: offsets\[0\] has -1"),
-        (lambda p, m: _C.lend([p], m, []), ValueError, r"lend: offsets has 0 items; expected 1 \(one for each of tensors\)"),
         (lambda p, m: _C.lend([p], m.double(), [0]), TypeError, r"lend: tensors\[0\] has dtype Float on cpu; expected Double"),
-        (lambda p, m: _C.lend([p], m[::2], [0]), ValueError, "lend: memory has shape"),
         (lambda p, m: _C.lend([p[1:]], m, [0]), ValueError, r"lend: tensors\[0\] has no storage of its own"),
-        (lambda p, m: _C.withdraw([p], []), ValueError, r"withdraw: messages has 0 items; expected 1"),
-        (lambda p, m: [_C.lend([p], m, [0]), _C.withdraw([p], "a")], None, ""),
-        (lambda p, m: _C.withdraw([p], "a"), ValueError, r"withdraw: tensors\[0\] has memory of someone else"),
+        (lambda p, m: _C.withdraw([p], ["a"]), ValueError, r"withdraw: tensors\[0\] has memory of someone else"),
     ],
 )
 def test_refusals(call, error, message):
     param, memory = closed_param(4, 6), torch.zeros(24)
-    if error is None:
-        call(param, memory)
-        return
     with pytest.raises(error, match=message):
         call(param, memory)
     with pytest.raises(RuntimeError, match="w is away"):

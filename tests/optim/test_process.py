@@ -49,7 +49,6 @@ def _calls_with_a_wrong_instruction_set() -> list[tuple[str, int, int]]:
     for call in (
         lambda: optimizer.step(grads=[ones]),
         lambda: _C.cast([out], [ones]),
-        lambda: _C.ordered_sum(ones, 1, 1.0, out),
         lambda: _C.sq_norm([ones]),
     ):
         try:
