@@ -254,8 +254,9 @@ class _Watch:
         """Return the collective of torch.distributed that the main thread is in, if it is the one of the look before."""
         frame, found = sys._current_frames().get(threading.main_thread().ident or 0), None
         while frame is not None:
-            if frame.f_code.co_filename == dist.distributed_c10d.__file__:
-                found = frame
+            code = frame.f_code
+            if code.co_filename == dist.distributed_c10d.__file__ and "group" in code.co_varnames[: code.co_argcount]:
+                found = frame  # a collective: new_group() and the like take no group
             frame = frame.f_back
         group = None if found is None else found.f_locals.get("group") or dist.group.WORLD
         if found is None or not isinstance(group, dist.ProcessGroup):
@@ -377,9 +378,11 @@ class _Watch:
             group.abort()
             return
         logger.error("%s", reason)
-        other = (dist.get_rank(group) + 1) % group.size()
-        with suppress(RuntimeError):
-            group.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+        here = dist.get_rank(group)
+        for other in range(group.size()):  # to some a connection may be closed already: that closes no other
+            with suppress(RuntimeError):
+                if other != here:
+                    group.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
 def _reason(found: str) -> str:

@@ -26,8 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "isa": {"core", "adam", "norm", "reduce"},
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
-    "io": {"core"},
-    "bind": {"core", "adam", "norm", "reduce", "copy", "offload", "io"},
+    "bind": {"core", "adam", "norm", "reduce", "copy", "offload"},
 }
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
 NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP

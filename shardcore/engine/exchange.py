@@ -108,6 +108,8 @@ class Exchange:
 
     def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
         ranks, name = self._levels[level], f"the reduction of {bucket.unit or 'the root'}"
+        if self._sums(bucket, level, sent.dtype):
+            name += ", added locally"
         if self._backend_sums:
             received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
             works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent, name)
@@ -120,8 +122,12 @@ class Exchange:
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
-        sums = level == 0 and dtype != bucket.dtype
-        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + sums
+        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + self._sums(bucket, level, dtype)
+
+    @staticmethod
+    def _sums(bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
+        """Whether what travels are local sums, in another dtype than the gradients."""
+        return level == 0 and dtype != bucket.dtype
 
     def gather_number(self, bucket: Bucket) -> int:
         """Return the number (Comm.all_to_all, `of`) of what those who own the same range gather of its sum."""

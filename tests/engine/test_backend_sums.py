@@ -26,9 +26,9 @@ class stand_in:  # noqa: N801 - a context manager
         self.patch.setattr(Comm, "backend_sums", True)
         reduce_scatter = Comm.reduce_scatter
 
-        def counted(comm: Comm, received: torch.Tensor, sent: torch.Tensor) -> Any:
+        def counted(comm: Comm, received: torch.Tensor, sent: torch.Tensor, name: str) -> Any:
             self.calls += 1
-            works = reduce_scatter(comm, received, sent)
+            works = reduce_scatter(comm, received, sent, name)
             if self.fault is not None:
                 for work in works:
                     work.wait()

@@ -123,10 +123,10 @@ def _traffic(rank: int, world_size: int, layout: str, reshard: bool | int) -> di
     partners: list[list[int]] = []
     real = Comm._exchange
 
-    def recording(comm: Comm, sent: Any, received: Any, kind: Traffic, ranks: Any, of: Any) -> Any:
+    def recording(comm: Comm, sent: Any, received: Any, kind: Traffic, name: str, ranks: Any, of: Any) -> Any:
         if kind == Traffic.WEIGHTS:
             partners.append(list(ranks))
-        return real(comm, sent, received, kind, ranks, of)
+        return real(comm, sent, received, kind, name, ranks, of)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Comm, "_exchange", recording)

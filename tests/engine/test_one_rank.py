@@ -131,7 +131,7 @@ def test_a_read_after_a_load_on_one_rank_is_refused() -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], str]:
+def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], int]:
     texts = []
     options = {"offload": {"optimizer": "cpu", "params": "cpu"}}
     model, optimizer, _ = train(rank, Run(stage=3, steps=1, shard=options))
@@ -152,18 +152,15 @@ def _renewed(rank: int, world_size: int, fails: bool) -> tuple[list[str], str]:
                 optimizer.step()
     except RuntimeError as error:
         texts.append(str(error))
-    optimizer.zero_grad()
-    loss_of(model, batch_of(2, 0, rank)).backward()
-    optimizer.step()
-    return texts, hash_of_training(model, optimizer)
+    return texts, int(optimizer.state[model.gain]["step"])
 
 
 def test_a_copy_that_fails_after_a_step_in_full_params_stops_all_ranks_and_undoes_no_step() -> None:
-    (_, expected), _ = run_ranks(2, _renewed, False)
-    (others, hash_), (own, its) = run_ranks(2, _renewed, True)
+    (_, steps), _ = run_ranks(2, _renewed, False)
+    (others, other_steps), (own, own_steps) = run_ranks(2, _renewed, True)
     assert own == ["planted"]
-    assert "rank 0 at the weights of blocks.0; rank 1 at an error of its own" in others[0]
-    assert hash_ == its == expected
+    assert "ranks wait for different things, which can never end: rank 0 for the weights of blocks.0" in others[0]
+    assert other_steps == own_steps == steps == 2
 
 
 def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:

@@ -222,9 +222,9 @@ def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, in
     received: list[int] = []
     exchange = Comm._exchange
 
-    def counting(comm: Comm, sent: Any, places: Any, kind: Any, ranks: Any, of: Any) -> Any:
+    def counting(comm: Comm, sent: Any, places: Any, kind: Any, name: str, ranks: Any, of: Any) -> Any:
         received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
-        return exchange(comm, sent, places, kind, ranks, of)
+        return exchange(comm, sent, places, kind, name, ranks, of)
 
     found = []
     with pytest.MonkeyPatch.context() as patch:
