@@ -29,17 +29,6 @@ std::vector<AdamKey> keys_of(const py::handle& sequence, size_t count) {
   return keys;
 }
 
-std::vector<int64_t> hyper_indices_of(const py::handle& sequence, size_t count) {
-  const py::object items = items_of({kStepOp, "hyper_index"}, sequence, "a list of int");
-  check_count(kStepOp, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), "params", count);
-  std::vector<int64_t> indices(count);
-  for (size_t i = 0; i < count; ++i) {
-    const Where where{kStepOp, "hyper_index", static_cast<int64_t>(i)};
-    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
-  }
-  return indices;
-}
-
 // The dtypes of a moment kept as each StateDType.
 struct MomentDTypes {
   StateDType kind;
@@ -245,6 +234,17 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 
 }  // namespace
 
+std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count) {
+  const py::object items = items_of({op, "hyper_index"}, sequence, "a list of int");
+  check_count(op, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), each, count);
+  std::vector<int64_t> indices(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Where where{op, "hyper_index", static_cast<int64_t>(i)};
+    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
+  }
+  return indices;
+}
+
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
@@ -263,7 +263,7 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
   lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
   lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
   lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
-  lists.hyper_index = hyper_indices_of(hyper_index, count);
+  lists.hyper_index = hyper_indices_of(kStepOp, hyper_index, "params", count);
   if (!keys.is_none()) lists.keys = keys_of(keys, count);
   return lists;
 }
@@ -272,8 +272,8 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
   return SegmentReader(lists, grads[i], i, device).read();
 }
 
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
-                   const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap) {
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<AdamHome>& homes,
+                   OverlapCheck& overlap) {
   enum Name {
     params,
     grads,
@@ -283,15 +283,11 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     max_exp_avg_sqs,
     exp_avg_scales,
     exp_avg_sq_scales,
-    step,
-    skip,
     grad_homes,
     param_homes
   };
-  constexpr const char* kNames[] = {
-      "params",          "grads",          "exp_avgs",          "exp_avg_sqs",        "masters",
-      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped",
-      "grad_homes",      "param_homes"};
+  constexpr const char* kNames[] = {"params",          "grads",          "exp_avgs",          "exp_avg_sqs", "masters",
+                                    "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "grad_homes",  "param_homes"};
   constexpr int kIndexBits = 40;  // of a tag; above them the name
   const auto count = static_cast<int64_t>(segments.size());
   std::vector<MemoryRange> written, read;
@@ -305,7 +301,6 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
   };
   for (int64_t i = 0; i < count; ++i) {
     const AdamSegment& t = segments[static_cast<size_t>(i)];
-    if (!counts.empty()) add(step, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
     if (t.numel == 0) continue;
     const AdamHome home = homes.empty() ? AdamHome{} : homes[static_cast<size_t>(i)];
     const int64_t param_bytes = t.numel * itemsize(t.param_dtype), grad_bytes = t.numel * itemsize(t.grad_dtype);
@@ -320,7 +315,6 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     add(exp_avg_scales, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
     add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
   }
-  add(skip, count, skipped, sizeof(int64_t));
   if (const auto found = overlap.find(std::move(written), std::move(read))) {
     const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
     const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);

@@ -43,14 +43,16 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales);
 
+// Reads a list of indices of hypers, one for `each` of `count`.
+std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count);
+
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
-// Refuses tensors of these segments of `lists` that share memory which the step writes. counts and homes (empty, or one a
-// segment) and skipped (or null): counts and skipped are int64; where a gradient has a home, the place that it passes through
-// is written, too.
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
-                   const int64_t* skipped, const std::vector<AdamHome>& homes, OverlapCheck& overlap);
+// Refuses tensors of these segments of `lists` that share memory which the step writes. homes (empty, or one a segment): where
+// a gradient has one, the place that it passes through is written, too.
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<AdamHome>& homes,
+                   OverlapCheck& overlap);
 
 // Why the step of this tensor needs random bits, or null. stochastic_rounding: the option of its group.
 const char* why_random(const AdamSegment& t, bool stochastic_rounding);

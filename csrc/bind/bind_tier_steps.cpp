@@ -101,7 +101,7 @@ class __attribute__((visibility("hidden"))) PyTierChunk {
       homes.push_back({span.grad_comes ? grads[i] : nullptr, span.weight});
     }
     grads_.clear();
-    check_overlap(lists_, segments, {}, nullptr, homes, overlap_);
+    check_overlap(lists_, segments, homes, overlap_);
     grads_ = grads;
   }
 

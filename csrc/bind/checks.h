@@ -116,7 +116,6 @@ void bind_ops(py::module_& module);
 void bind_host_tier(py::module_& module);
 void bind_moments(py::module_& module);
 void bind_neighbour_reads(py::module_& module);
-void bind_step_verdict(py::module_& module);
 void bind_storage(py::module_& module);
 void bind_tier_steps(py::module_& module);
 

@@ -37,7 +37,6 @@ class __attribute__((visibility("hidden"))) InitializedCaster : public py::detai
 
 SHARDCORE_REFUSE_UNINITIALIZED(struct, PyAdamHyper);
 SHARDCORE_REFUSE_UNINITIALIZED(struct, PyAdamLists);
-SHARDCORE_REFUSE_UNINITIALIZED(struct, PyDeviceStep);
 SHARDCORE_REFUSE_UNINITIALIZED(struct, PyDeviceScalars);
 SHARDCORE_REFUSE_UNINITIALIZED(struct, PyLossScaleRule);
 SHARDCORE_REFUSE_UNINITIALIZED(class, AdamStepper);

@@ -44,7 +44,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_host_tier(module);
   shardcore::bind::bind_moments(module);
   shardcore::bind::bind_neighbour_reads(module);
-  shardcore::bind::bind_step_verdict(module);
   shardcore::bind::bind_storage(module);
   shardcore::bind::bind_tier_steps(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
