@@ -153,7 +153,7 @@ def train_on_rank(rank: Rank, options: argparse.Namespace) -> int:
     equal = len({digest for training in trainings for digest in training.weights_sha256}) == 1
     if rank.rank == 0:
         print("\n" + report.result_table(trainings))
-        print(verdict(trainings, equal))
+        print(conclusion(trainings, equal))
         if options.out is not None:
             write_files(options, corpus, rank, trainings, equal)
     return 0 if equal else 1
@@ -178,7 +178,7 @@ def introduction(options: argparse.Namespace, config: TrainConfig, corpus: Corpu
     return "\n".join(lines) + "\n"
 
 
-def verdict(trainings: list[Training], equal: bool) -> str:
+def conclusion(trainings: list[Training], equal: bool) -> str:
     """Say what the hashes prove."""
     if sum(len(training.weights_sha256) for training in trainings) == 1:
         return f"final weights: {trainings[0].weights_sha256[0]}"

@@ -16,9 +16,8 @@ class AdamHyper:
     """The scalars of one Adam step, made in double and rounded once to float32 (csrc/adam/adam_scalars.h).
 
     ``step`` counts from 1. ``grad_scale`` multiplies the gradient. ``stochastic_rounding`` is for bfloat16 parameters that
-    have no master; ``seed`` (with ``keys`` of ``AdamStepper.step``) keys it, and the rounding of reduced moments. A step with
-    a DeviceStep takes neither step nor grad_scale from here, and lr may be a float32 or float64 tensor of one element,
-    which it reads when it runs.
+    have no master; ``seed`` (with ``keys`` of ``AdamStepper.step``) keys it, and the rounding of reduced moments. For
+    device_step lr may be a float32 or float64 tensor of one element, which is read when the step runs.
     """
 
     def __init__(
@@ -40,27 +39,6 @@ class AdamHyper:
     def at(self, step: int, grad_scale: float) -> AdamHyper:
         """The same options with another step and grad_scale."""
 
-class DeviceStep:
-    """What one step reads and counts where its tensors are, so that a CUDA graph can replay it (csrc/adam/device_scalars.h).
-
-    counts: int64 tensors of one element, for each of params the steps it made; the step moves them on. grad_scale / loss_scale
-    multiplies the gradients; with max_norm also the clip coefficient of their norm does. If found_inf is not 0, a scale is
-    not finite, loss_scale is 0, or (with max_norm) the norm is not finite, the step writes nothing but adds 1 to `skipped`
-    (int64, one element). grad_scale, loss_scale and found_inf: numbers, or float32 or float64 tensors of one element, read
-    when the step runs.
-    """
-
-    def __init__(
-        self,
-        counts: Sequence[torch.Tensor],
-        skipped: torch.Tensor,
-        *,
-        grad_scale: float | torch.Tensor = 1.0,
-        loss_scale: float | torch.Tensor = 1.0,
-        found_inf: float | torch.Tensor = 0.0,
-        max_norm: float | None = None,
-    ) -> None: ...
-
 class LossScaleRule:
     """How a loss scale moves (csrc/core/loss_scale.h). window, hysteresis: 1 or more; minimum: more than 0."""
 
@@ -69,26 +47,31 @@ class LossScaleRule:
         """The same three numbers after a step that updated the weights, or (overflow) was skipped."""
 
 class DeviceScalars:
-    """The scalars of a step where its tensors are, as step_verdict makes them: for AdamStepper.step in place of hypers."""
+    """The scalars of a step where its tensors are, as device_step makes them: for AdamStepper.step in place of hypers."""
 
-def step_verdict(
-    squares: torch.Tensor,
+def device_step(
+    state: torch.Tensor,
+    squares: torch.Tensor | None,
+    counts: Sequence[torch.Tensor],
+    hyper_index: Sequence[int],
     hypers: Sequence[AdamHyper],
-    since: Sequence[int],
-    words: torch.Tensor,
     *,
-    grad_scale: float,
-    max_norm: float | None,
-    number: int,
-    ranks: int,
+    grad_scale: float | torch.Tensor = 1.0,
+    loss_scale: float | torch.Tensor = 1.0,
+    found_inf: float | torch.Tensor = 0.0,
+    max_norm: float | None = None,
+    ranks: int = 1,
     rule: LossScaleRule | None = None,
 ) -> DeviceScalars:
-    """Decide on a step on the device of `words`, int64 (8,), which are moved on; waits for nothing (csrc/adam/step_verdict.h).
+    """Decide on a step where `state`, int64 (6,), lies, and move that on; waits for nothing (csrc/adam/device_step.h).
 
-    squares: float64 (n, 2) there, squared norms that add up. The gradients are multiplied by grad_scale and, with max_norm, by
-    the clip coefficient of their norm; where that is not finite, steps with the scalars write nothing. hypers: of which step
-    counts the updates that the host knows of, and one; since[i] has a bit for the number (0 to 63) of each later step that also
-    counts if it was none that was skipped. rule: moves the loss scale in words; ranks: what 1 / (ranks * scale) there is of.
+    counts: int64 of one element there, how many steps each parameter made: moved on. Returns scalars for each of them, by
+    hypers[hyper_index[i]], whose step and grad_scale are not read. grad_scale / loss_scale multiplies the gradients; with
+    max_norm also the clip coefficient of their norm does. squares: float64 (n, 2) there, squared norms that add up, or None
+    not to look at the norm. If found_inf is not 0, the scale or the norm is not finite, or loss_scale is 0, steps with the
+    scalars write nothing, counts stay, and the state counts a skipped step. grad_scale, loss_scale and found_inf: numbers, or
+    float32 or float64 tensors of one element, read when the step runs. rule: moves the loss scale in the state; ranks: what
+    1 / (ranks * scale) there is of.
     """
 
 class AdamLists:
@@ -116,8 +99,8 @@ class AdamLists:
 class AdamStepper:
     """Runs Adam over a list of tensors in one call. Holds the CUDA chunk table, and the memory last checked, between calls.
 
-    While the current stream is captured in a CUDA graph a call needs device_step; tables that it makes then are kept as long
-    as the stepper, which must live as long as the graph, as all tensors of the call.
+    While the current stream is captured in a CUDA graph a call needs DeviceScalars, and its tensors must live as long as the
+    graph.
     """
 
     def __init__(self) -> None: ...
@@ -134,7 +117,6 @@ class AdamStepper:
         keys: Sequence[tuple[int, int]] | None = None,
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
-        device_step: DeviceStep | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass over memory.
 
@@ -146,15 +128,9 @@ class AdamStepper:
         params[i] a float32 master, lossless. max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the
         scalars of tensor i. keys[i] = (parameter index, index in the whole parameter of element 0): the random key of
         stochastic rounding. What is written shares no memory with another argument; only a float32 params[i] may be its own
-        masters[i]. device_step: its numbers and counts take the place of the hypers' step and grad_scale.
+        masters[i]. DeviceScalars need keys.
         """
-    def repeat(
-        self,
-        lists: AdamLists,
-        grads: Sequence[torch.Tensor],
-        hypers: Sequence[AdamHyper],
-        device_step: DeviceStep | None = None,
-    ) -> None:
+    def repeat(self, lists: AdamLists, grads: Sequence[torch.Tensor], hypers: Sequence[AdamHyper] | DeviceScalars) -> None:
         """Do the same as step, with the same checks, with lists that were read before."""
     @property
     def table_builds(self) -> int:

@@ -82,6 +82,9 @@ def shard(
         shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
         its options say, to the bits of the unsharded step. master=None is "fp32" here; with "split" the bfloat16 weights are
         the upper half of the masters; with stochastic_rounding there is no master, and weights start rounded to nearest.
+        capturable=True (without offload): the device decides on each step, an lr tensor and step(grad_scale=) are read there,
+        and on one rank a whole iteration can be captured in a CUDA graph, after one without; a replay logs no skipped step,
+        and raises nothing at the minimum loss scale. Several ranks step outside of graphs, and do not compare such tensors.
         None for a model that only runs forward (a teacher, a reward model), and None comes back: its weights are sharded at
         stage 3, with offload={"params": "cpu"} in host memory, and whole on the device below. Gradients may flow through
         it; where one reaches a parameter, backward raises RuntimeError.
@@ -223,7 +226,7 @@ def shard(
     try:
         check_options(options)
         build.check_model(model, alone=comm.world_size == 1)
-        adam = given if optimizer is None else accept_optimizer(given)
+        adam = given if optimizer is None else accept_optimizer(given, offload)
         build.check_ownership(model, given)
         device = _rank_device(comm, model, adam, offload)
         specs = plan_units(model, units)
@@ -343,6 +346,9 @@ def shard(
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
         engine.state_io.carry(carried)
+        engine.go_on_from(None)
+        if optimizer is not None:  # from now on the engine has that state
+            adam._skipped, adam._device_state = adam.skipped_steps, None
         model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine

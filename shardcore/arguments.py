@@ -11,7 +11,7 @@ import torch
 
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
-from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim import AdamOptimizer, FusedAdam, check_capturable
 
 logger = logging.getLogger("shardcore")
 
@@ -232,17 +232,18 @@ class NoOptimizer:
         self.state: Any = {}
 
 
-def accept_optimizer(optimizer: object) -> AdamOptimizer:
+def accept_optimizer(optimizer: object, offload: object = None) -> AdamOptimizer:
     """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
+    for index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        if group.get("capturable") and offload is not None:
+            raise ValueError(
+                f"shard: param_groups[{index}].capturable is True with offload; expected False (the host steps over what is in "
+                "its memory, and has to know the norm for that)"
+            )
     if isinstance(optimizer, AdamOptimizer):
         if optimizer._engine is not None:
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
-        for index, group in enumerate(optimizer.param_groups):
-            if group["capturable"]:
-                raise ValueError(
-                    f"shard: param_groups[{index}].capturable is True; expected False for a sharded optimizer (its step "
-                    "decides on the host, together with the other ranks)"
-                )
+        check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
@@ -252,10 +253,10 @@ def accept_optimizer(optimizer: object) -> AdamOptimizer:
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
-        for key in ("differentiable", "capturable"):
-            if group.get(key):
-                raise ValueError(f"shard: param_groups[{index}].{key} is True; expected False for a sharded optimizer")
+        if group.get("differentiable"):
+            raise ValueError(f"shard: param_groups[{index}].differentiable is True; expected False for a sharded optimizer")
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")}
+        options["capturable"] = bool(group.get("capturable"))
         decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
         groups.append({"params": list(group["params"]), "adam_w_mode": decoupled, **options})
     return FusedAdam(groups)

@@ -79,9 +79,7 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<false, true, false>": [_BF16],
     "adam_kernel<false, false, true>": [_8BIT],
     "adam_kernel<true, true, true>": [_8BIT, _BF16, _F32, _AMSGRAD],
-    "device_scalars_kernel": [],  # tables alone
-    "step_verdict_kernel": [],  # the same
-    "verdict_scalars_kernel": [],
+    "device_step_kernel": [],  # tables alone
     # One loop a dtype. A lane has a float32 block's 8 loads in flight, or the 4 copies of the next round of 16-bit blocks.
     "sq_norm_kernel": [LoopRule(loads=4, stores=0), LoopRule(loads=4, stores=0), LoopRule(loads=8, stores=0)],
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements

@@ -41,13 +41,16 @@ def run_device_step(device: torch.device) -> int:
     """Steps that decide and count on the device, the last one skipped."""
     params, grads, *moments = ([make(device, torch.float32, *size) for size in SIZES] for _ in range(4))
     counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in SIZES]
-    skipped = torch.zeros((), dtype=torch.int64, device=device)
+    state = torch.zeros(6, dtype=torch.int64, device=device)
+    indices = list(range(len(SIZES)))
     lr = torch.full((), 0.01, dtype=torch.float64, device=device)
     hyper = _C.AdamHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1)
     for found_inf in (0.0, 1.0):
         found = torch.full((), found_inf, device=device)
-        device_step = _C.DeviceStep(counts, skipped, loss_scale=lr, found_inf=found, max_norm=1.0)
-        _C.AdamStepper().step(params, grads, *moments, [hyper], [0] * len(SIZES), device_step=device_step)
+        squares = _C.sq_norm(grads).unsqueeze(0)
+        terms = {"loss_scale": lr, "found_inf": found, "max_norm": 1.0}
+        scalars = _C.device_step(state, squares, counts, [0] * len(SIZES), [hyper], **terms)
+        _C.AdamStepper().step(params, grads, *moments, scalars, indices, keys=[(i, 0) for i in indices])
     return 2
 
 

@@ -39,7 +39,7 @@ struct AdamScalars {
   float minus_step_size;
   float decay;
   uint32_t stochastic_rounding;
-  uint32_t skip;        // the step is skipped: nothing is written (made on the device only, device_scalars.h)
+  uint32_t skip;        // the step is skipped: nothing is written (made on the device only, device_step.h)
   uint64_t random_key;  // of (seed, step)
 };
 

@@ -208,6 +208,17 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 
 }  // namespace
 
+std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count) {
+  const py::object items = items_of({op, "hyper_index"}, sequence, "a list of int");
+  check_count(op, "hyper_index", static_cast<size_t>(PySequence_Fast_GET_SIZE(items.ptr())), each, count);
+  std::vector<int64_t> indices(count);
+  for (size_t i = 0; i < count; ++i) {
+    const Where where{op, "hyper_index", static_cast<int64_t>(i)};
+    indices[i] = int_of(where, PySequence_Fast_GET_ITEM(items.ptr(), static_cast<Py_ssize_t>(i)));
+  }
+  return indices;
+}
+
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
@@ -237,12 +248,10 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
   return SegmentReader(lists, grads[i], i, device).read();
 }
 
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
-                   const int64_t* skipped, OverlapCheck& overlap) {
-  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, step, skip };
-  constexpr const char* kNames[] = {
-      "params",          "grads",          "exp_avgs",          "exp_avg_sqs",        "masters",
-      "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "device_step.counts", "device_step.skipped"};
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, OverlapCheck& overlap) {
+  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales };
+  constexpr const char* kNames[] = {"params",  "grads",           "exp_avgs",       "exp_avg_sqs",
+                                    "masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"};
   constexpr int kIndexBits = 40;  // of a tag; above them the name
   const auto count = static_cast<int64_t>(segments.size());
   std::vector<MemoryRange> written, read;
@@ -256,7 +265,6 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
   };
   for (int64_t i = 0; i < count; ++i) {
     const AdamSegment& t = segments[static_cast<size_t>(i)];
-    if (!counts.empty()) add(step, i, counts[static_cast<size_t>(i)], sizeof(int64_t));
     if (t.numel == 0) continue;
     add(params, i, t.param, t.numel * itemsize(t.param_dtype));
     add_to(read, grads, i, t.grad, t.numel * itemsize(t.grad_dtype));
@@ -267,7 +275,6 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     add(exp_avg_scales, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
     add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
   }
-  add(skip, count, skipped, sizeof(int64_t));
   if (const auto found = overlap.find(std::move(written), std::move(read))) {
     const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
     const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);

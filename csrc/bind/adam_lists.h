@@ -39,13 +39,14 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                         const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales);
 
+// Reads a list of indices of hypers, one for `each` of `count`.
+std::vector<int64_t> hyper_indices_of(const char* op, const py::handle& sequence, const char* each, size_t count);
+
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);
 
-// Refuses tensors of these segments of `lists` that share memory which the step writes. counts (empty, or one a segment) and
-// skipped (or null) are int64.
-void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, const std::vector<int64_t*>& counts,
-                   const int64_t* skipped, OverlapCheck& overlap);
+// Refuses tensors of these segments of `lists` that share memory which the step writes.
+void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments, OverlapCheck& overlap);
 
 // Lists read once, for steps that repeat the last one.
 struct __attribute__((visibility("hidden"))) PyAdamLists {

@@ -112,7 +112,6 @@ void bind_adam(py::module_& module);
 void bind_ops(py::module_& module);
 void bind_moments(py::module_& module);
 void bind_offload(py::module_& module);
-void bind_step_verdict(py::module_& module);
 void bind_storage(py::module_& module);
 
 }  // namespace shardcore::bind

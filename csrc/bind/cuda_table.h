@@ -16,6 +16,10 @@
 
 #include <cstring>
 #include <initializer_list>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "core/chunks.h"
@@ -44,8 +48,45 @@ inline size_t size_bytes_of(HostPieces pieces) {
   return size_bytes;
 }
 
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// A table that a graph being captured will read: complete on return, and no part of the graph, so that replays copy nothing and
+// need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the graph, whose other
+// kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it. Nothing tells when
+// the last graph that reads it is gone, so a table is kept for good (a few KiB a thousand tensors), and given again to a
+// capture that needs an equal one.
+inline at::Tensor table_for_graphs(HostPieces pieces, at::Device device) {
+  static auto& lock = *new std::mutex;  // both outlive CUDA at exit
+  static auto& kept = *new std::map<std::pair<int, std::string>, at::Tensor>;
+  std::string content;
+  for (const HostBytes& piece : pieces) content.append(static_cast<const char*>(piece.data), piece.size_bytes);
+  const std::lock_guard<std::mutex> guard(lock);
+  at::Tensor& table = kept[{device.index(), content}];
+  if (table.defined()) return table;
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  void* memory = nullptr;
+  cudaStream_t side = nullptr;
+  SHARDCORE_CUDA_CHECK(cudaMalloc(&memory, content.size()));
+  SHARDCORE_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  const cudaError_t copied = cudaMemcpyAsync(memory, content.data(), content.size(), cudaMemcpyHostToDevice, side);
+  const cudaError_t done = cudaStreamSynchronize(side);
+  cudaStreamDestroy(side);
+  SHARDCORE_CUDA_CHECK(copied);
+  SHARDCORE_CUDA_CHECK(done);
+  table = at::for_blob(memory, {static_cast<int64_t>(content.size())})
+              .target_device(device)
+              .options(at::TensorOptions().dtype(at::kByte).device(device))
+              .make_tensor();
+  return table;
+}
+
 // Copies host memory to the device in stream order; returns at once.
 inline at::Tensor upload(HostPieces pieces, at::Device device) {
+  if (is_capturing(current_stream(device))) return table_for_graphs(pieces, device);
   const auto size = static_cast<int64_t>(size_bytes_of(pieces));
   const at::Tensor pinned = at::empty({size}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   auto* to = static_cast<char*>(pinned.data_ptr());
@@ -54,47 +95,6 @@ inline at::Tensor upload(HostPieces pieces, at::Device device) {
     to += piece.size_bytes;
   }
   return pinned.to(device, at::kByte, /*non_blocking=*/true);
-}
-
-inline bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status{};
-  SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
-// The same for a table that a graph being captured will read: complete on return, and no part of the graph, so that replays
-// copy nothing and need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the
-// graph, whose other kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it.
-inline at::Tensor upload_for_graph(HostPieces pieces, at::Device device) {
-  const size_t size_bytes = size_bytes_of(pieces);
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  void* memory = nullptr;
-  SHARDCORE_CUDA_CHECK(cudaMalloc(&memory, size_bytes));
-  const auto release = [](void* p) {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    cudaFree(p);  // waits for kernels that read it; at exit CUDA may be gone, and with it the memory
-    cudaThreadExchangeStreamCaptureMode(&mode);
-  };
-  const at::Tensor table = at::from_blob(memory, {static_cast<int64_t>(size_bytes)}, release,
-                                         at::TensorOptions().dtype(at::kByte).device(device), device);
-  cudaStream_t side = nullptr;
-  SHARDCORE_CUDA_CHECK(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  cudaError_t copied = cudaSuccess;
-  auto* to = static_cast<char*>(memory);
-  for (const HostBytes& piece : pieces) {
-    if (copied == cudaSuccess) copied = cudaMemcpyAsync(to, piece.data, piece.size_bytes, cudaMemcpyHostToDevice, side);
-    to += piece.size_bytes;
-  }
-  const cudaError_t done = cudaStreamSynchronize(side);
-  cudaStreamDestroy(side);
-  SHARDCORE_CUDA_CHECK(copied);
-  SHARDCORE_CUDA_CHECK(done);
-  return table;
-}
-
-inline at::Tensor upload_table(HostPieces pieces, at::Device device, bool for_graph) {
-  return for_graph ? upload_for_graph(pieces, device) : upload(pieces, device);
 }
 
 // Segments and, behind them, their chunks: one copy to the device for both.
@@ -106,14 +106,14 @@ struct DeviceTable {
   int64_t num_chunks = 0;
 
   DeviceTable() = default;
-  DeviceTable(const std::vector<Segment>& segments, int64_t chunk_numel, at::Device device, bool for_graph = false) {
+  DeviceTable(const std::vector<Segment>& segments, int64_t chunk_numel, at::Device device) {
     const auto count = static_cast<int64_t>(segments.size());
     const auto table = make_chunks(
         count, [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, chunk_numel);
     num_segments = count;
     num_chunks = static_cast<int64_t>(table.size());
     if (num_chunks == 0) return;
-    bytes = upload_table({bytes_of(segments), bytes_of(table)}, device, for_graph);
+    bytes = upload({bytes_of(segments), bytes_of(table)}, device);
   }
   const Segment* segments() const { return static_cast<const Segment*>(bytes.const_data_ptr()); }
   const Chunk* chunks() const { return reinterpret_cast<const Chunk*>(segments() + num_segments); }
@@ -126,11 +126,11 @@ struct NormTable {
   int64_t num_chunks = 0;
 
   NormTable() = default;
-  NormTable(const std::vector<NormSegment>& segments, at::Device device, bool for_graph = false) {
+  NormTable(const std::vector<NormSegment>& segments, at::Device device) {
     const NormPlan plan(segments);
     num_chunks = plan.num_chunks;
     if (items.take(plan.items)) return;
-    bytes = upload_table({bytes_of(plan.items)}, device, for_graph);
+    bytes = upload({bytes_of(plan.items)}, device);
     items.table = static_cast<const NormItem*>(bytes.const_data_ptr());
     items.count = static_cast<int32_t>(plan.items.size());
   }

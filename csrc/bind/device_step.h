@@ -1,10 +1,9 @@
-// DeviceStep: what a capturable step reads and counts on the device, as Python gives it.
+// What Python passes to a step that the device decides on, and the scalars that the device makes.
 #pragma once
 
-#include <optional>
 #include <vector>
 
-#include "adam/device_scalars.h"
+#include "adam/device_step.h"
 #include "bind/checks.h"
 
 namespace shardcore::bind {
@@ -30,23 +29,15 @@ std::vector<PyAdamHyper> hypers_of(const py::handle& sequence);
 // What kernels read of them. Refuses a tensor as lr.
 std::vector<AdamScalars> scalars_of(const char* op, const std::vector<PyAdamHyper>& hypers);
 
-struct __attribute__((visibility("hidden"))) PyDeviceStep {
-  TensorList counts;
-  at::Tensor skipped;
-  NumberArg grad_scale, loss_scale, found_inf;
-  std::optional<double> max_norm;
+struct __attribute__((visibility("hidden"))) PyLossScaleRule {
+  LossScaleRule rule;
 };
 
-// Plain data. decision.sq_norm is not set: the norm is not known before the kernels run.
-struct DevicePlan {
-  std::vector<DeviceHyper> hypers;
-  std::vector<DeviceCount> counts;
-  DeviceDecision decision;
-  bool clips = false;
+// `count` AdamScalars where the tensors of their step are.
+struct __attribute__((visibility("hidden"))) PyDeviceScalars {
+  int64_t count = 0;
+  at::Tensor bytes;
 };
-
-// Checks `step` for a call over hyper_index.size() tensors on `device`; leaves out the hypers.
-DevicePlan plan_of(const PyDeviceStep& step, const std::vector<int64_t>& hyper_index, at::Device device);
 
 void bind_device_step(py::module_& module);
 

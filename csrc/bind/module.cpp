@@ -43,7 +43,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_ops(module);
   shardcore::bind::bind_moments(module);
   shardcore::bind::bind_offload(module);
-  shardcore::bind::bind_step_verdict(module);
   shardcore::bind::bind_storage(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
   module.def("set_cpu_isa", &shardcore::set_cpu_isa, pybind11::arg("name"));

@@ -76,8 +76,8 @@ class Managed:
     index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of its slot in the bucket.
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
     grad_view: what stage 0 handed out as `param.grad`.
-    step: how many updates it has had. skips: how many steps were skipped. pending: a bit for each step of which the host does
-        not know yet (engine/verdicts.py, Note [Counts]).
+    step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
+        how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
     place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
     changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
         and a load makes up for what was before it.
@@ -91,8 +91,8 @@ class Managed:
     used: bool = False
     has_grad: bool = False
     step: int = 0
-    skips: int = 0
-    pending: int = 0
+    tried: int = 0
+    cohort: int = 0
     grad_view: torch.Tensor | None = None
     place: tuple[int, int] = (0, 0)
     version: int = 0
@@ -101,11 +101,6 @@ class Managed:
     def place_now(self) -> tuple[int, int]:
         """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
         return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
-
-    @property
-    def tried(self) -> int:
-        """How many steps had its gradient, skipped ones included: known by every rank at the same time."""
-        return self.step + self.skips + self.pending.bit_count()
 
     @property
     def edited(self) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from shardcore.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.clip import OwnGrads
+from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.host_grads import GradHome
 from shardcore.engine.lazy import LazyStep
 from shardcore.engine.loss_scale import LossScaler
@@ -30,10 +31,9 @@ from shardcore.engine.state_io import OptimizerStateIO
 from shardcore.engine.store import StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.updater import Updater
-from shardcore.engine.verdicts import Outcomes, verdicts_for
 from shardcore.engine.weights import Weights
 from shardcore.engine.whole_values import WholeValues
-from shardcore.optim import EngineRef, step_tensor
+from shardcore.optim import DeviceScale, DeviceState, EngineRef, capturing, step_tensor
 
 
 class Engine:
@@ -76,16 +76,21 @@ class Engine:
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        self._verdicts = verdicts_for(device, store.tier, comm, lazy is not None, scaler)
-        self.outcomes = Outcomes(optimizer, scaler, late=self._verdicts is not None)
+        groups = optimizer.param_groups
+        capturable = any(group["capturable"] for group in groups)
+        self.device_step: DeviceStep | None = None
+        if decides_on_device(device, store.tier, comm, lazy is not None, capturable):
+            counted = [managed for bucket in self.buckets if bucket.group is not None for managed in bucket.params]
+            self.device_step = DeviceStep(device, comm.world_size, scaler, counted)
+        self.outcomes = Outcomes(optimizer, scaler, self.device_step)
         constant = [*self.constant.values()]
-        self.updater = Updater(self.buckets, store, comm, lifetimes, optimizer.param_groups, constant, self._verdicts)
+        self.updater = Updater(self.buckets, store, comm, lifetimes, groups, constant, self.device_step)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(model)
         self.state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.whole_values = WholeValues(comm, device)
-        self.state_io = OptimizerStateIO(self.updater, optimizer.param_groups, self.whole_values.of_buckets)
+        self.state_io = OptimizerStateIO(self.updater, groups, self.whole_values.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a sharded model is an ordinary model: it has no engine."""
@@ -109,9 +114,18 @@ class Engine:
             self.lazy.finish()
         self.updater.raise_failure()
 
-    def settle(self) -> None:
-        """Learn what became of the steps so far: norms, counts, loss scale. Waits for the device if that decides on them."""
-        self.outcomes.settle()
+    def settle(self, counts: bool = False) -> None:
+        """Learn what became of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
+
+        Waits for the device if that decides on them.
+        """
+        self.outcomes.settle(counts)
+
+    @property
+    def device_state(self) -> DeviceState:
+        """What capturable steps leave on the device."""
+        assert self.device_step is not None
+        return self.device_step.state
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -119,7 +133,7 @@ class Engine:
         self,
         closure: Callable[[], Any] | None,
         grads: Any,
-        grad_scale: float,
+        grad_scale: float | DeviceScale,
         max_norm: float | None,
         problems: list[Exception],
     ) -> Any:
@@ -138,20 +152,21 @@ class Engine:
             self._step(grad_scale, max_norm, problems)
         return loss
 
-    def _step(self, grad_scale: float, max_norm: float | None, problems: list[Exception]) -> None:
+    def _step(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         self.reducer.settle()
         try:
             self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
         except StepError as error:
             problems.append(error)
-        with _interrupts_held_back(), self.outcomes.lock:  # a step is whole on every rank
+        with _interrupts_held_back():  # a step is whole on every rank
             self._step_together(grad_scale, max_norm, problems)
 
-    def _step_together(self, grad_scale: float, max_norm: float | None, problems: list[Exception]) -> None:
+    def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         if self.weights is not None:
             self.weights.close_all()
         self.reducer.reduce_pending()
-        self.outcomes.poll()
+        if not capturing(self.device):  # which allows no question about events
+            self.outcomes.poll()
         late = () if problems else (self.outcomes.raise_late,)
         for get_ready in (*late, self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
             try:
@@ -197,6 +212,11 @@ class Engine:
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
+        if self.comm.world_size > 1 and capturing(self.device):
+            raise ValueError(
+                f"step: runs on {self.comm.world_size} ranks while a CUDA graph is captured; expected one rank (what ranks "
+                "compare before a step goes over the host, which a replay does not run)"
+            )
         if self.reducer.dropped:
             raise ValueError("step: the last backward ended in an error; expected one that succeeds, or zero_grad()")
         if self.scaler.unscaled:
@@ -257,14 +277,17 @@ class Engine:
         self.scaler.check_state("load_state_dict", scale)
         optimizer: Any = self._optimizer()  # it makes this call
         optimizer.state.others = self.state_io.load_state_dict(state_dict)
-        self.load_loss_scale(scale)
+        self.go_on_from(scale)
         self.updater.loaded += self.scaler.told
 
-    def load_loss_scale(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from a state that LossScaler.check_state accepts; None keeps the scale. Errors of earlier steps are logged."""
-        self.scaler.load_state(state)
-        if self._verdicts is not None:
-            self._verdicts.take_scale()
+    def go_on_from(self, scale: Mapping[str, Any] | None) -> None:
+        """Go on from the counts that parameters were given, and a loss scale that LossScaler.check_state accepts, or None.
+
+        Errors of earlier steps are logged.
+        """
+        self.scaler.load_state(scale)
+        if self.device_step is not None:
+            self.device_step.load()
         self.outcomes.forget_late()
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -320,7 +343,7 @@ class Engine:
         number of `backwards` is.
         """
         self.reducer.settle()
-        self.settle()
+        self.settle(counts=True)
         problem: Exception | None = None
         what = ""
         try:

@@ -61,7 +61,7 @@ class LossScaler:
 
     scale: what the loss of the next backward is multiplied by. active: whether losses are scaled at all. unscaled: a backward
     since the gradients were last forgotten ran on a loss that was not scaled by `scale`. rule: how it moves; None: it does not.
-    live, live_unscale: where the device moves it (engine/verdicts.py), the scale and 1 / (ranks * scale) there, float64 of
+    live, live_unscale: where the device moves it (engine/device_step.py), the scale and 1 / (ranks * scale) there, float64 of
     shape (), ahead of `scale`; `loaded` lets them follow a state that was loaded.
     """
 
@@ -132,21 +132,30 @@ class LossScaler:
         """Learn that a step was made or skipped, perhaps long before what became of it is known here."""
         self._steps += 1
 
-    def _move(self, overflow: bool) -> None:
+    @property
+    def state_now(self) -> tuple[float, int, int]:
+        """The scale, its stable steps, and the overflows left until it halves."""
+        return self.scale, self.stable_steps, self.hysteresis_left
+
+    def follow(self, state: tuple[float, int, int]) -> None:
+        """Take the state that the device moved to, if it moves."""
         if self.rule is not None:
-            state = self.scale, self.stable_steps, self.hysteresis_left
-            self.scale, self.stable_steps, self.hysteresis_left = self.rule.after(*state, overflow)
+            self.scale, self.stable_steps, self.hysteresis_left = state
 
-    def after_update(self) -> None:
-        """Learn that a step updated the weights."""
-        self._move(overflow=False)
+    def after_update(self, state: tuple[float, int, int] | None = None) -> None:
+        """Learn that a step updated the weights. state: as the device moved it; None: it moves here."""
+        if self.rule is not None:
+            self.follow(state or self.rule.after(*self.state_now, False))
 
-    def after_overflow(self) -> str:
-        """Learn that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low."""
-        if self.options is None:
+    def after_overflow(self, state: tuple[float, int, int] | None = None) -> str:
+        """Learn that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low.
+
+        state: as in `after_update`.
+        """
+        if self.options is None or self.rule is None:
             return f"; the loss scale stays {self.scale:g}" if self.active else ""
         old, waits = self.scale, self.hysteresis_left > 1
-        self._move(overflow=True)
+        self.follow(state or self.rule.after(*self.state_now, True))
         if waits:
             return f"; the loss scale stays {self.scale:g} (overflows until it halves: {self.hysteresis_left})"
         if old <= self.options.minimum:

@@ -266,7 +266,6 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
         return f"that of the optimizer{f' with the loss scale {loaded_scale()}' if scale else ''}"
 
     engine.together(_OP, check)
-    engine.load_loss_scale(loaded_scale())
     rounded: list[str] = []
     for name, (bucket, managed) in keys.items():
         key = name.rpartition(".")[2]
@@ -280,6 +279,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
             kept = engine.store.read(bucket, key, piece.start, piece.numel)
             if name not in rounded and not torch.equal(kept.to(values), values):
                 rounded.append(name)
+    engine.go_on_from(loaded_scale())
     warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
 
 

@@ -27,8 +27,8 @@ class ShardedStates(Mapping[Any, Any]):
     others: what the user keeps there under other keys, on this rank.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[], None], others: dict[Any, Any]) -> None:
-        """Show the parameters that `buckets`, those with an optimizer group, update, once `settle` has made counts known."""
+    def __init__(self, buckets: Sequence[Bucket], settle: Callable[[bool], None], others: dict[Any, Any]) -> None:
+        """Show the parameters that `buckets`, those with an optimizer group, update, once `settle(True)` has read counts."""
         self._settle = settle
         self._managed: dict[Any, Managed] = {managed.param: managed for bucket in buckets for managed in bucket.params}
         self.others = others
@@ -36,7 +36,7 @@ class ShardedStates(Mapping[Any, Any]):
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, torch.Tensor):
             return self.others[key]
-        self._settle()
+        self._settle(True)
         return _ParamStates({"step": step_tensor(self._managed[key].step)})
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -14,10 +14,10 @@ import torch
 from shardcore._native import _C
 from shardcore.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.device_step import Arrival, DeviceStep
 from shardcore.engine.store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
-from shardcore.engine.verdicts import DeviceVerdicts, Outcome
-from shardcore.optim import check_options, hyper_of
+from shardcore.optim import DeviceScale, check_options, hyper_of, lr_on_device
 from shardcore.telling import first_difference, plain
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
@@ -52,14 +52,14 @@ class Updater:
         lifetimes: Lifetimes,
         groups: Sequence[Mapping[str, Any]],
         constant: Sequence[Managed],
-        verdicts: DeviceVerdicts | None,
+        device_step: DeviceStep | None,
     ) -> None:
         """Serve the buckets that the optimizer's `groups` (live param_groups) update.
 
-        constant: the weights that no step updates; ranks compare how these were loaded and edited, too. verdicts: what decides
-        in place of the host, which then waits for nothing (engine/verdicts.py).
+        constant: the weights that no step updates; ranks compare how these were loaded and edited, too. device_step: what
+        decides in place of the host, which then waits for nothing (engine/device_step.py).
         """
-        self._verdicts = verdicts
+        self._device_step = device_step
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
@@ -76,14 +76,14 @@ class Updater:
     @torch.no_grad()
     def decide(
         self,
-        grad_scale: float,
+        grad_scale: float | DeviceScale,
         max_norm: float | None,
         problems: list[Exception],
         loss_scale: float | None = 1.0,
         backwards: int = 0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
-    ) -> tuple[float | Outcome | None, Plan | None]:
+    ) -> tuple[float | Arrival | None, Plan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
@@ -94,23 +94,34 @@ class Updater:
         `order` may differ.
         """
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
-        terms = {"grad_scale": grad_scale, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
+        given = (grad_scale.grad_scale, grad_scale.loss_scale) if isinstance(grad_scale, DeviceScale) else grad_scale
+        terms = {"grad_scale": given, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
         squares, same_order = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
         if not active:
             return None, None
-        if self._verdicts is not None:
-            spans, hypers, since = self._plan(active, grad_scale)
+        if self._device_step is not None:
+            updated = list(self._with_grad(active))
+            first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
+            index_of = {m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)}
             if self.comm.world_size > 1:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
-            scalars, outcome = self._verdicts.decide(squares, hypers, since, grad_scale, max_norm)
-            return outcome, Plan(spans, scalars, list(self._with_grad(spans)), same_order)
+            scalars, outcome = self._device_step.decide(squares, updated, self.groups, grad_scale, max_norm)
+            return outcome, Plan(self._spans_of(active, index_of), scalars, updated, same_order)
+        assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
         norm *= abs(grad_scale)
         if scale is None:
             return norm, None
-        spans, hypers, _ = self._plan(active, scale)
-        return norm, Plan(spans, hypers, list(self._with_grad(spans)), same_order)
+        updated, hypers = list(self._with_grad(active)), list[_C.AdamHyper]()
+        first = {}
+        for managed in updated:
+            assert managed.group is not None
+            if (managed.group, managed.step) not in first:
+                first[managed.group, managed.step] = len(hypers)
+                hypers.append(hyper_of(self.groups[managed.group], managed.step + 1, scale))
+        index_of = {managed: first[managed.group, managed.step] for managed in updated}
+        return norm, Plan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     @torch.no_grad()
     def apply(self, plan: Plan) -> None:
@@ -176,7 +187,7 @@ class Updater:
         self,
         active: Sequence[Bucket],
         problems: list[Exception],
-        terms: Mapping[str, float | None],
+        terms: Mapping[str, object],
         order: int,
         ways: Sequence[str],
     ) -> tuple[torch.Tensor, bool]:
@@ -189,7 +200,7 @@ class Updater:
         digest = zlib.crc32("\n".join(told).encode())
         said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
-        if self._verdicts is not None:
+        if self._device_step is not None:
             rows = self.comm.tell(said, Traffic.STEP, "a step")
         else:
             rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
@@ -206,14 +217,16 @@ class Updater:
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all())
 
-    def _told(self, terms: Mapping[str, float | None]) -> list[str]:
+    def _told(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
         options = (
-            f"param_groups[{index}].{key}={plain(group[key])}" for index, group in enumerate(self.groups) for key in _TERMS
+            f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else plain(group[key])}"
+            for index, group in enumerate(self.groups)
+            for key in _TERMS
         )
         params = (
             f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after "
-            f"{managed.step if self._verdicts is None else managed.tried} steps" + managed.changes
+            f"{managed.step if self._device_step is None else managed.tried} steps" + managed.changes
             for bucket in self.buckets
             for managed in bucket.params
         )
@@ -234,31 +247,18 @@ class Updater:
         count = sum(bool(managed.changes) for managed in self._every())
         return f" after {count} of its weights were loaded or edited" if count else ""
 
-    def _plan(self, active: Sequence[Bucket], scale: float) -> tuple[dict[Bucket, list[Span]], list[_C.AdamHyper], list[int]]:
-        """Cut the owned ranges into spans of equal scalars; padding between parameters rides along (all zeros).
+    def _spans_of(self, active: Sequence[Bucket], index_of: Mapping[Managed, int]) -> dict[Bucket, list[Span]]:
+        """Cut the owned ranges into spans of equal scalars, `index_of` each parameter; padding between rides along (all zeros).
 
-        Where random bits are drawn each parameter has spans of its own: they are keyed by it. Returns the spans, what their
-        scalars are made from, and for each of these the steps that may have counted (verdicts.py, Note [Counts]).
+        Where random bits are drawn each parameter has spans of its own: they are keyed by it.
         """
-        hypers: list[_C.AdamHyper] = []
-        index_of: dict[tuple[int, int, int], int] = {}
-
-        def index(group: int, managed: Managed) -> int:
-            key = group, managed.step, managed.pending
-            if key not in index_of:
-                index_of[key] = len(hypers)
-                hypers.append(hyper_of(self.groups[group], managed.step + 1, scale))
-            return index_of[key]
-
         plan: dict[Bucket, list[Span]] = {}
         for bucket in active:
-            assert bucket.group is not None
-            group = bucket.group
-            indices = tuple(index(group, m) if m.has_grad else None for m in bucket.params)
+            indices = tuple(index_of.get(managed) for managed in bucket.params)
             if bucket not in self._spans or self._spans[bucket][0] != indices:
                 self._spans[bucket] = indices, self._cut(bucket, indices)
             plan[bucket] = self._spans[bucket][1]
-        return plan, hypers, [pending for _, _, pending in index_of]
+        return plan
 
     def _cut(self, bucket: Bucket, indices: Sequence[int | None]) -> list[Span]:
         """Cut a bucket's owned range; `indices` says which scalars update each of its parameters, None: it stays."""

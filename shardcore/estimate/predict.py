@@ -119,7 +119,7 @@ def predict(
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
     check_options(chosen | {"sharers": len(comm.sharers)})
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam)
+    accept_optimizer(adam, chosen["offload"])
     build.check_ownership(model, adam)
 
     specs = plan_units(model, chosen["units"])

@@ -21,13 +21,15 @@ from shardcore.optim.norm import by_engine, clip_grad_norm_, global_norm, join, 
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
+    check_capturable,
     check_dtype,
     check_options,
     draws_random_bits,
     dtype_name,
     hyper_of,
+    lr_on_device,
 )
-from shardcore.optim.scale import check_max_norm
+from shardcore.optim.scale import DeviceScale, DeviceState, capturing, check_max_norm
 from shardcore.optim.state import ParamState, StepCount, step_count, step_tensor
 from shardcore.optim.storage import (
     MASTER_STORAGE,
@@ -48,11 +50,15 @@ __all__ = [
     "SCALES",
     "AdamOptimizer",
     "CPUAdam",
+    "DeviceScale",
+    "DeviceState",
     "EngineRef",
     "FusedAdam",
     "ParamState",
     "StepCount",
     "by_engine",
+    "capturing",
+    "check_capturable",
     "check_dtype",
     "check_max_norm",
     "check_options",
@@ -69,6 +75,7 @@ __all__ = [
     "join",
     "joined_master",
     "joined_state",
+    "lr_on_device",
     "moment_values",
     "new_moments",
     "norm_part",

@@ -29,7 +29,7 @@ from shardcore.optim.hooked import hooked_step
 from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
 from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
 from shardcore.optim.repeat import Repeat
-from shardcore.optim.scale import DeviceScale, capturing, check_max_norm, device_scale, host_scale
+from shardcore.optim.scale import DeviceScale, DeviceState, capturing, check_max_norm, device_scale, host_scale
 from shardcore.optim.state import States
 from shardcore.optim.uncompiled import uncompiled
 
@@ -84,7 +84,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         given = listed(self._op, params)
         self._engine = None
         self._skipped = 0
-        self._device_skipped: torch.Tensor | None = None  # of capturable steps: int64 of shape ()
+        self._device_state: DeviceState | None = None  # of capturable steps
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
         super().__init__(given, defaults)
@@ -110,7 +110,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         check_capturable(self._op, [*self.param_groups, group], self._capture_type)
         super().add_param_group(param_group)
         if group["capturable"] and plain:
-            self._skip_counter(plain[0].device)
+            self._state_on(plain[0].device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TypeError for `state` once it lies in shards, where a new dict would change nothing."""
@@ -129,13 +129,15 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             self._dtensors = find_rows(self._op, params, self._dtensors)
         return self._dtensors
 
-    def _skip_counter(self, device: torch.device) -> torch.Tensor:
-        """Return what capturable steps count skipped ones in."""
-        if self._device_skipped is None:
+    def _state_on(self, device: torch.device) -> DeviceState:
+        """Return what capturable steps leave on the device."""
+        if self._engine is not None:
+            return self._engine.device_state
+        if self._device_state is None:
             if capturing(device):
                 raise ValueError(f"{self._op}: capturable was set after construction; expected a step before the capture")
-            self._device_skipped = torch.zeros((), dtype=torch.int64, device=device)
-        return self._device_skipped
+            self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
+        return self._device_state
 
     @property
     def skipped_steps(self) -> int:
@@ -148,13 +150,13 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     def skipped_steps(self, count: int) -> None:
         self._skipped += count - self.skipped_steps
 
-    def _count_skip(self) -> int:
-        """Count a skipped step, and return how many there were until it."""
-        self._skipped += 1
+    def _count_skip(self, count: int = 1) -> int:
+        """Count skipped steps, and return how many there were until then."""
+        self._skipped += count
         return self._skipped_so_far()
 
     def _skipped_so_far(self) -> int:
-        return self._skipped + (0 if self._device_skipped is None else int(self._device_skipped.item()))
+        return self._skipped + (0 if self._device_state is None else self._device_state.skipped)
 
     @overload
     def step(
@@ -199,7 +201,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         queued on the current stream; max_norm waits for it, but with capturable, where grad_scale may be a tensor on the
         device: then a scale that is not finite skips, too, and a skipped step is not logged.
         """
-        capturable = self._engine is None and any(group["capturable"] is True for group in self.param_groups[:1])
+        capturable = any(group["capturable"] is True for group in self.param_groups[:1])
         dtensors = {} if self._engine is not None else self._find_dtensors()
         by_mesh = max_norm is not None and not capturable and any_sharded(dtensors)
         refusal, limit = Refusal(self._op, by_mesh or self._engine is not None), None
@@ -210,7 +212,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
                 check_grads_list(self._op, self.param_groups, grads)
             scale = self._scale(grad_scale, limit, capturable)
         if self._engine is not None:
-            assert isinstance(scale, float)
             return self._engine.step(closure, grads, scale, limit, refusal.problems)  # type: ignore[no-any-return]
         loss = None
         if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
@@ -223,13 +224,11 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
         loss_scale = getattr(self, "grad_scale", None)
-        if self._engine is not None:
-            return host_scale(self._op, grad_scale, loss_scale)
         params = (p for group in self.param_groups for p in group.get("params", ()) if isinstance(p, torch.Tensor))
         device = next((p.device for p in params), torch.device("cpu"))
         if capturable:
-            found_inf, skipped = getattr(self, "found_inf", None), self._skip_counter(device)
-            return device_scale(self._op, grad_scale, loss_scale, found_inf, max_norm, skipped)
+            found_inf = getattr(self, "found_inf", None) if self._engine is None else None  # an engine looks by itself
+            return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, max_norm)
         if capturing(device):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
@@ -366,7 +365,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             )
         self._repeat = None
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_skipped": self._skipped, "_device_skipped": self._device_skipped}
+        return {**state, "_skipped": self._skipped, "_device_state": self._device_state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._engine, self._steppers = None, {}
@@ -404,7 +403,7 @@ class FusedAdam(AdamOptimizer):
         and gradients where the graph found them, and capture again after load_state_dict (it replaces an lr tensor, too) or
         another set of gradients. Each replay reads lr and grad_scale anew if they are tensors on the device (float32 or
         float64; their values are not checked); numbers and other options stay as captured. The optimizer must live as long
-        as its graphs. Sharded DTensors take no max_norm then: their norm needs other ranks.
+        as its graphs. Sharded DTensors take no max_norm then: their norm needs other ranks. For shardcore.shard see there.
 
     Raises ValueError or TypeError for what cannot work.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);

@@ -181,6 +181,7 @@ class Update:
         self._op, self._on_device = op, on_device
         self.calls: dict[torch.device, Call] = {}
         self.sources: list[tuple[Group, ParamState | None]] = []  # what makes each call's scalars; None: the device counts
+        self.source_of: list[int] = []  # of each of states, where the device makes scalars for each
         self._new_states: dict[torch.Tensor, ParamState] = {}
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
         self.states: list[ParamState] = []
@@ -245,7 +246,9 @@ class Update:
                 raise self._other_state(key[0], "exp_avg", exp_avg, dtypes.exp_avg, f"state_dtype={state_dtype!r}")
             call.exp_avgs.append(exp_avg)
             call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
-            call.hyper_index.append(hyper)
+            call.hyper_index.append(len(self.source_of) if self._on_device else hyper)
+            if self._on_device:
+                self.source_of.append(hyper)
             call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
             call.exp_avg_scales.append(state.extra("exp_avg_scale"))
             call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
@@ -312,13 +315,14 @@ class Update:
         """Call the kernel once a device, with the stepper kept for that device. A DeviceScale belongs to a capturable step."""
         hypers = [_hyper(group, state, scale) for group, state in self.sources]
         for device, call in self.calls.items():
-            on_device = None
+            scalars: Sequence[_C.AdamHyper] | _C.DeviceScalars = hypers
             if isinstance(scale, DeviceScale):
-                on_device = scale.step([count.counter for count in self.device_counts])
+                counters = [count.counter for count in self.device_counts]
+                scalars = scale.decide(scale.squares(call.grads), counters, self.source_of, hypers)
             stepper = steppers.get(device)
             if stepper is None:
                 stepper = steppers[device] = _C.AdamStepper()
-            stepper.step(**call.lists(), grads=call.grads, hypers=hypers, device_step=on_device)
+            stepper.step(**call.lists(), grads=call.grads, hypers=scalars)
             call.grads = []  # they are the user's to free
 
     def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:

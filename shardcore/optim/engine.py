@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardcore.optim.scale import DeviceScale, DeviceState
+
 Gradients = Sequence[torch.Tensor | None]
 
 
@@ -85,17 +87,19 @@ class Engine(Protocol):
     """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
 
     The optimizer has checked the arguments; what it found is ``problem``, which the engine raises on every rank.
-    ``grad_scale`` is one number (a GradScaler's included) and multiplies. ``found_inf`` is not passed on: an engine looks for
-    non-finite gradients itself, on every rank.
+    ``grad_scale`` is one number (a GradScaler's included) and multiplies; with capturable the device reads it. ``found_inf`` is
+    not passed on: an engine looks for non-finite gradients itself, on every rank.
     """
 
     @property
     def grads_in_shards(self) -> bool: ...
+    @property
+    def device_state(self) -> DeviceState: ...
     def step(
         self,
         closure: Callable[[], Any] | None,
         grads: Gradients | None,
-        grad_scale: float,
+        grad_scale: float | DeviceScale,
         max_norm: float | None,
         problems: list[Exception],
     ) -> Any: ...

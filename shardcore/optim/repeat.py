@@ -43,6 +43,7 @@ class Repeat:
         index = {id(group): i for i, group in enumerate(groups)}
         self._sources = [(index[id(group)], None if state is None else state.count) for group, state in update.sources]
         self._counters = [count.counter for count in update.device_counts]
+        self._source_of = update.source_of
         counts = [state.count for state in update.states]
         self._counts = list({id(count): count for count in counts if isinstance(count, StepCount)}.values())
         Changes.keep(self)
@@ -89,16 +90,17 @@ class Repeat:
     def run(self, scale: float | DeviceScale, found: Found) -> None:
         """Step with the gradients that were found, and count the step."""
         if isinstance(scale, DeviceScale):
-            on_device = scale.step(self._counters)
-            hypers = [self._checked[i].hyper(self._groups[i]) for i, _ in self._sources]
+            of_groups = [self._checked[i].hyper(self._groups[i]) for i, _ in self._sources]
+            for stepper, lists, grads in found:  # of one device
+                scalars = scale.decide(scale.squares(grads), self._counters, self._source_of, of_groups)
+                stepper.repeat(lists, grads, scalars)
         else:
-            on_device = None
             hypers = [
                 self._checked[i].hyper(self._groups[i], 1 if count is None else count.value + 1, scale)
                 for i, count in self._sources
             ]
-        for stepper, lists, grads in found:
-            stepper.repeat(lists, grads, hypers, on_device)
+            for stepper, lists, grads in found:
+                stepper.repeat(lists, grads, hypers)
         for count in self._counts:
             count.value += 1
 

@@ -16,28 +16,61 @@ from shardcore.optim.options import device_number, number, on_device
 _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceScale:
-    """grad_scale multiplies, loss_scale divides. Tensors have one element; `skipped` is int64.
+class DeviceState:
+    """What the steps of one optimizer that the device decides on leave there (csrc/adam/device_step.h).
 
-    The step is skipped, and `skipped` counts it, if found_inf is not 0 or (with max_norm) the norm is not finite.
+    words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale), the norm, the skipped steps.
     """
 
-    grad_scale: float | torch.Tensor
-    loss_scale: float | torch.Tensor
-    found_inf: float | torch.Tensor
-    max_norm: float | None
-    skipped: torch.Tensor
+    def __init__(self, words: torch.Tensor) -> None:
+        self.words = words
 
-    def step(self, counters: Sequence[torch.Tensor]) -> "_C.DeviceStep":
-        """Return what the kernel reads and counts; counters: of each parameter's steps, int64 of one element."""
-        return _C.DeviceStep(
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return int(self.words[5].item())
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceScale:
+    """What multiplies the gradients of a step that the device decides on. Tensors have one element.
+
+    grad_scale multiplies, loss_scale divides. The step is skipped if found_inf is not 0 or (with max_norm) the norm is not
+    finite.
+    """
+
+    state: DeviceState
+    grad_scale: float | torch.Tensor
+    loss_scale: float | torch.Tensor = 1.0
+    found_inf: float | torch.Tensor = 0.0
+    max_norm: float | None = None
+
+    def squares(self, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the squared norm that `decide` takes, None if nothing is to be clipped."""
+        return None if self.max_norm is None else _C.sq_norm(grads).unsqueeze(0)
+
+    def decide(
+        self,
+        squares: torch.Tensor | None,
+        counters: Sequence[torch.Tensor],
+        hyper_index: Sequence[int],
+        hypers: "Sequence[_C.AdamHyper]",
+        ranks: int = 1,
+        rule: "_C.LossScaleRule | None" = None,
+    ) -> "_C.DeviceScalars":
+        """Queue the decision; returns the scalars of each parameter. counters: of their steps, int64 of one element."""
+        return _C.device_step(
+            self.state.words,
+            squares,
             counters,
-            self.skipped,
+            hyper_index,
+            hypers,
             grad_scale=self.grad_scale,
             loss_scale=self.loss_scale,
             found_inf=self.found_inf,
             max_norm=self.max_norm,
+            ranks=ranks,
+            rule=rule,
         )
 
 
@@ -54,14 +87,14 @@ def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
 
 
 def device_scale(
-    op: str, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None, skipped: torch.Tensor
+    op: str, state: DeviceState, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None
 ) -> DeviceScale:
     """Return the same for a capturable step; waits for nothing. Numbers are checked as host_scale does, tensors cannot be."""
     scale = device_number(op, "grad_scale", 1.0 if grad_scale is None else grad_scale)
     divisor = device_number(op, "optimizer.grad_scale", 1.0 if loss_scale is None else loss_scale)
     host_scale(op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor)))
     found = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
-    return DeviceScale(scale, divisor, found, max_norm, skipped)
+    return DeviceScale(state, scale, divisor, found, max_norm)
 
 
 def capturing(device: torch.device) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardcore.comm import Comm
-from shardcore.engine import verdicts
-from shardcore.engine.verdicts import Arrival
+from shardcore.engine import engine as engine_module
+from shardcore.engine.device_step import Arrival, StepResult
 
 
 @dataclass
@@ -27,13 +27,14 @@ def device_decides(late: bool | None = True, forced: bool = True) -> Iterator[Wa
     """
     waits, wait = Waits(), Arrival.wait
 
-    def counted(arrival: Arrival) -> float:
+    def counted(arrival: Arrival) -> StepResult:
         waits.count += 1
         return wait(arrival)
 
     with pytest.MonkeyPatch.context() as patch:
         if forced:
-            patch.setattr(verdicts, "decides_on_device", lambda device, tier, comm, lazy: tier == "device" and not lazy)
+            decides = lambda device, tier, comm, lazy, capturable: tier == "device" and not lazy  # noqa: E731
+            patch.setattr(engine_module, "decides_on_device", decides)
         patch.setattr(Arrival, "wait", counted)
         if late is not None:
             patch.setattr(Arrival, "here", property(lambda arrival: not late))

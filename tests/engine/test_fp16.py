@@ -154,7 +154,7 @@ def _overflow(rank: int, world_size: int, stage: int, alone: bool) -> dict[str, 
     if rank == 1:
         x[0, 0] = 60000.0
         if alone:
-            optimizer._engine.scaler.after_overflow = lambda: ""
+            optimizer._engine.scaler.after_overflow = lambda state: ""
     optimizer.scale_loss(loss_of(model, (x, y)) * 1e4).backward()
     optimizer.step()
     logging.getLogger("shardcore").removeHandler(handler)

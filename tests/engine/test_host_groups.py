@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardcore import comm as comm_module
 from shardcore import process_groups
 from shardcore.comm import Comm, Traffic
-from shardcore.engine.verdicts import decides_on_device
+from shardcore.engine.device_step import decides_on_device
 from shardcore.process_groups import slots_of, taken_slots, timeout_of
 from tests.choice import combinations
 from tests.engine.forced import as_on_nccl, device_decides
@@ -66,7 +66,7 @@ def _needs_no_device(comm: Comm) -> bool:
     """Whether the host would not wait for a GPU, where the stand-in's data lies."""
     comm.device, device = GPU, comm.device
     try:
-        assert decides_on_device(GPU, "device", comm, False) == (comm.tell_device == CPU)
+        assert decides_on_device(GPU, "device", comm, False, False) == (comm.tell_device == CPU)
         return comm.tell_device == CPU
     finally:
         comm.device = device

@@ -1,4 +1,4 @@
-"""AdamStepper.step with a DeviceStep on CPU tensors: wrong arguments are refused before anything is written."""
+"""_C.device_step on CPU tensors: the bits of the host's scalars and loss scale; wrong arguments are refused."""
 
 import math
 
@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from shardcore._native import _C
+from shardcore.engine.loss_scale import LossScale, LossScaler
 from tests.native.helpers import Lists, bits, make_hyper, nothing_written
+
+SCALE, STABLE, LEFT, UNSCALE, NORM, SKIPPED = range(6)
+FLOATS = (SCALE, UNSCALE, NORM)
 
 
 def lists():
@@ -24,137 +28,154 @@ def number(value, dtype=torch.float32):
     return torch.tensor(value, dtype=dtype)
 
 
+def words_of(scaler=None, ranks=1):
+    words = torch.zeros(6, dtype=torch.int64)
+    if scaler is not None:
+        words.view(torch.float64)[SCALE], words.view(torch.float64)[UNSCALE] = scaler.scale, 1.0 / (ranks * scaler.scale)
+        words[STABLE], words[LEFT] = scaler.stable_steps, scaler.hysteresis_left
+    return words
+
+
+def read(words):
+    return [(words.view(torch.float64) if i in FLOATS else words)[i].item() for i in range(6)]
+
+
+def squares(*norms):
+    return torch.tensor([[norm * norm, 0.0] for norm in norms], dtype=torch.float64)
+
+
+def decide(words=None, parts=None, counts=None, hypers=None, index=None, **terms):
+    words = words_of() if words is None else words
+    counts = counters(2) if counts is None else counts
+    return _C.device_step(words, parts, counts, index or [0] * len(counts), hypers or [make_hyper()], **terms)
+
+
+def update(made, scalars, index=None):
+    made.step(scalars, index or list(range(3)), keys=[(i, 0) for i in range(3)])
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_step_is_the_step_with_the_hosts_numbers(scaled):
     got, want = lists(), lists()
-    counts, skipped = counters(4, 4, 2**24), torch.tensor(0)
-    scale = {"grad_scale": number(0.75, torch.float64), "loss_scale": number(8.0), "max_norm": 0.3} if scaled else {}
-    factor = 1.0
+    counts, words = counters(4, 4, 2**24), words_of()
+    parts = torch.stack([_C.sq_norm(want.grads[:2]), _C.sq_norm(want.grads[2:])])
+    factor, terms = 1.0, {}
     if scaled:
-        factor = _C.clipped_scale(0.75 / 8.0, _C.norm_from_sq(_C.sq_norm(want.grads)), 0.3)
+        terms = {"grad_scale": number(-0.75, torch.float64), "loss_scale": number(8.0), "max_norm": 0.3}
+        norm = _C.norm_from_sq(_C.sq_norm_add(parts))
+        factor = _C.clipped_scale(-0.75 / 8.0, norm, 0.3)
     hypers = [make_hyper(lr=number(0.05, torch.float64), step=1, grad_scale=7.0), make_hyper(lr=0.2, beta1=0.5)]
-    got.step(hypers, [0, 0, 1], device_step=_C.DeviceStep(counts, skipped, **scale))
+    update(got, decide(words, parts if scaled else None, counts, hypers, [0, 0, 1], **terms))
     same = {"grad_scale": factor}
     want.step([make_hyper(step=5, **same), make_hyper(lr=0.2, beta1=0.5, step=2**24 + 1, **same)], [0, 0, 1])
     assert bits(got) == bits(want)
     assert [count.item() for count in counts] == [5, 5, 2**24 + 1]
-    assert skipped.item() == 0
+    assert read(words)[NORM:] == [norm * 0.75 / 8.0 if scaled else 0.0, 0]
 
 
-def test_a_skipped_step_only_counts():
-    made, counts, skipped = lists(), counters(4, 4, 4), torch.tensor(2)
+@pytest.mark.parametrize(
+    "terms",
+    [{"found_inf": number(1.0)}, {"bad": math.inf}, {"bad": math.nan}, {"bad": 1e39}, {"loss_scale": number(0.0)}],
+    ids=str,
+)
+def test_a_skipped_step_only_counts(terms):
+    """1e39 is finite in float64, and no float32."""
+    terms = dict(terms)
+    parts = squares(1.0, terms.pop("bad", 2.0))
+    made, counts, words = lists(), counters(4, 4, 4), words_of()
     with nothing_written(*counts):
         before = bits(made)
-        made.step([make_hyper()], device_step=_C.DeviceStep(counts, skipped, found_inf=number(1.0)))
-        made.grads[2][3] = math.inf
-        made.step([make_hyper()], device_step=_C.DeviceStep(counts, skipped, max_norm=1.0))
-        made.grads[2][3] = lists().grads[2][3]
-        assert bits(made) == before
-    assert skipped.item() == 4
+        for skipped in (1, 2):
+            update(made, decide(words, parts, counts, **terms))
+            assert (bits(made), read(words)[SKIPPED]) == (before, skipped)
 
 
-ONE = torch.tensor(1)
-BAD_PARTS = [
-    (lambda: ([1, 2, 3], ONE), {}, TypeError, "DeviceStep: counts[0] has type int; expected a tensor"),
-    (lambda: (counters(1, 1, 1), 0), {}, TypeError, "DeviceStep: skipped has type int; expected a tensor"),
-    (lambda: (counters(1, 1, 1), ONE), {"max_norm": -1.0}, ValueError, "DeviceStep: max_norm has -1; expected a number of at"),
-    (lambda: (counters(1, 1, 1), ONE), {"max_norm": math.nan}, ValueError, "DeviceStep: max_norm has nan; expected a number"),
-    (
-        lambda: (counters(1, 1, 1), ONE),
-        {"grad_scale": "1"},
-        TypeError,
-        "DeviceStep: grad_scale has type str; expected a number",
-    ),
-    (
-        lambda: (counters(1, 1, 1), ONE),
-        {"found_inf": ONE},
-        TypeError,
-        "DeviceStep: found_inf has dtype Long; expected Float or",
-    ),
-    (lambda: (counters(1, 1, 1), ONE), {"loss_scale": torch.ones(2)}, ValueError, "DeviceStep: loss_scale has 2 elements"),
-]
-BAD_STEPS = [
-    (
-        lambda: (counters(1, 1), ONE),
-        {},
-        ValueError,
-        "AdamStepper.step: device_step.counts has 2 items; expected 3 (one for each",
-    ),
-    (
-        lambda: ([torch.ones(1)] * 3, ONE),
-        {},
-        TypeError,
-        "AdamStepper.step: device_step.counts[0] has dtype Float; expected Long",
-    ),
-    (
-        lambda: ([torch.ones(2).long()] * 3, ONE),
-        {},
-        ValueError,
-        "device_step.counts[0] has 2 elements; expected 1 (as a counter)",
-    ),
-    (lambda: (counters(1, 1, 1), torch.ones(())), {}, TypeError, "device_step.skipped has dtype Float; expected Long"),
-    (lambda: ([ONE.clone()] * 3, ONE), {}, ValueError, "device_step.counts[1] has memory that device_step.counts[0] has too"),
-    (
-        lambda: (c := counters(1, 1, 1), c[2]),
-        {},
-        ValueError,
-        "device_step.skipped has memory that device_step.counts[2] has too",
-    ),
-    (
-        lambda: (counters(1, 1, 1), ONE),
-        {"grad_scale": torch.ones((), device="meta")},
-        ValueError,
-        "device_step.grad_scale has device meta; expected cpu",
-    ),
+OPTIONS = [
+    LossScale(window=1, hysteresis=1),
+    LossScale(window=3, hysteresis=2),
+    LossScale(window=2, hysteresis=3, consecutive_hysteresis=True),
+    LossScale(initial_power=126, window=1),
+    LossScale(initial_power=3, hysteresis=1, minimum=3.0),
+    LossScale(initial_power=0, hysteresis=1, minimum=0.1),
 ]
 
 
-@pytest.mark.parametrize("parts, more, error, message", BAD_PARTS + BAD_STEPS, ids=[m[:60] for *_, m in BAD_PARTS + BAD_STEPS])
-def test_wrong_arguments_are_refused(parts, more, error, message):
-    made = lists()
-    counts, skipped = parts()
-    tensors = [t for t in [*counts, skipped] if isinstance(t, torch.Tensor)]
-    with nothing_written(*made.all(), *tensors), pytest.raises(error) as raised:
-        made.step([make_hyper()], device_step=_C.DeviceStep(counts, skipped, **more))
-    assert message in str(raised.value)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("overflows", ["......", "!.!!..!!!.", "..!!....!.....", "!!!!!!"])
+def test_the_loss_scale_moves_as_on_the_host(options, overflows):
+    scaler, ranks = LossScaler(options), 3
+    words = words_of(scaler, ranks)
+    for step in overflows:
+        decide(words, squares(math.inf if step == "!" else 2.0), rule=scaler.rule, ranks=ranks)
+        try:
+            scaler.after_update() if step == "." else scaler.after_overflow()
+        except RuntimeError:
+            assert scaler.scale == options.minimum
+        assert read(words)[:4] == [*scaler.state_now, 1.0 / (ranks * scaler.scale)]
+    assert read(words)[SKIPPED] == overflows.count("!")
 
 
-def test_the_rest_of_a_call_is_checked_as_always():
+META = torch.ones((), device="meta")
+BAD = [
+    ({"words": torch.zeros(7).long()}, ValueError, "state has 7 elements; expected 6"),
+    ({"words": torch.zeros(6)}, TypeError, "state has dtype Float; expected Long"),
+    ({"parts": torch.zeros(3).double()}, ValueError, "squares has dtype Double and shape [3]; expected Double, [n, 2]"),
+    ({"parts": torch.zeros(1, 2)}, ValueError, "squares has dtype Float and shape [1, 2]; expected Double, [n, 2]"),
+    ({"counts": []}, ValueError, "counts has no items; expected one or more"),
+    ({"counts": [1]}, TypeError, "counts[0] has type int; expected a tensor"),
+    ({"counts": [torch.ones(1)]}, TypeError, "counts[0] has dtype Float; expected Long"),
+    ({"counts": [torch.ones(2).long()]}, ValueError, "counts[0] has 2 elements; expected 1 (as a counter)"),
+    ({"index": [0, 0]}, ValueError, "hyper_index has 2 items; expected 1 (one for each of counts)"),
+    ({"index": [1]}, ValueError, "hyper_index[0] has 1; expected an index of hypers, which has 1 items"),
+    ({"hypers": [1]}, TypeError, "hypers[0] has type int; expected AdamHyper"),
+    ({"hypers": [make_hyper(lr=META)]}, ValueError, "hypers.lr[0] has device meta; expected cpu"),
+    ({"max_norm": -1.0}, ValueError, "max_norm has -1; expected a number of at least 0"),
+    ({"max_norm": math.nan}, ValueError, "max_norm has nan; expected a number of at least 0"),
+    ({"grad_scale": "1"}, TypeError, "grad_scale has type str; expected a number"),
+    ({"grad_scale": META}, ValueError, "grad_scale has device meta; expected cpu"),
+    ({"found_inf": torch.tensor(1)}, TypeError, "found_inf has dtype Long; expected Float or Double"),
+    ({"loss_scale": torch.ones(2)}, ValueError, "loss_scale has 2 elements; expected 1"),
+    ({"ranks": 0}, ValueError, "ranks has 0; expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", BAD, ids=[message[:50] for *_, message in BAD])
+def test_wrong_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error) as raised:
+        decide(**arguments)
+    assert f"device_step: {message}" in str(raised.value)
+
+
+def test_a_call_with_these_scalars_is_checked_as_always():
     made = lists()
-    good = _C.DeviceStep(counters(1, 1, 1), torch.tensor(0))
-    for hypers, device_step, error, message in [
-        ([make_hyper()], "yes", TypeError, "AdamStepper.step: device_step has type str; expected DeviceStep or None"),
-        (
-            [make_hyper(lr=number(0.1))],
-            None,
-            ValueError,
-            "hypers[0] has a tensor as lr; expected a number (without device_step)",
-        ),
-        ([make_hyper(lr=torch.ones((), device="meta"))], good, ValueError, "hypers.lr[0] has device meta; expected cpu"),
-    ]:
-        with nothing_written(*made.all()), pytest.raises(error) as raised:
-            made.step(hypers, device_step=device_step)
-        assert message in str(raised.value)
-    inside = made.params[0].view(torch.int64)[0]
-    with pytest.raises(ValueError, match=r"counts\[2\] has memory that params\[0\] has too"):
-        made.step([make_hyper()], device_step=_C.DeviceStep([*counters(1, 1), inside], torch.tensor(0)))
+    with nothing_written(*made.all()), pytest.raises(ValueError, match=r"hypers\[0\] has a tensor as lr; expected a number"):
+        made.step([make_hyper(lr=number(0.1))])
     with pytest.raises(TypeError, match="lr has dtype BFloat16"):
         make_hyper(lr=torch.ones((), dtype=torch.bfloat16))
 
 
-def test_a_stepper_looks_again_when_counters_move():
-    made, stepper = lists(), _C.AdamStepper()
-    counts, skipped = counters(1, 1, 1), torch.tensor(0)
+def test_a_wrong_rule_is_refused():
+    good = {"window": 1, "hysteresis": 1, "minimum": 1.0, "consecutive_hysteresis": False}
+    for name, value, message in [
+        ("window", 0, "LossScaleRule: window has 0; expected 1 or more"),
+        ("hysteresis", 0, "LossScaleRule: hysteresis has 0; expected 1 or more"),
+        ("minimum", 0.0, "LossScaleRule: minimum has 0; expected more than 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            _C.LossScaleRule(**good | {name: value})
 
-    def step(counts, skipped):
-        stepper.step(
-            made.params, made.grads, made.exp_avgs, made.exp_avg_sqs, [make_hyper()], [0] * 3, masters=made.masters,
-            max_exp_avg_sqs=made.max_exp_avg_sqs, device_step=_C.DeviceStep(counts, skipped),
-        )  # fmt: skip
 
-    inside = made.params[0].view(torch.int64)[0]
-    for bad in ((counts, inside), (counts, counts[1]), ([*counts[:2], inside], skipped)):
-        step(counts, skipped)
-        with nothing_written(*made.all(), *counts, skipped), pytest.raises(ValueError, match="has too; expected memory"):
-            step(*bad)
-    step(counts, skipped)
+@pytest.mark.parametrize("value", [0.25, 1.0 / 3.0, 1.0 / (3 * 0.1)])
+def test_a_sum_takes_its_scale_from_a_tensor(value):
+    pieces, out, want = torch.randn(3 * 700), torch.empty(700), torch.empty(700)
+    scale = torch.tensor([7.0, value], dtype=torch.float64)[1]
+    assert torch.equal(_C.ordered_sum(pieces, 3, scale, out), _C.ordered_sum(pieces, 3, value, want))
+    assert torch.equal(out, want)
+    for wrong, error, message in [
+        (torch.tensor(value), TypeError, "ordered_sum: scale has dtype Float; expected Double"),
+        (torch.zeros(2).double(), ValueError, "ordered_sum: scale has 2 elements; expected 1"),
+        (torch.zeros((), device="meta", dtype=torch.float64), ValueError, "ordered_sum: scale has device meta; expected cpu"),
+        ("1", TypeError, "ordered_sum: scale has type str; expected a number"),
+    ]:
+        with pytest.raises(error, match=message):
+            _C.ordered_sum(pieces, 3, wrong, out)

@@ -1,6 +1,6 @@
 """capturable: the same bits as the ordinary step, counts and skips where the tensors are, refusals. No GPU is needed here.
 
-`OnCpu` lets CPU parameters in: the kernel's scalar logic (csrc/adam/device_scalars.h) runs there, too. test_graph.py is the
+`OnCpu` lets CPU parameters in: the kernel's scalar logic (csrc/adam/device_step.h) runs there, too. test_graph.py is the
 same in CUDA graphs.
 """
 
@@ -72,16 +72,16 @@ def assert_same_run(got, want):
 
 def test_twins_are_rejected(cpu_is_a_device, monkeypatch):
     want = run(FusedAdam, {})
-    real = scale.DeviceScale.step
+    real = _C.device_step
 
-    def forgets_the_norm(self, counters):
-        return _C.DeviceStep(counters, self.skipped, grad_scale=self.grad_scale)
+    def forgets_the_norm(state, squares, *lists, **terms):
+        return real(state, None, *lists, **terms)
 
-    def counts_one_for_all(self, counters):
-        return real(self, [counter if i else counter.clone() for i, counter in enumerate(counters)])
+    def counts_one_for_all(state, squares, counters, *lists, **terms):
+        return real(state, squares, [counter if i else counter.clone() for i, counter in enumerate(counters)], *lists, **terms)
 
     for twin in (forgets_the_norm, counts_one_for_all):
-        monkeypatch.setattr(scale.DeviceScale, "step", twin)
+        monkeypatch.setattr(_C, "device_step", twin)
         with pytest.raises(AssertionError):
             assert_same_run(run(OnCpu, {}), want)
 
@@ -321,9 +321,11 @@ def test_cpu_parameters_and_several_devices_are_refused():
         options.check_capturable("FusedAdam", [group], "cuda")
 
 
-def test_shard_refuses_it():
-    with pytest.raises(ValueError, match=r"shard: param_groups\[0\].capturable is True; expected False"):
-        accept_optimizer(OnCpu(params_of(3)))
+def test_shard_takes_it_without_offload():
+    optimizer = OnCpu(params_of(3))
+    assert accept_optimizer(optimizer) is optimizer
+    with pytest.raises(ValueError, match=r"shard: param_groups\[0\].capturable is True with offload; expected False"):
+        accept_optimizer(optimizer, {"optimizer": "cpu"})
 
 
 def test_the_short_way_is_taken(monkeypatch):

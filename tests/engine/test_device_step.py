@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import verdicts
+from shardcore.engine import device_step
+from shardcore.engine import engine as engine_module
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.optim import options, scale
 from tests.choice import combinations
 from tests.engine.forced import device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
@@ -37,9 +39,9 @@ def said_of(model: Any, optimizer: Any, whole: bool = True) -> tuple[Any, ...]:
     """All that a run leaves; whole: and on the way, that the device's loss scale is the one that the host tells of."""
     state = optimizer.state_dict()  # first: it has to ask what became of the steps
     steps = [entry["step"].item() for entry in state["state"].values()]
-    scaler, decided = optimizer._engine.scaler, optimizer._engine.updater._verdicts
+    scaler = optimizer._engine.scaler
     if whole and scaler.live is not None:
-        assert decided._words[1:3].tolist() == [scaler.stable_steps, scaler.hysteresis_left]
+        assert optimizer._engine.device_state.words[1:3].tolist() == [scaler.stable_steps, scaler.hysteresis_left]
         assert scaler.live.item() == scaler.scale
         assert scaler.live_unscale.item() == 1.0 / (optimizer._engine.comm.world_size * scaler.scale)
     said = optimizer._engine.last_grad_norm, optimizer.skipped_steps, optimizer.loss_scale, str(state.get("loss_scale"))
@@ -52,7 +54,7 @@ def _both(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
         one = said_of(*train(rank, run)[:2])
         with device_decides() as waits:
             model, optimizer, _ = train(rank, run)
-            assert optimizer._engine.updater._verdicts is not None
+            assert optimizer._engine.device_step is not None
             waited = waits.count
             found.append((one, said_of(model, optimizer), waited, waits.count))
     return found
@@ -98,32 +100,29 @@ def test_the_bits_of_the_hosts_decision_with_hybrid_sharding(stage: int) -> None
     assert len({said for of_rank in found for said in of_rank}) == 1
 
 
-def _forgets_what_came_since(patch: pytest.MonkeyPatch) -> None:
-    verdict = _C.step_verdict
-    patch.setattr(_C, "step_verdict", lambda s, h, since, *more, **terms: verdict(s, h, [0] * len(since), *more, **terms))
+def _counts_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Moves on one count of each step, and not each parameter's."""
+    step = _C.device_step
+    patch.setattr(
+        _C, "device_step", lambda w, s, c, *more, **terms: step(w, s, [c[0], *(x.clone() for x in c[1:])], *more, **terms)
+    )
 
 
 def _never_skips(patch: pytest.MonkeyPatch) -> None:
-    verdict = _C.step_verdict
-    patch.setattr(_C, "step_verdict", lambda s, *more, **terms: verdict(s.nan_to_num(1.0, 1.0), *more, **terms))
+    step = _C.device_step
+    patch.setattr(_C, "device_step", lambda w, s, *more, **terms: step(w, s.nan_to_num(1.0, 1.0), *more, **terms))
 
 
 def _leaves_the_scale(patch: pytest.MonkeyPatch) -> None:
-    verdict = _C.step_verdict
-    patch.setattr(_C, "step_verdict", lambda *more, **terms: verdict(*more, **{**terms, "rule": None}))
+    step = _C.device_step
+    patch.setattr(_C, "device_step", lambda *more, **terms: step(*more, **{**terms, "rule": None}))
 
 
 def _scales_as_the_host_knows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LossScaler, "unscale", lambda scaler, ranks: 1.0 / (ranks * scaler.scale))
 
 
-def _counts_skipped_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(verdicts.math, "isfinite", lambda x: True)
-
-
-@pytest.mark.parametrize(
-    "twin", [_forgets_what_came_since, _never_skips, _leaves_the_scale, _scales_as_the_host_knows, _counts_skipped_steps]
-)
+@pytest.mark.parametrize("twin", [_counts_for_all, _never_skips, _leaves_the_scale, _scales_as_the_host_knows])
 def test_twins_have_other_bits(twin: Any) -> None:
     run = RUNS["fp16"]
     expected = said_of(*train(0, run)[:2])
@@ -169,6 +168,13 @@ def _experts(rank: int, world_size: int, stage: int, forced: bool, steps: int) -
         return hash_of_training(model, optimizer), counts, optimizer.skipped_steps, waited
 
 
+def test_a_twin_that_takes_one_count_for_all_has_other_bits() -> None:
+    expected = _experts(0, 1, 1, False, 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Managed, "cohort", property(lambda managed: 0, lambda managed, value: None))
+        assert _experts(0, 1, 1, True, 12) != expected
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
@@ -177,10 +183,97 @@ def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
         assert other[2:] == (2, 0)
 
 
-def test_the_host_is_at_most_a_words_bits_behind() -> None:
-    host, device = (_experts(0, 1, 1, forced, 150) for forced in (False, True))
-    assert host[:3] == device[:3]
-    assert device[3] == 150 - 63
+# --- capturable -------------------------------------------------------------------------------------------------------
+
+
+class OnCpu(shardcore.FusedAdam):
+    """Lets CPU parameters into capturable."""
+
+    _capture_type = "cpu"
+
+
+def _steps(rank: int, stage: int, name: str, make: Any, before_step: Any = lambda step: None) -> tuple[Any, ...]:
+    """Train with a learning rate and a scale that change."""
+    run, model = RUNS[name], make_net()
+    lr = torch.tensor(0.0, dtype=torch.float64)
+    groups = [{"params": list(model.parameters())[:3], "weight_decay": 0.3}, {"params": list(model.parameters())[3:]}]
+    optimizer: Any = make(groups, **{**run.adam, "lr": lr, "capturable": make is OnCpu})
+    model, optimizer = shardcore.shard(model, optimizer, stage, precision=run.precision, **run.shard)
+    for step in range(run.steps):
+        optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
+        lr.fill_(0.01 / (step + 1))
+        before_step(step)
+        optimizer.step(grad_scale=torch.tensor(0.5 + step))
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
+    found = []
+    for stage in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            expected = said_of(*_steps(rank, stage, name, shardcore.FusedAdam))
+            for module in (options, scale):
+                patch.setattr(module, "on_device", lambda value: isinstance(value, torch.Tensor))
+            model, optimizer = _steps(rank, stage, name, OnCpu)
+            assert optimizer._engine.device_step is not None
+            found.append((expected, said_of(model, optimizer)))
+    return found
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_capturable_has_the_bits_of_the_ordinary_step(world_size: int, name: str) -> None:
+    found = run_ranks(world_size, _capturable, name)
+    assert len({said for of_rank in found for pair in of_rank for said in pair}) == 1
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp32"])
+def test_what_a_graph_replays_is_read_from_the_device(name: str) -> None:
+    """As in a replay the host learns of no step, from the third on."""
+    expected = said_of(*_steps(0, 2, name, OnCpu))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def capture(step: int) -> None:
+            for module in (device_step, engine_module):
+                patch.setattr(module, "capturing", lambda device: step >= 2)
+
+        model, optimizer = _steps(0, 2, name, OnCpu, capture)
+        assert len(optimizer._engine.outcomes._coming) <= 1  # of the step before the first of them
+        assert said_of(model, optimizer) == expected
+
+
+def _captures(rank: int, world_size: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+
+        def capture(step: int) -> None:
+            patch.setattr(engine_module, "capturing", lambda device: True)
+
+        with pytest.raises(ValueError) as error:
+            _steps(rank, 2, "fp32", OnCpu, capture)
+        return str(error.value)
+
+
+def test_a_graph_takes_one_rank() -> None:
+    for text in run_ranks(2, _captures):
+        assert "step: runs on 2 ranks while a CUDA graph is captured; expected one rank" in text
+
+
+def test_capturable_and_offload_exclude_each_other() -> None:
+    model = make_net()
+    optimizer = OnCpu(model.parameters(), capturable=True)
+    with pytest.raises(ValueError, match=r"param_groups\[0\].capturable is True with offload; expected False"):
+        shardcore.shard(model, optimizer, offload={"optimizer": "cpu"})
+
+
+def test_skipped_steps_of_before_shard_count() -> None:
+    model = make_net()
+    optimizer: Any = OnCpu(model.parameters(), capturable=True)
+    optimizer.step(grads=[torch.full_like(p, float("inf")) for p in model.parameters()], max_norm=1.0)
+    model, optimizer = shardcore.shard(model, optimizer)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -222,10 +315,48 @@ def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(device: torch.device,
         got = _on(device, run, True)
         assert waits.count == 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verdicts, "decides_on_device", lambda *_: False)
+        patch.setattr(engine_module, "decides_on_device", lambda *_: False)
         assert _on(device, run, False) == got
 
 
-def test_a_managed_parameter_knows_how_many_steps_were_tried() -> None:
-    managed = Managed("weight", nn.Parameter(torch.zeros(1)), 0, 0, step=5, skips=2, pending=0b1010)
-    assert managed.tried == 9
+def _of_graph(stage: int, name: str, graphed: bool) -> tuple[Any, ...]:
+    """Train by replays of a whole step, or without a graph, over equal batches; steps 0 and 1 run before the capture."""
+    run, model = RUNS[name], make_net().cuda()
+    shard_options = {key: value for key, value in run.shard.items() if key != "keep_fp32"}
+    lr = torch.zeros((), dtype=torch.float64, device="cuda")
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **{**run.adam, "lr": lr, "capturable": graphed})
+    model, optimizer = shardcore.shard(model, optimizer, stage, precision=run.precision, **shard_options)
+    x, y = (t.cuda() for t in batch_of(0, 0, 0))
+
+    def step() -> None:
+        optimizer.scale_loss(loss_of(model, (x, y))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def feed(number: int) -> None:
+        for target, source in zip((x, y), batch_of(number, 0, 0), strict=True):
+            target.copy_(source)
+        lr.fill_(0.01 / (number + 1))
+
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for number in range(8):
+        feed(number)
+        if number < 2 or not graphed:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            continue
+        if number == 2:
+            with torch.cuda.graph(graph):
+                step()
+        graph.replay()
+    torch.cuda.synchronize()
+    return said_of(model, optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(RUNS))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replays_of_a_whole_step_have_the_bits_of_steps_without_a_graph(stage: int, name: str) -> None:
+    assert _of_graph(stage, name, True) == _of_graph(stage, name, False)

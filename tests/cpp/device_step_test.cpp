@@ -1,9 +1,11 @@
-// Scalars made where the tensors are (csrc/adam/device_scalars.h) have the host's bits, and a skipped step writes nothing.
-// The body is what the CUDA kernel runs for each tensor; twins with a typical mistake are rejected.
+// Steps that are decided where the tensors are (csrc/adam/device_step.h): scalars, counts and loss scale have the host's bits,
+// and a skipped step writes nothing. The functions are what the CUDA kernel runs; twins with a typical mistake are rejected.
 #include <functional>
 
-#include "adam/device_scalars.h"
+#include "adam/device_step.h"
+#include "adam/make_scalars.h"
 #include "cpp/adam_problem.h"
+#include "cpp/cuda_kernels.h"
 
 namespace shardcore::testing {
 namespace {
@@ -20,11 +22,11 @@ struct Device {
   std::vector<DeviceHyper> hypers;
   std::vector<int64_t> counters;
   std::vector<DeviceCount> counts;
-  DeviceDecision decision;
+  DeviceStepTerms terms;
+  DeviceStepState state{};
   DoubleDouble sq_norm{0.0, 0.0};
   float grad_scale = 1.0f, found_inf = 0.0f;
   double loss_scale = 1.0;
-  int64_t skipped = 0;
 
   // One tensor for each of `options`, which made options.step - 1 steps.
   explicit Device(const std::vector<AdamHyper>& options) {
@@ -36,28 +38,44 @@ struct Device {
       counters.push_back(h.step - 1);
     }
     for (size_t i = 0; i < counters.size(); ++i) counts.push_back({&counters[i], static_cast<int64_t>(i)});
-    decision.grad_scale.data = &grad_scale;
-    decision.loss_scale.data = &loss_scale;
-    decision.loss_scale.f64 = true;
-    decision.found_inf.data = &found_inf;
-    decision.skipped = &skipped;
+    terms.grad_scale.data = &grad_scale;
+    terms.loss_scale.data = &loss_scale;
+    terms.loss_scale.f64 = true;
+    terms.found_inf.data = &found_inf;
   }
   Device(const Device&) = delete;
 
   void clip(double max_norm) {
-    decision.max_norm = max_norm;
-    decision.sq_norm = &sq_norm;
+    terms.max_norm = max_norm;
+    terms.squares = &sq_norm;
+    terms.num_squares = 1;
   }
 
-  using Body = std::function<void(Device&, int64_t, AdamScalars*)>;
-  static void ours(Device& d, int64_t i, AdamScalars* scalars) {
-    device_scalars_body(d.hypers.data(), d.counts.data(), d.decision, i, scalars);
+  using Body = std::function<void(Device&, AdamScalars*)>;
+  // The last parameter first: they do not wait for each other.
+  static void ours(Device& d, AdamScalars* scalars) {
+    const StepDecision decision = decide_step(d.terms);
+    for (auto i = static_cast<int64_t>(d.counts.size()) - 1; i >= 0; --i) {
+      step_scalars_body(d.hypers.data(), d.counts.data(), decision, i, scalars);
+    }
+    move_state(decision, d.terms, &d.state);
+  }
+  static void on_the_host(Device& d, AdamScalars* scalars) {
+    make_device_step(d.hypers.data(), d.counts.data(), static_cast<int64_t>(d.counts.size()), d.terms, &d.state, scalars);
+  }
+  template <typename Block>
+  static void on_the_grid(Device& d, AdamScalars* scalars) {
+    const auto count = static_cast<int64_t>(d.counts.size());
+    HostGrid::run((count + kStepThreads - 1) / kStepThreads, kStepThreads,
+                  [&](int64_t index, int thread, const HostBlock& block) {
+                    device_step_body(d.hypers.data(), d.counts.data(), count, d.terms, &d.state, scalars,
+                                     block.shared<StepDecision>(), index, thread, Block(block));
+                  });
   }
 
-  // The last tensor first: they do not wait for each other.
   std::vector<AdamScalars> replay(const Body& body = ours) {
     std::vector<AdamScalars> scalars(counts.size());
-    for (auto i = static_cast<int64_t>(counts.size()) - 1; i >= 0; --i) body(*this, i, scalars.data());
+    body(*this, scalars.data());
     return scalars;
   }
 };
@@ -110,8 +128,10 @@ double host_scale(const Scaling& s) {
   return scale * std::min(1.0, s.max_norm / (norm + 1e-6));
 }
 
-bool has_the_hosts_bits(const Device::Body& body) {
-  for (const Scaling& s : scalings()) {
+bool has_the_hosts_bits(const Device::Body& body, size_t every = 1) {
+  const std::vector<Scaling> all = scalings();
+  for (size_t which = 0; which < all.size(); which += every) {
+    const Scaling& s = all[which];
     std::vector<AdamHyper> hypers = many_hypers();
     Device device(hypers);
     device.grad_scale = s.grad_scale, device.loss_scale = s.loss_scale, device.sq_norm = s.sq_norm;
@@ -128,50 +148,56 @@ bool has_the_hosts_bits(const Device::Body& body) {
         if (device.counters[i] != hypers[i].step - 1) return false;
       }
     }
-    if (device.skipped != 0) return false;
+    if (device.state.skipped != 0) return false;
   }
   return true;
 }
 
-TEST(device_scalars, have_the_hosts_bits) { EXPECT_TRUE(has_the_hosts_bits(Device::ours)); }
+TEST(device_step, has_the_hosts_bits) {
+  EXPECT_TRUE(has_the_hosts_bits(Device::ours));
+  EXPECT_TRUE(has_the_hosts_bits(Device::on_the_host, 7));
+}
 
-TEST(device_scalars, twins_are_rejected) {
-  EXPECT_FALSE(has_the_hosts_bits([](Device& d, int64_t i, AdamScalars* scalars) {  // counts in float32, as torch does
-    Device::ours(d, i, scalars);
-    d.counters[static_cast<size_t>(i)] = static_cast<int64_t>(static_cast<float>(d.counters[static_cast<size_t>(i)]));
+TEST(device_step, has_the_hosts_bits_on_the_grid) {
+  const size_t every = kThreadSanitizer ? 190 : 31;
+  EXPECT_TRUE(has_the_hosts_bits(Device::on_the_grid<HostBlock>, every));
+  EXPECT_TRUE(some_run_is_rejected([&] { return !has_the_hosts_bits(Device::on_the_grid<BlockWithoutSync>, every); }));
+}
+
+TEST(device_step, twins_are_rejected) {
+  EXPECT_FALSE(has_the_hosts_bits([](Device& d, AdamScalars* scalars) {  // counts in float32, as torch does
+    Device::ours(d, scalars);
+    for (int64_t& count : d.counters) count = static_cast<int64_t>(static_cast<float>(count));
   }));
-  EXPECT_FALSE(has_the_hosts_bits([](Device& d, int64_t i, AdamScalars* scalars) {  // forgets to count
-    Device::ours(d, i, scalars);
-    --d.counters[static_cast<size_t>(i)];
+  EXPECT_FALSE(has_the_hosts_bits([](Device& d, AdamScalars* scalars) {  // forgets to count
+    Device::ours(d, scalars);
+    --d.counters.back();
   }));
-  EXPECT_FALSE(has_the_hosts_bits([](Device& d, int64_t i, AdamScalars* scalars) {  // lr through float32
-    d.hypers[static_cast<size_t>(i)].lr.value = static_cast<float>(d.hypers[static_cast<size_t>(i)].lr.value);
-    Device::ours(d, i, scalars);
+  EXPECT_FALSE(has_the_hosts_bits([](Device& d, AdamScalars* scalars) {  // lr through float32
+    for (DeviceHyper& hyper : d.hypers) hyper.lr.value = static_cast<float>(hyper.lr.value);
+    Device::ours(d, scalars);
   }));
-  EXPECT_FALSE(has_the_hosts_bits([](Device& d, int64_t i, AdamScalars* scalars) {  // the scale rounded before it is clipped
+  EXPECT_FALSE(has_the_hosts_bits([](Device& d, AdamScalars* scalars) {  // the scale rounded before it is clipped
     const float scale = static_cast<float>(d.grad_scale / d.loss_scale);
-    DeviceDecision rounded = d.decision;
-    rounded.grad_scale = {scale}, rounded.loss_scale = {1.0};
-    device_scalars_body(d.hypers.data(), d.counts.data(), rounded, i, scalars);
+    d.terms.grad_scale = {scale}, d.terms.loss_scale = {1.0};
+    Device::ours(d, scalars);
   }));
-  EXPECT_FALSE(has_the_hosts_bits([](Device& d, int64_t i, AdamScalars* scalars) {  // a norm summed in float32
-    DeviceDecision high = d.decision;
-    const DoubleDouble sum{d.sq_norm.high * (1.0 + 1e-7), 0.0};
-    if (high.sq_norm != nullptr) high.sq_norm = &sum;
-    device_scalars_body(d.hypers.data(), d.counts.data(), high, i, scalars);
+  EXPECT_FALSE(has_the_hosts_bits([](Device& d, AdamScalars* scalars) {  // a norm summed in float32
+    d.sq_norm = {d.sq_norm.high * (1.0 + 1e-7), 0.0};
+    Device::ours(d, scalars);
   }));
 }
 
-TEST(device_scalars, divide_by_the_loss_scale_and_do_not_multiply_with_its_inverse) {
+TEST(device_step, divides_by_the_loss_scale_and_does_not_multiply_with_its_inverse) {
   const double tie = 2.0 - std::ldexp(1.0, -24);  // halfway between two float32
   Device device(various_hypers());
-  device.decision.grad_scale = {49.0 * tie};
-  device.decision.loss_scale = {49.0};
+  device.terms.grad_scale = {49.0 * tie};
+  device.terms.loss_scale = {49.0};
   EXPECT_EQ(device.replay()[0].grad_scale, 2.0f);
   EXPECT_LT(static_cast<float>(49.0 * tie * (1.0 / 49.0)), 2.0f);  // the twin
 }
 
-TEST(device_scalars, read_lr_from_memory_at_every_replay) {
+TEST(device_step, reads_lr_from_memory_at_every_replay) {
   std::vector<AdamHyper> hypers = {various_hypers()[0], various_hypers()[1]};
   Device device(hypers);
   float lr32 = 0.0f;
@@ -210,7 +236,7 @@ std::vector<AdamHyper> hyper_each(AdamProblem& problem) {
   return hypers;
 }
 
-TEST(device_scalars, replays_are_the_next_steps_of_the_cpu) {
+TEST(device_step, replays_are_the_next_steps_of_the_cpu) {
   AdamProblem problem(mixed_tensors(), 50);
   std::vector<AdamHyper> hypers = hyper_each(problem);
   const float found_inf[] = {0, 0, 1, 0, 0};  // the third is skipped
@@ -228,14 +254,14 @@ TEST(device_scalars, replays_are_the_next_steps_of_the_cpu) {
     for (AdamHyper& h : hypers) ++h.step;
   }
   EXPECT_EQ(got, problem.result());
-  EXPECT_EQ(device.skipped, 1);
+  EXPECT_EQ(device.state.skipped, 1);
 }
 
-TEST(device_scalars, a_skipped_step_writes_nothing_and_is_counted_once) {
+TEST(device_step, a_skipped_step_writes_nothing_and_is_counted_once) {
   const auto spoils = std::vector<std::function<void(Device&)>>{
       [](Device& d) { d.found_inf = 1.0f; },
       [](Device& d) { d.found_inf = kNan; },
-      [](Device& d) { d.decision.found_inf = {2.0}; },
+      [](Device& d) { d.terms.found_inf = {2.0}; },
       [](Device& d) {
         d.clip(1.0), d.sq_norm = {kInf, 0.0};
       },
@@ -263,20 +289,103 @@ TEST(device_scalars, a_skipped_step_writes_nothing_and_is_counted_once) {
     problem.run_cuda_body(scalars, kAnyMoments);
     EXPECT_EQ(problem.result(), before) << which;
     EXPECT_EQ(device.counters, counters) << which;
-    EXPECT_EQ(device.skipped, 1) << which;
+    EXPECT_EQ(device.state.skipped, 1) << which;
     for (AdamScalars& s : scalars) s.skip = 0;  // the twin that does not look
     problem.run_cuda_body(scalars, kAnyMoments);
     EXPECT_NE(problem.result(), before) << which;
   }
 }
 
-TEST(device_scalars, an_unlooked_norm_does_not_skip) {
+TEST(device_step, an_unlooked_norm_does_not_skip) {
   Device device(various_hypers());
   device.sq_norm = {kNan, 0.0};
   for (const AdamScalars& s : device.replay()) EXPECT_EQ(s.skip, 0u);
   device.clip(1.0);
   for (const AdamScalars& s : device.replay()) EXPECT_EQ(s.skip, 1u);
-  EXPECT_EQ(device.skipped, 1);
+  EXPECT_EQ(device.state.skipped, 1);
+}
+
+// --- ranks and the loss scale -----------------------------------------------------------------------------------------
+
+bool overflows(int step) { return step % 7 == 2 || step % 11 == 5 || (step > 130 && step < 134); }
+
+// Written from the words in shardcore/engine/loss_scale.py, not from loss_scale.h.
+struct WantedScale {
+  double scale = 4096.0;
+  int64_t since_overflow = 0, overflows_left = 3;
+  void update() {
+    if (since_overflow != 0 && since_overflow % 4 == 0) scale = std::min(scale * 2.0, std::ldexp(1.0, 127)), overflows_left = 3;
+    ++since_overflow;
+  }
+  void overflow() {
+    since_overflow = 0;
+    if (overflows_left > 1) {
+      --overflows_left;
+    } else {
+      scale = std::max(scale / 2.0, 0.75);
+    }
+  }
+};
+
+bool moves_the_scale(const Device::Body& body) {
+  WantedScale want;
+  Device device(various_hypers());
+  device.state.loss = {want.scale, 0, 3};
+  device.terms.moves = true;
+  device.terms.rule = {4, 3, 0.75, false};
+  device.terms.ranks = 3.0;
+  int64_t skipped = 0;
+  std::vector<int64_t> counts = device.counters;
+  for (int step = 0; step < 200; ++step) {
+    const double part = overflows(step) ? static_cast<double>(kInf) : 0.1 * (step + 1);
+    const std::vector<DoubleDouble> squares = {{part, 1e-20}, {2.5, -1e-18}, {1e-9, 0.0}};
+    device.terms.squares = squares.data(), device.terms.num_squares = 3;
+    device.terms.max_norm = step % 3 == 0 ? HUGE_VAL : 0.5;
+    device.grad_scale = step % 5 == 0 ? -0.5f : 1.0f;
+    const std::vector<AdamScalars> got = device.replay(body);
+    DoubleDouble total{};
+    for (const DoubleDouble& x : squares) total = dd_add(total, x);
+    const double sum = static_cast<double>(static_cast<float>(std::sqrt(total.high + total.low)));
+    const double norm = sum * std::fabs(static_cast<double>(device.grad_scale));
+    skipped += overflows(step);
+    overflows(step) ? want.overflow() : want.update();
+    if ((got[0].skip != 0) != overflows(step) || std::memcmp(&device.state.norm, &norm, 8) != 0) return false;
+    if (device.state.skipped != skipped || device.state.unscale != 1.0 / (3.0 * want.scale)) return false;
+    if (device.state.loss.scale != want.scale || device.state.loss.stable_steps != want.since_overflow) return false;
+    if (device.state.loss.hysteresis_left != want.overflows_left) return false;
+    for (int64_t& count : counts) count += !overflows(step);
+    if (device.counters != counts) return false;
+  }
+  return true;
+}
+
+TEST(device_step, moves_the_loss_scale_as_the_host) {
+  EXPECT_TRUE(moves_the_scale(Device::ours));
+  EXPECT_TRUE(moves_the_scale(Device::on_the_host));
+  const auto twin = [](const std::function<void(DeviceStepTerms&)>& spoil) {
+    return moves_the_scale([&](Device& d, AdamScalars* scalars) {
+      spoil(d.terms);
+      Device::ours(d, scalars);
+    });
+  };
+  EXPECT_TRUE(twin([](DeviceStepTerms&) {}));
+  EXPECT_FALSE(twin([](DeviceStepTerms& terms) { terms.moves = false; }));
+  EXPECT_FALSE(twin([](DeviceStepTerms& terms) { terms.rule.consecutive_hysteresis = true; }));
+  EXPECT_FALSE(twin([](DeviceStepTerms& terms) { terms.rule.window = 5; }));
+  EXPECT_FALSE(twin([](DeviceStepTerms& terms) { terms.ranks = 1.0; }));
+  EXPECT_FALSE(twin([](DeviceStepTerms& terms) { terms.num_squares = 1; }));
+}
+
+TEST(device_step, a_fixed_scale_stays) {
+  Device device(various_hypers());
+  device.state.loss = {64.0, 1, 1};
+  device.state.unscale = 0.25;
+  device.clip(HUGE_VAL);
+  device.sq_norm = {static_cast<double>(kInf), 0.0};
+  device.replay();
+  EXPECT_EQ(device.state.loss.scale, 64.0);
+  EXPECT_EQ(device.state.unscale, 0.25);
+  EXPECT_EQ(device.state.skipped, 1);
 }
 
 }  // namespace

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.bucket import Managed
-from shardcore.engine.verdicts import Arrival
+from shardcore.engine.device_step import Arrival, StepResult
 from tests.engine.forced import device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
-from tests.engine.test_verdicts import LIVELY, PATIENT, RUNS, said_of
+from tests.engine.test_device_step import LIVELY, PATIENT, RUNS, said_of
 from tests.ranks import run_ranks
 
 # --- overflows --------------------------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def _counts_differ(rank: int, world_size: int) -> str:
     with device_decides():
         model, optimizer, _ = train(rank, Run(steps=2))
         if rank == 1:
-            next(iter(optimizer._engine.managed.values())).step += 1
+            next(iter(optimizer._engine.managed.values())).tried += 1
         loss_of(model, batch_of(2, 0, rank)).backward()
         with pytest.raises(ValueError) as error:
             optimizer.step()
@@ -255,7 +254,7 @@ def _asks_again(optimizer: Any) -> None:
     """Read a count while a norm is waited for, as the handler of a signal may."""
     wait, nested = Arrival.wait, [True]
 
-    def waits(arrival: Arrival) -> float:
+    def waits(arrival: Arrival) -> StepResult:
         norm = wait(arrival)
         if nested:
             nested.clear()
@@ -270,7 +269,7 @@ def _asks_again(optimizer: Any) -> None:
 def _asks_from_two_threads(optimizer: Any) -> None:
     wait, both, found = Arrival.wait, threading.Barrier(2), list[int]()
 
-    def waits(arrival: Arrival) -> float:
+    def waits(arrival: Arrival) -> StepResult:
         with suppress(threading.BrokenBarrierError):  # one waits at a time
             both.wait(0.2)
         return wait(arrival)
@@ -292,32 +291,6 @@ def test_whoever_asks_first_the_others_learn_the_same(ask: Any) -> None:
     with device_decides():
         model, optimizer, _ = train(0, RUNS["fp16"])
         ask(optimizer)
-        assert said_of(model, optimizer) == expected
-
-
-def test_a_thread_that_asks_during_a_step_waits_for_its_end() -> None:
-    """Else counts would change between the two numbers that a step is planned from."""
-    run = RUNS["fp16"]
-    expected = said_of(*train(0, run)[:2])
-    asking: list[threading.Thread] = []
-
-    def pending(managed: Any) -> int:
-        value: int = managed.__dict__["kept"]
-        for thread in [asking.pop() for _ in asking]:
-            thread.start()
-            thread.join(0.3)
-        return value
-
-    with device_decides(), pytest.MonkeyPatch.context() as patch:
-        kept = property(pending, lambda managed, value: managed.__dict__.update(kept=value))
-        patch.setattr(Managed, "pending", kept)
-        model, optimizer, _ = train(0, Run(**{**vars(run), "steps": run.steps - 1}))
-        optimizer.scale_loss(loss_of(model, batch_of(run.steps - 1, 0, 0))).backward()
-        thread = threading.Thread(target=lambda: optimizer.skipped_steps)
-        asking.append(thread)
-        optimizer.step()
-        thread.join()
-        optimizer.zero_grad()
         assert said_of(model, optimizer) == expected
 
 

@@ -1,0 +1,237 @@
+"""What becomes of a step: decided on the device where it can be, and learned of on the host.
+
+Note [Device steps]: where nothing of a step lies in host memory, the host does not wait for the norm. The device adds the
+squares of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, makes the scalars of Adam from them
+and moves its loss scale (csrc/adam/device_step.h). All of that stays there; each step sends the host a copy, which it reads at
+a later step once it has arrived, and waits for where someone asks: `Outcomes.settle`. Any thread may ask. Replays of a CUDA
+graph run nothing here, so once one was captured whoever asks reads the device.
+Note [Cohorts]: a step is planned without the counts. Parameters with one `Managed.cohort` had the same steps since their
+counts were equal, so the scalars of one serve them all; those of a cohort that a step updates become one of their own.
+"""
+
+import itertools
+import logging
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from shardcore._native import _C
+from shardcore.comm import Comm
+from shardcore.engine.bucket import Managed
+from shardcore.engine.loss_scale import LossScaler
+from shardcore.optim import DeviceScale, DeviceState, capturing, hyper_of
+
+logger = logging.getLogger("shardcore")
+
+_WORDS = 6
+
+
+def decides_on_device(device: torch.device, tier: str, comm: Comm, lazy: bool, capturable: bool) -> bool:
+    """Whether a step is decided on the device: where that is asked for, or where ranks agree without waiting for it."""
+    if lazy or tier != "device":
+        return False
+    return capturable or (device.type == "cuda" and comm.tell_device.type == "cpu")
+
+
+class StepResult(NamedTuple):
+    """What a step left on the device: see DeviceState."""
+
+    scale: tuple[float, int, int]
+    norm: float
+    skipped: int
+
+
+def _result(words: torch.Tensor) -> StepResult:
+    floats = words.view(torch.float64)
+    return StepResult((floats[0].item(), int(words[1]), int(words[2])), floats[4].item(), int(words[5]))
+
+
+class Arrival:
+    """What a step left on the device, on its way to the host, which may read it when it is `here`, or wait for it."""
+
+    def __init__(self, words: torch.Tensor) -> None:
+        """Send the words as they are now, in stream order."""
+        self._event: torch.cuda.Event | None = None
+        self._host = torch.empty(words.shape, dtype=torch.int64, device="cpu", pin_memory=words.is_cuda)
+        self._host.copy_(words, non_blocking=True)
+        if words.is_cuda:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(words.device))
+
+    @property
+    def here(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> StepResult:
+        """Return what has arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        return _result(self._host)
+
+
+class DeviceStep:
+    """The decisions on one model's steps and their counts, in the memory of its device. See Note [Device steps]."""
+
+    def __init__(self, device: torch.device, ranks: int, scaler: LossScaler, params: Sequence[Managed]) -> None:
+        """Decide for `ranks`, count the steps of `params`, and move the loss scale in place of `scaler`, which follows."""
+        self._memory = torch.zeros(_WORDS + len(params), dtype=torch.int64, device=device)
+        self.state = DeviceState(self._memory[:_WORDS])
+        self._counter = dict(zip(params, self._memory[_WORDS:].unbind(), strict=True))
+        self._device, self._ranks, self._scaler = device, ranks, scaler
+        self._cohorts = itertools.count(-1, -1)  # loaded counts name cohorts as well
+        self._counted = False  # since the host read the counts
+        self.replayed = False  # a graph was captured, so that the host does not know how many steps there were
+        if scaler.options is not None:
+            floats = self.state.words.view(torch.float64)
+            scaler.live, scaler.live_unscale = floats[0], floats[3]
+
+    def load(self) -> None:
+        """Go on from the scale and the counts that the host has, since some were loaded."""
+        memory = self._memory.cpu()
+        floats = memory.view(torch.float64)
+        floats[0], memory[1], memory[2] = self._scaler.state_now
+        floats[3] = 1.0 / (self._ranks * self._scaler.scale)
+        for index, managed in enumerate(self._counter, _WORDS):
+            memory[index] = managed.tried = managed.cohort = managed.step
+        self._memory.copy_(memory)
+
+    def decide(
+        self,
+        squares: torch.Tensor,
+        updated: Sequence[Managed],
+        groups: Sequence[Mapping[str, Any]],
+        scale: "float | DeviceScale",
+        max_norm: float | None,
+    ) -> tuple["_C.DeviceScalars", Arrival | None]:
+        """Queue the decision on a step; returns the scalars of each of `updated`, and what will tell the host.
+
+        squares: (n, 2) float64 on the device, of each rank's gradients. scale: multiplies these.
+        """
+        if not isinstance(scale, DeviceScale):
+            scale = DeviceScale(self.state, scale)
+        scalars = replace(scale, max_norm=max_norm).decide(
+            squares,
+            [self._counter[managed] for managed in updated],
+            [managed.group or 0 for managed in updated],
+            [hyper_of(group) for group in groups],
+            self._ranks,
+            self._scaler.rule,
+        )
+        self._counted = True
+        cohorts: dict[int, int] = {}
+        for managed in updated:
+            managed.tried += 1
+            if managed.cohort not in cohorts:
+                cohorts[managed.cohort] = next(self._cohorts)
+            managed.cohort = cohorts[managed.cohort]
+        if capturing(self._device):
+            self.replayed = True
+            return scalars, None
+        return scalars, Arrival(self.state.words)
+
+    def read_counts(self) -> None:
+        """Let the host know how many steps each parameter made. Waits for the device."""
+        if self._counted or self.replayed:
+            self._counted = False
+            for managed, count in zip(self._counter, self._memory[_WORDS:].tolist(), strict=True):
+                managed.step = count
+
+    def read(self) -> StepResult:
+        """Return what the last step left, replays included. Waits for the device."""
+        return _result(self.state.words.cpu())
+
+
+class Outcomes:
+    """Learns what became of steps, in their order: counts, loss scale, log."""
+
+    def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
+        """Count skipped steps in `optimizer`. device_step: what decides, so that any thread may be first to ask; or None."""
+        self._lock = threading.RLock()
+        self._optimizer, self._scaler, self._device_step = weakref.ref(optimizer), scaler, device_step
+        self._coming: deque[Arrival] = deque()
+        self._skipped = 0  # on the device, as far as the host knows
+        self._late: RuntimeError | None = None
+        self.last_norm: float | None = None
+
+    def add(self, outcome: float | Arrival, updated: Sequence[Managed]) -> None:
+        """Learn that a step has been made that updates `updated`, unless the norm says no.
+
+        outcome: the norm, if the host decided by it: then RuntimeError if the loss scale would fall below its minimum.
+        """
+        if isinstance(outcome, Arrival):
+            self._coming.append(outcome)
+            return
+        if math.isfinite(outcome):
+            for managed in updated:
+                managed.step += 1
+        self._learn(outcome, 0 if math.isfinite(outcome) else 1, None)
+
+    def poll(self) -> None:
+        """Learn of what has come."""
+        with self._lock:
+            while self._coming and self._coming[0].here:
+                self._learn_next()
+
+    def settle(self, counts: bool = False) -> None:
+        """Learn of all steps so far, and if `counts`, how many each parameter made. Waits for the device."""
+        with self._lock:
+            while self._coming:
+                self._learn_next()
+            if self._device_step is not None and self._device_step.replayed:
+                self._follow(self._device_step.read())
+            if self._device_step is not None and counts:
+                self._device_step.read_counts()
+
+    def raise_late(self) -> None:
+        """Raise what `add` would have raised by itself, if the norm had been there."""
+        late, self._late = self._late, None
+        if late is not None:
+            raise late
+
+    def forget_late(self) -> None:
+        """Log what `raise_late` would raise: it is of a state in whose place another was loaded."""
+        if self._late is not None:
+            logger.warning("%s (before load_state_dict)", self._late)
+        self._late = None
+
+    def _learn_next(self) -> None:
+        arrival = self._coming[0]
+        result = arrival.wait()  # may be interrupted, also by a signal handler that asks itself, and has learned this then
+        if not self._coming or self._coming[0] is not arrival:
+            return
+        self._coming.popleft()
+        skips, self._skipped = result.skipped - self._skipped, result.skipped
+        try:
+            self._learn(result.norm, skips, result.scale)
+        except RuntimeError as error:
+            self._late = self._late or error
+
+    def _learn(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
+        """Take what a step left. scale: as the device moved it, None: by the host's own rule."""
+        self.last_norm = norm
+        if not skips:
+            self._scaler.after_update(scale)
+            return
+        optimizer = self._optimizer()
+        skipped = "not counted, as the optimizer is gone" if optimizer is None else optimizer._count_skip(skips)
+        logger.warning(
+            "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %s)%s",
+            norm,
+            skipped,
+            self._scaler.after_overflow(scale),
+        )
+
+    def _follow(self, result: StepResult) -> None:
+        """Take what replays left, of which nothing is logged."""
+        skips, self._skipped, self.last_norm = result.skipped - self._skipped, result.skipped, result.norm
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer._count_skip(skips)
+        self._scaler.follow(result.scale)
