@@ -34,7 +34,7 @@ from examples.arguments import above_zero, positive
 from examples.corpus import load_corpus
 from examples.gpt import PRESETS
 from examples.launch import Rank, launch
-from shardcore.machine import free_bytes
+from shardcore.distributed.machine import free_bytes
 
 # Of the range of the losses, so that who does nothing is seen. bfloat16 rounds, and Adam's first steps are as large for small
 # gradients as for large ones.

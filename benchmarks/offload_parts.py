@@ -19,7 +19,7 @@ from benchmarks.offload_schedule import Parts, streamed
 from benchmarks.offload_trainers import plain_model
 from examples.gpt import PRESETS, next_byte_loss
 from shardcore._native import _C
-from shardcore.machine import own_cores, quota, worker_threads
+from shardcore.distributed.machine import own_cores, quota, worker_threads
 
 WARMUP = 2
 COPY_BYTES, COPIES = 2**26, 8

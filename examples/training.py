@@ -14,7 +14,7 @@ import shardcore
 from examples.corpus import Corpus
 from examples.gpt import PRESETS, build_gpt, next_byte_loss
 from examples.launch import Rank
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 
 TAIL_STEPS = 20  # the loss at the end is the mean over this many steps: one batch alone is noise
 

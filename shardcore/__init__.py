@@ -3,15 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardcore.api import shard
+from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.memory import MemoryReport, memory_report
+from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
-from shardcore.whole import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, sharded_state_dict
 
 if TYPE_CHECKING:
-    from shardcore.deepspeed import initialize
+    from shardcore.deepspeed.initialize import initialize
 
 __all__ = [
     "CPUAdam",
@@ -35,9 +34,9 @@ if not TYPE_CHECKING:  # else type checkers would believe in every name
 
     def __getattr__(name):
         """Import what `initialize` needs at its first use: most programs never use it, and it is much of the import time."""
-        if name not in ("initialize", "deepspeed", "config", "training_engine"):
+        if name not in ("initialize", "deepspeed"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()["initialize"] = import_module("shardcore.deepspeed").initialize
+        globals()["initialize"] = import_module("shardcore.deepspeed.initialize").initialize
         return globals()[name]
 
     def __dir__():

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardcore._native import _C
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.optim import DeviceScale, DeviceState, capturing, hyper_of

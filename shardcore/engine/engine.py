@@ -16,23 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
-from shardcore.engine.clip import OwnGrads
+from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
-from shardcore.engine.host_grads import GradHome
-from shardcore.engine.lazy import LazyStep
+from shardcore.engine.full_tensors import WholeValues, agree_on_read
+from shardcore.engine.host_gradients import GradHome
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.membership import Membership
-from shardcore.engine.pace import Pace
-from shardcore.engine.reads import agree_on_read
+from shardcore.engine.optimizer_state import OptimizerStateIO
+from shardcore.engine.overlap_step import LazyStep
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.state_io import OptimizerStateIO
-from shardcore.engine.store import StateStore, StepError
+from shardcore.engine.split_store import Pace
+from shardcore.engine.state_store import StateStore, StepError
+from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
-from shardcore.engine.updater import Updater
-from shardcore.engine.weights import Weights
-from shardcore.engine.whole_values import WholeValues
+from shardcore.engine.unshard import Weights
 from shardcore.optim import DeviceScale, DeviceState, EngineRef, capturing, step_tensor
 
 
@@ -155,7 +153,7 @@ class Engine:
     def _step(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         self.reducer.settle()
         try:
-            self.synchronize()  # before anything is sent: see engine/lazy.py, Note [Who gathers]
+            self.synchronize()  # before anything is sent: see engine/overlap_step.py, Note [Who gathers]
         except StepError as error:
             problems.append(error)
         with _interrupts_held_back():  # a step is whole on every rank

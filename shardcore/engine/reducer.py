@@ -1,12 +1,21 @@
 """Gradient reduction, overlapped with backward unit by unit.
 
+Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
+loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
+backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
+when it is gone without having been called, the backward failed.
+
+The handed tensors are views of the bucket's reduced gradient or, where that has another dtype than the parameter, of the
+resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version counter (views
+share it), replaced or removed gradients in the identity of `param.grad`.
+
 Autograd hands each parameter's gradient to `_on_grad`, which moves it into the bucket's flat buffer. When a bucket is
 complete, and all before it in the fixed order have been sent, its pieces go to their owners (all_to_all) while backward
 computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
 ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
 Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Where it failed on this rank
-alone, the others wait for what it was to send: shardcore/watchdog.py finds that.
+alone, the others wait for what it was to send: distributed/watchdog.py finds that.
 Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of
 backward.
 Note [Late gradients]: a parameter's hook can fire several times in one backward (a shared weight under reentrant
@@ -14,24 +23,237 @@ checkpointing), even after its bucket was sent. All but the first part wait in `
 every rank; also where the bucket is still here, or the order of sums would depend on units.
 """
 
-from collections.abc import Sequence
+import logging
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from threading import get_ident
+from typing import TypeVar
 
 import torch
 
-from shardcore.comm import Comm, Started, Traffic, wait_all
-from shardcore.engine.boundary import Boundary, warn_of_dropped_grads, warn_of_old_grads, watch
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
-from shardcore.engine.buffers import BufferPool
-from shardcore.engine.exchange import Exchange, Parts
-from shardcore.engine.handout import HandedOut
-from shardcore.engine.host_grads import GradHome, HostGrads
-from shardcore.engine.lazy import LazyStep
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
+from shardcore.distributed.compare import uneven
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
+from shardcore.engine.host_gradients import GradHome, HostGrads
 from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.overlap_step import LazyStep
+from shardcore.engine.reduce_scatter import Exchange, Parts
 from shardcore.engine.trace import scope
-from shardcore.engine.use import agree_on_use
-from shardcore.engine.weights import Weights
+from shardcore.engine.unshard import Weights
 from shardcore.optim import weakly
+
+T = TypeVar("T")
+logger = logging.getLogger("shardcore")
+
+
+class _Callback:
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end()
+
+
+class Boundary:
+    """Watches one backward at a time."""
+
+    def __init__(self, one_thread: bool) -> None:
+        """Watch; one_thread: autograd calls all hooks of a backward on the thread that called it, as it does on the CPU."""
+        self._callback: weakref.ref[_Callback] | None = None
+        self._failed = self._mixed = False
+        self._one_thread, self._thread = one_thread, 0
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """Let autograd call `end` when the backward that is under way ends."""
+        callback = _Callback(end)
+        self._callback, self._mixed, self._thread = weakref.ref(callback), False, get_ident()
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def clear(self) -> None:
+        """Forget the backward: it ended, or what it left has been dropped."""
+        self._callback, self._failed = None, False
+
+    def end(self) -> None:
+        """Learn that the backward is at its end: it failed until `clear`, whoever holds its callback (a traceback does).
+
+        RuntimeError if one of another thread came between.
+        """
+        self._callback, self._failed = None, True
+        if self._mixed:
+            raise self._two_at_once()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward has begun and neither ended nor failed."""
+        return self._callback is not None and self._callback() is not None
+
+    def goes_on(self) -> bool:
+        """Whether the backward that calls is under way; RuntimeError, here and at its end, if that is another thread's."""
+        if not self.under_way:
+            return False
+        if self._one_thread and self._thread != get_ident():
+            self._mixed = True
+            raise self._two_at_once()
+        return True
+
+    @staticmethod
+    def _two_at_once() -> RuntimeError:
+        return RuntimeError(
+            "backward: two threads run a backward of this model at the same time, whose gradients cannot be told apart; "
+            "expected one after the other (both are dropped)"
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last backward ended in an error."""
+        return self._failed or (self._callback is not None and self._callback() is None)
+
+
+def watch(param: torch.Tensor, owner: T, before: Callable[[T], None], after: Callable[[T], None]) -> None:
+    """Call `before(owner)` before autograd adds to `param.grad`, and `after(owner)` when it has.
+
+    The hooks hold no strong reference: Python's garbage collector cannot see through the second kind.
+    """
+    weak = weakref.ref(owner)
+
+    def call_before(grad: torch.Tensor) -> None:
+        if (here := weak()) is not None:
+            before(here)
+
+    def call_after(param: torch.Tensor) -> None:
+        if (here := weak()) is not None:
+            after(here)
+
+    param.register_hook(call_before)  # type: ignore[no-untyped-call]
+    param.register_post_accumulate_grad_hook(call_after)  # type: ignore[no-untyped-call]
+
+
+def warn_of_old_grads() -> None:
+    """Say that a backward adds to gradients that were used."""
+    logger.warning(
+        "backward: adds to the gradients that the last step used, as nothing forgot them; expected "
+        "optimizer.zero_grad() or model.zero_grad() after a step (from stage 1 on p.grad = None does not; said once)"
+    )
+
+
+def warn_of_dropped_grads() -> None:
+    """Say what became of a backward that ended in an error."""
+    logger.warning("backward: the last one ended in an error; its gradients, and those it was to be added to, are dropped")
+
+
+_USED, _LATE = 1, 2
+
+
+def use_row_bytes(params: int) -> int:
+    """Return the bytes that a rank sends for so many parameters."""
+    return params + 2
+
+
+def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed], backwards: int) -> set[Managed]:
+    """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
+
+    late: those with gradients that came after their bucket was sent; backwards: Reducer.count. Returns the parameters that are
+    late on any rank; RuntimeError on every rank if the counts differ.
+    """
+    if comm.world_size == 1:  # the device need not be asked, which would wait for the backward
+        for managed in params:
+            managed.has_grad |= managed.used
+            managed.used = False
+        return set(late)
+    flags = [_USED * m.used + _LATE * (m in late) for m in params] + [backwards % 256, backwards // 256 % 256]
+    rows = comm.tell(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
+    counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
+    if len(set(counts)) > 1:
+        raise uneven(counts)
+    is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
+    for managed, used in zip(params, is_used, strict=True):
+        managed.has_grad |= used
+        managed.used = False
+    return {m for m, late_now in zip(params, is_late, strict=True) if late_now}
+
+
+TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
+
+
+class HandedOut:
+    """The gradients that stage 0 shows as `param.grad`."""
+
+    def __init__(self, buckets: Sequence[Bucket], place: int) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds the piece `place`."""
+        self.buckets, self.place = buckets, place
+        self._buffers: dict[Bucket, torch.Tensor] = {}
+        self._versions: dict[Bucket, int] = {}
+
+    def give(self, take_full: TakeFull) -> None:
+        """Set `param.grad` of every parameter that has a gradient; `take_full` provides a buffer where one is needed."""
+        for bucket in self.buckets:
+            if bucket.grad is None or not bucket.reduced:
+                continue
+            shown = bucket.grad
+            if shown.dtype != bucket.dtype:
+                shown = take_full(bucket, bucket.dtype)
+                _C.cast([shown], [bucket.grad])
+            for managed in bucket.params:
+                managed.grad_view = managed.slice_of(shown) if managed.has_grad else None
+                managed.param.grad = managed.grad_view
+            self._buffers[bucket], self._versions[bucket] = shown, shown._version
+
+    def shown(self, bucket: Bucket) -> torch.Tensor | None:
+        """Return the buffer that the bucket's `param.grad` are views of now."""
+        return self._buffers.get(bucket)
+
+    def drop(self) -> None:
+        """Clear every `param.grad` and put the buffers back."""
+        for bucket, shown in self._buffers.items():
+            if shown is not bucket.grad:
+                bucket.resident[shown.dtype] = shown
+        self._buffers.clear()
+        for bucket in self.buckets:
+            for managed in bucket.params:
+                managed.param.grad = managed.grad_view = None
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Bring the reduced gradients in line with what `param.grad` says now."""
+        for bucket in self.buckets:
+            shown = self._buffers.get(bucket)
+            edited = shown is not None and shown._version != self._versions[bucket]
+            changed = edited
+            for managed in bucket.params:
+                grad = managed.param.grad
+                if grad is managed.grad_view:
+                    if edited and grad is not None and shown is not bucket.grad:
+                        self._take_edit(bucket, managed, grad)
+                    continue
+                changed = True
+                target = managed.slice_of(self._whole_grad(bucket))
+                if grad is None:
+                    target.zero_()
+                else:
+                    target.copy_(grad)
+                managed.has_grad = grad is not None
+                managed.grad_view = grad
+            if shown is not None:
+                self._versions[bucket] = shown._version
+            if changed and bucket.grad is not None:
+                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.place)])
+
+    def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
+        """Take the edited elements of a lower-precision view; the others keep their full precision."""
+        whole = managed.slice_of(self._whole_grad(bucket))
+        rounded = torch.empty_like(shown)
+        _C.cast([rounded], [whole])
+        torch.where(rounded == shown, whole, shown.to(whole.dtype), out=whole)
+
+    def _whole_grad(self, bucket: Bucket) -> torch.Tensor:
+        if bucket.grad is None:
+            bucket.grad = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device)
+        elif not bucket.reduced:
+            bucket.grad.zero_()
+        bucket.reduced = True
+        return bucket.grad
 
 
 class Reducer:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.arguments import CHOICES
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
+from shardcore.options import CHOICES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30

@@ -17,7 +17,21 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.arguments import (
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.topology import Topology, topology_of
+from shardcore.engine import build
+from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
+from shardcore.engine.cpu_store import staging_bytes
+from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
+from shardcore.engine.memory_report import MemoryReport, memory_lines
+from shardcore.engine.reduce_scatter import MAX_IN_FLIGHT
+from shardcore.engine.reducer import use_row_bytes
+from shardcore.engine.split_store import cuts_of, parts_of, scratch_bytes
+from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.step import NORM_ROW_BYTES
+from shardcore.engine.units import Unit, plan_units
+from shardcore.engine.unshard import keepers_of
+from shardcore.options import (
     DTYPES,
     Offload,
     accept_optimizer,
@@ -27,22 +41,6 @@ from shardcore.arguments import (
     offload_options,
     reduce_policy,
 )
-from shardcore.comm import Comm
-from shardcore.engine import build
-from shardcore.engine.bucket import LIFETIMES, Bucket, Lifetimes, ReducePolicy, give_full, take_full
-from shardcore.engine.buffers import BufferPool, allocate
-from shardcore.engine.exchange import MAX_IN_FLIGHT
-from shardcore.engine.gather import keepers_of
-from shardcore.engine.host_grads import IN_FLIGHT, adding_bytes, home_dtype
-from shardcore.engine.memory import MemoryReport, memory_lines
-from shardcore.engine.store import DeviceStore
-from shardcore.engine.unit import Unit
-from shardcore.engine.updater import NORM_ROW_BYTES
-from shardcore.engine.use import use_row_bytes
-from shardcore.offload import staging_bytes
-from shardcore.offload_split import cuts_of, parts_of, scratch_bytes
-from shardcore.topology import Topology, topology_of
-from shardcore.units import plan_units
 
 _META = torch.device("meta")
 

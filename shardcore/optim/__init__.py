@@ -5,19 +5,8 @@ and clipping have one meaning.
 """
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
+from shardcore.optim.clip import by_engine, clip_grad_norm_, global_norm, join, norm_part
 from shardcore.optim.engine import EngineRef, engine_of, weakly
-from shardcore.optim.exchange import (
-    export_groups,
-    export_state,
-    import_groups,
-    import_state,
-    joined_state,
-    numbers_of,
-    other_entries,
-    saved_states,
-    warn_of_lost,
-)
-from shardcore.optim.norm import by_engine, clip_grad_norm_, global_norm, join, norm_part
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
@@ -29,9 +18,19 @@ from shardcore.optim.options import (
     hyper_of,
     lr_on_device,
 )
-from shardcore.optim.scale import DeviceScale, DeviceState, capturing, check_max_norm
 from shardcore.optim.state import ParamState, StepCount, step_count, step_tensor
-from shardcore.optim.storage import (
+from shardcore.optim.state_dict import (
+    export_groups,
+    export_state,
+    import_groups,
+    import_state,
+    joined_state,
+    numbers_of,
+    other_entries,
+    saved_states,
+    warn_of_lost,
+)
+from shardcore.optim.state_format import (
     MASTER_STORAGE,
     MOMENTS,
     SCALES,
@@ -41,6 +40,7 @@ from shardcore.optim.storage import (
     split_remainder,
     stored_moment,
 )
+from shardcore.optim.step import DeviceScale, DeviceState, capturing, check_max_norm
 
 __all__ = [
     "MASTERED_DTYPES",

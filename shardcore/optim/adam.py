@@ -12,10 +12,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
-from shardcore.optim.batch import Active, Update, check_grads_list, check_new_params, collect
+from shardcore.optim.clip import Refusal, ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, any_sharded, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.engine import Gradients, ScalesLoss
-from shardcore.optim.exchange import (
+from shardcore.optim.hooked import hooked_step, uncompiled
+from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
+from shardcore.optim.state import States
+from shardcore.optim.state_dict import (
     adopt_torch_group,
     export_groups,
     export_state,
@@ -25,13 +28,20 @@ from shardcore.optim.exchange import (
     other_entries,
     take_masters,
 )
-from shardcore.optim.hooked import hooked_step
-from shardcore.optim.norm import Refusal, ShardedGradients, global_norm
-from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
-from shardcore.optim.repeat import Repeat
-from shardcore.optim.scale import DeviceScale, DeviceState, capturing, check_max_norm, device_scale, host_scale
-from shardcore.optim.state import States
-from shardcore.optim.uncompiled import uncompiled
+from shardcore.optim.step import (
+    Active,
+    DeviceScale,
+    DeviceState,
+    Repeat,
+    Update,
+    capturing,
+    check_grads_list,
+    check_max_norm,
+    check_new_params,
+    collect,
+    device_scale,
+    host_scale,
+)
 
 logger = logging.getLogger("shardcore")
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardcore.optim.scale import DeviceScale, DeviceState
+from shardcore.optim.step import DeviceScale, DeviceState
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -50,7 +50,7 @@ class ScalesLoss:
 
 
 class GradShards(Protocol):
-    """This rank's parts of reduced gradients, to be clipped in place (shardcore.engine.clip.OwnGrads)."""
+    """This rank's parts of reduced gradients, to be clipped in place (shardcore.engine.step.OwnGrads)."""
 
     part: torch.Tensor
     device: torch.device

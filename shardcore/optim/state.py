@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore.optim.options import dtype_name, number
-from shardcore.optim.storage import zeros
+from shardcore.optim.state_format import zeros
 
-# As state dicts have them (shardcore.optim.storage: what else a state may keep).
+# As state dicts have them (shardcore.optim.state_format: what else a state may keep).
 TENSOR_KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 

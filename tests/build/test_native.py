@@ -117,15 +117,15 @@ def test_deepspeed_door_is_imported_when_it_is_used():
     """By each of its names, in children of one process: importing torch takes longer."""
     code = (
         "import os, sys, shardcore\n"
-        "assert not {'shardcore.deepspeed', 'shardcore.config', 'shardcore.training_engine'} & set(sys.modules)\n"
+        "assert not any(name.startswith('shardcore.deepspeed') for name in sys.modules)\n"
         "assert 'initialize' in dir(shardcore) and not hasattr(shardcore, 'gone')\n"
     )
-    for name in ("initialize", "deepspeed", "config", "training_engine"):
+    for name in ("initialize", "deepspeed"):
         code += (
             "if os.fork() == 0:\n"
             f"    from shardcore import {name}\n"
             f"    assert {name} is shardcore.{name}\n"
-            "    assert shardcore.initialize is shardcore.deepspeed.initialize\n"
+            "    assert shardcore.initialize is shardcore.deepspeed.initialize.initialize\n"
             "    exec('from shardcore import *')\n"
             "    os._exit(0)\n"
             "assert os.wait()[1] == 0\n"

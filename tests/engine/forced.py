@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from shardcore.engine import engine as engine_module
 from shardcore.engine.device_step import Arrival, StepResult
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from shardcore.engine.lazy import LazyStep
-from shardcore.offload import CpuStore
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.overlap_step import LazyStep
 from tests.engine.models import Run, batch_of, loss_of, train
 
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.comm import Comm
-from shardcore.engine.exchange import Exchange
+from shardcore.distributed.comm import Comm
+from shardcore.engine.reduce_scatter import Exchange
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.engine.test_fp16 import Ramp
 from tests.ranks import run_ranks
@@ -98,7 +98,7 @@ def test_every_layout_gets_the_average(layout: str, precision: str, stage: int) 
 def _large(rank: int, world_size: int, divide: bool) -> list[float]:
     with stand_in(), pytest.MonkeyPatch.context() as patch:
         if not divide:
-            patch.setattr("shardcore.engine.exchange._overflows", lambda sent: False)
+            patch.setattr("shardcore.engine.reduce_scatter._overflows", lambda sent: False)
         model: Any = Ramp()
         optimizer: Any = shardcore.FusedAdam(model.parameters())
         model, optimizer = shardcore.shard(model, optimizer, precision="fp16", loss_scale=1.0, reduction="nccl")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardcore import _native
-from shardcore.offload import CpuStore
+from shardcore.engine.cpu_store import CpuStore
 from tests.choice import EVERY, part, some
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks

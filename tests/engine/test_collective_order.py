@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore import comm as comm_module
+from shardcore.distributed import comm as comm_module
 from tests.engine.forced import as_on_nccl
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of_training

@@ -16,7 +16,8 @@ from shardcore.engine import device_step
 from shardcore.engine import engine as engine_module
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.optim import options, scale
+from shardcore.optim import options
+from shardcore.optim import step as scale
 from tests.choice import combinations
 from tests.engine.forced import device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train

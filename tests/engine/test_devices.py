@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import shardcore
 from shardcore import api
 from shardcore._native import _C
-from shardcore.comm import Comm
-from shardcore.offload import CpuStore
-from shardcore.process_groups import NotAMemberError
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.groups import NotAMemberError
+from shardcore.engine.cpu_store import CpuStore
 from tests.engine.models import batch_of, hash_of, hash_of_training, loss_of, make_net
 
 OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardcore import offload
 from shardcore._native import _C
-from shardcore.comm import Comm
-from shardcore.engine.bucket import ReducePolicy
-from shardcore.engine.buffers import BufferPool
-from shardcore.engine.host_grads import HostGrads
-from shardcore.engine.worker import Worker, WorkerThreads, use_own_threads
-from shardcore.machine import own_cores, quota, worker_cores, worker_threads
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.machine import own_cores, quota, worker_cores, worker_threads
+from shardcore.engine import cpu_store as offload
+from shardcore.engine.bucket import BufferPool, ReducePolicy
+from shardcore.engine.host_gradients import HostGrads
+from shardcore.engine.overlap_step import Worker, WorkerThreads, use_own_threads
 from tests.engine.late import micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.engine.test_offload import tier_with
@@ -131,9 +130,9 @@ def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixtur
 
 def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.machine.own_cores", lambda: list(range(9000, 9006)))  # none that this machine knows
-        patch.setattr("shardcore.machine.quota", lambda: None)
-        patch.setattr("shardcore.machine._here", lambda: ["localhost", started[rank]])
+        patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))  # unknown here
+        patch.setattr("shardcore.distributed.machine.quota", lambda: None)
+        patch.setattr("shardcore.distributed.machine._here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.lazy._worker.threads
     return threads

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore import comm as comm_module
-from shardcore import process_groups
-from shardcore.comm import Comm, Traffic
+from shardcore.distributed import comm as comm_module
+from shardcore.distributed import groups as process_groups
+from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.groups import slots_of, taken_slots, timeout_of
 from shardcore.engine.device_step import decides_on_device
-from shardcore.process_groups import slots_of, taken_slots, timeout_of
 from tests.choice import combinations
 from tests.engine.forced import as_on_nccl, device_decides
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.comm import Comm, Traffic
-from shardcore.process_groups import group_beside
-from shardcore.topology import Topology
+from shardcore.distributed.comm import Comm, Traffic
+from shardcore.distributed.groups import group_beside
+from shardcore.distributed.topology import Topology
 from tests.choice import EVERY, part, some
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks

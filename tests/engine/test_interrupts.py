@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.store import DeviceStore
-from shardcore.engine.updater import Updater
+from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.step import Updater
 from tests.engine.late import micro_steps, start
 from tests.engine.models import Run, hash_of_training
 from tests.ranks import run_ranks

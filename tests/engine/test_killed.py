@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from tests.engine.models import Run, batch_of, loss_of, train
 from tests.ranks import context, start
 

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.engine import kinds, store
-from shardcore.engine.pace import MEASURED_STEPS
-from shardcore.engine.updater import Updater
-from shardcore.offload import CpuStore
+from shardcore.engine import state_store as store
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.split_store import MEASURED_STEPS
+from shardcore.engine.step import Updater
+from shardcore.optim import state_format as kinds
 from tests.choice import EVERY, combinations, part, some
 from tests.engine.models import Net, batch_of, hash_of
 from tests.ranks import run_ranks
@@ -137,7 +138,7 @@ def test_replicas_draw_the_same_random_bits() -> None:
 
 @pytest.mark.parametrize("overlap_step", [False, True])
 def test_a_share_that_is_chosen_late_keeps_the_bits(overlap_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardcore.engine.pace.choose_ratio", lambda *_: 0.5)
+    monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
     auto = CPU_TIER | {"ratio": "auto", "device_memory_limit": 1 << 30}
     model, optimizer = sharded("split 8bit", (2, auto, 500, overlap_step))
     go(model, optimizer, 0, MEASURED_STEPS + 3)

@@ -13,9 +13,9 @@ import torch
 
 import shardcore
 from shardcore._native import _C
+from shardcore.distributed.machine import free_address_bytes, free_bytes
+from shardcore.engine.cpu_store import CpuStore, staging_bytes
 from shardcore.estimate import predict
-from shardcore.machine import free_address_bytes, free_bytes
-from shardcore.offload import CpuStore, staging_bytes
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 from tests.support.copies import simulated_tier
@@ -323,7 +323,7 @@ def test_a_limit_of_the_process_itself(machine: Callable[[str, str], Path], monk
     machine("proc/self/limits", line.format(10 * mmap.PAGESIZE))
     machine("proc/self/statm", "7 3 2 1 0 4 0\n")
     assert free_address_bytes(root) == 3 * mmap.PAGESIZE
-    monkeypatch.setattr("shardcore.machine.free_address_bytes", lambda: 3000)
+    monkeypatch.setattr("shardcore.distributed.machine.free_address_bytes", lambda: 3000)
     with pytest.raises(MemoryError, match=r"for this rank, whose address space .`ulimit -v`. has 3000 bytes .* free; expected"):
         train(0, Run(steps=0, shard={"offload": CPU_TIER}))
     train(0, Run(steps=0))
@@ -339,7 +339,7 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
         needed = []
         host_bytes = shardcore.api.host_bytes
         patch.setattr("shardcore.api.host_bytes", lambda *a: needed.append(host_bytes(*a)) or needed[-1])
-        patch.setattr("shardcore.machine.free_bytes", lambda: int(share * world_size * sum(needed)))
+        patch.setattr("shardcore.distributed.machine.free_bytes", lambda: int(share * world_size * sum(needed)))
         model = make_net()
         before = [(id(p), p.data_ptr()) for p in model.parameters()]
         try:

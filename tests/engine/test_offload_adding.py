@@ -8,7 +8,7 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.engine import host_grads
+from shardcore.engine import host_gradients as host_grads
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_offload import Watched, tier_with
 from tests.engine.test_offload_tiers import GRADS

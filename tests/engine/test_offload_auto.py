@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import shardcore
-from shardcore.engine.pace import MEASURED_STEPS, Pace, choose_ratio
-from shardcore.offload_split import SplitStore
+from shardcore.engine.split_store import MEASURED_STEPS, Pace, SplitStore, choose_ratio
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of_training, train
 from tests.engine.test_offload import tier_with
@@ -117,7 +116,7 @@ def test_a_worker_that_fails_while_it_is_timed_is_an_error_on_all_ranks() -> Non
 
 def test_states_that_are_moved_wrongly_change_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = _plain(0, 1)
-    monkeypatch.setattr("shardcore.engine.pace.choose_ratio", lambda *_: 0.5)
+    monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
     run = Run(2, MEASURED_STEPS + 3, 2, "bf16", shard={"clip_grad_norm": 0.5, "offload": {"optimizer": "cpu"} | AUTO})
     assert hash_of_training(*train(0, run)[:2]) == expected
     write = SplitStore.resplit

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardcore
 from shardcore.engine.bucket import Bucket
-from shardcore.offload_split import SplitStore
+from shardcore.engine.split_store import SplitStore
 from tests.engine.made import init, meta
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.engine.test_offload import Watched, Wrapped, tier_with

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.store import DeviceStore
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.split_store import SplitStore
+from shardcore.engine.state_store import DeviceStore
 from shardcore.estimate import predict
-from shardcore.offload import CpuStore
-from shardcore.offload_split import SplitStore
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.engine.test_backward import Reused

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.engine import build, gather, store
+from shardcore.engine import build
+from shardcore.engine import state_store as store
+from shardcore.engine import unshard as gather
 from shardcore.engine.engine import Engine
-from shardcore.engine.weights import Weights
+from shardcore.engine.unshard import Weights
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 

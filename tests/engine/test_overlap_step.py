@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.comm import Comm, wait_all
-from shardcore.engine.lazy import LazyStep
-from shardcore.engine.waiting import Waiting, WaitingGroup
+from shardcore.distributed.comm import Comm, wait_all
+from shardcore.engine.overlap_step import LazyStep, Waiting, WaitingGroup
 from tests.choice import combinations
 from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of

@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.engine.lazy import LazyStep
-from shardcore.engine.updater import Updater
-from shardcore.engine.worker import Worker
+from shardcore.engine.overlap_step import LazyStep, Worker
+from shardcore.engine.step import Updater
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
 from tests.engine.test_offload import tier_with

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import shardcore
-from shardcore.engine.sharded_state import Shards, boxes_of
+from shardcore.checkpoint.sharded import Shards, boxes_of
 from tests.choice import combinations
 from tests.engine.made import frozen_net
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train

@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from shardcore.comm import Comm, Traffic
+from shardcore.distributed.comm import Comm, Traffic
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks

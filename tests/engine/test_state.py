@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.comm import Comm
-from shardcore.engine.state_io import OptimizerStateIO
+from shardcore.distributed.comm import Comm
+from shardcore.engine.optimizer_state import OptimizerStateIO
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardcore
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from tests.choice import combinations
 from tests.engine.made import frozen_net, init, meta, save
 from tests.engine.models import Block, Net, Run, hash_of, hash_of_training, make_net, train
@@ -40,20 +40,20 @@ def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 def _from_files(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> tuple[str, int]:
     """Train on from files; also tells how many elements this rank read."""
     read = 0
-    original = shardcore.engine.tensor_files.TensorFiles.read
+    original = shardcore.checkpoint.safetensors.TensorFiles.read
 
     def counting(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
         nonlocal read
         read += numel
         return original(files, name, start, numel)
 
-    shardcore.engine.tensor_files.TensorFiles.read = counting
+    shardcore.checkpoint.safetensors.TensorFiles.read = counting
     try:
         model = meta(frozen_net if frozen else Net)
         extra = {"materialize": folder}
         model, optimizer, _ = train(rank, Run(**{**run.__dict__, "shard": extra}), model)
     finally:
-        shardcore.engine.tensor_files.TensorFiles.read = original
+        shardcore.checkpoint.safetensors.TensorFiles.read = original
     return hash_of_training(model, optimizer), read
 
 
@@ -242,7 +242,7 @@ def test_ranks_with_other_files_are_told_apart(tmp_path: Path, safetensors: Any)
 
 
 def _unreadable(rank: int, world_size: int, path: str) -> str:
-    tensor_files = importlib.import_module("shardcore.engine.tensor_files")
+    tensor_files = importlib.import_module("shardcore.checkpoint.safetensors")
     original = tensor_files.TensorFiles.read
 
     def fails(files: Any, name: str, start: int, numel: int) -> torch.Tensor:

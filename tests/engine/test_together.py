@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardcore
-from shardcore import comm
-from shardcore.process_groups import slots_of
+from shardcore.distributed import comm
+from shardcore.distributed.groups import slots_of
 from tests.choice import combinations
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore import comm, watchdog
-from shardcore.engine.buffers import BufferPool
+from shardcore.distributed import comm, watchdog
+from shardcore.engine.bucket import BufferPool
 from tests.engine.forced import as_on_nccl
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks

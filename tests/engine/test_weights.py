@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.weights import Weights
+from shardcore.engine.unshard import Weights
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardcore
 from examples.llama import Llama, llama_70b
-from shardcore import comm as comm_module
-from shardcore.comm import Comm, Traffic
-from shardcore.engine.updater import NORM_ROW_BYTES
+from shardcore.distributed import comm as comm_module
+from shardcore.distributed.comm import Comm, Traffic
+from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.estimate import Prediction, predict
 from tests.choice import combinations
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore.comm import Comm
-from shardcore.engine.buffers import BufferPool
+from shardcore.distributed.comm import Comm
+from shardcore.engine.bucket import BufferPool
 from shardcore.estimate import Prediction, predict
 from shardcore.estimate.predict import _States, _Step
 from tests.choice import some
@@ -222,7 +222,7 @@ def _no_received(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_level(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.topology.Topology.levels", lambda topology, rank: [range(topology.world_size)])
+    patch.setattr("shardcore.distributed.topology.Topology.levels", lambda topology, rank: [range(topology.world_size)])
 
 
 def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,9 @@ def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def _all_share(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("shardcore.topology.Topology.owned", lambda topology, rank: (topology.place(rank), topology.place(rank) + 1))
+    patch.setattr(
+        "shardcore.distributed.topology.Topology.owned", lambda topology, rank: (topology.place(rank), topology.place(rank) + 1)
+    )
 
 
 NODE_TWINS = {

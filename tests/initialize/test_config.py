@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardcore import LossScale
-from shardcore.config import BatchSizes, read_config
+from shardcore.deepspeed.config import BatchSizes, read_config
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardcore.config import BatchSizes
+from shardcore.deepspeed.config import BatchSizes
 
 from .test_config import config_of
 

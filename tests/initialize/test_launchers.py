@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.launchers import first_host, follow_launcher, warn_of_idle_tasks
+from shardcore.distributed.launchers import first_host, follow_launcher, warn_of_idle_tasks
 from tests.engine.models import hash_of_training, make_net
 from tests.initialize.test_engine import ds_config, start, train
 from tests.ranks import context, free_port, run_ranks

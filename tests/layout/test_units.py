@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardcore.units import plan_units
+from shardcore.engine.units import plan_units
 from tests.engine.models import Block, Net
 
 

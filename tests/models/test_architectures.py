@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.weights import Weights
+from shardcore.engine.unshard import Weights
 from tests.choice import combinations, some
 from tests.engine.models import hash_of_training
 from tests.ranks import run_ranks

@@ -134,19 +134,19 @@ def test_a_folder_of_several_files_gives_the_same(tmp_path: Path) -> None:
 
 def _elements_read(rank: int, world_size: int, name: str, folder: str) -> int:
     read = 0
-    original = shardcore.engine.tensor_files.TensorFiles.read
+    original = shardcore.checkpoint.safetensors.TensorFiles.read
 
     def counting(files: Any, key: str, start: int, numel: int) -> torch.Tensor:
         nonlocal read
         read += numel
         return original(files, key, start, numel)
 
-    shardcore.engine.tensor_files.TensorFiles.read = counting  # type: ignore[method-assign]
+    shardcore.checkpoint.safetensors.TensorFiles.read = counting  # type: ignore[method-assign]
     try:
         model = _on_meta(name, folder)
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32", materialize=folder)
     finally:
-        shardcore.engine.tensor_files.TensorFiles.read = original  # type: ignore[method-assign]
+        shardcore.checkpoint.safetensors.TensorFiles.read = original  # type: ignore[method-assign]
     return read
 
 

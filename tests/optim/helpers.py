@@ -2,7 +2,7 @@
 
 import torch
 
-from shardcore.optim import batch
+from shardcore.optim import step as batch
 from shardcore.optim.options import CheckedOptions
 
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.arguments import accept_optimizer
-from shardcore.optim import CPUAdam, FusedAdam, batch, options, scale
+from shardcore.optim import CPUAdam, FusedAdam, options
+from shardcore.optim import step as batch
+from shardcore.optim import step as scale
+from shardcore.options import accept_optimizer
 
 from .helpers import CAPTURABLE_KINDS, grads_of, params_of, same, snapshot
 

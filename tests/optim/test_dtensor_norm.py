@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore._native import _C
-from shardcore.comm import Comm
+from shardcore.distributed.comm import Comm
 from shardcore.optim import CPUAdam, FusedAdam, dtensor, global_norm
 from tests.ranks import run_ranks
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, batch, clip_grad_norm_, global_norm
+from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_, global_norm
+from shardcore.optim import step as batch
 from shardcore.optim.adam import AdamOptimizer
-from shardcore.optim.storage import in_memory
+from shardcore.optim.state_format import in_memory
 
 from .oracle import Interval, Oracle, violations
 from .test_capturable import OnCpu
@@ -211,7 +212,7 @@ def test_the_norm_goes_through_memory():
 def test_clipping_takes_the_parameters_order(grads, monkeypatch):
     """step(max_norm=) and clip_grad_norm_ sum the same blocks, those of contiguous parameters of the same memory."""
     seen = []
-    monkeypatch.setattr("shardcore.optim.norm._C", Recorder(seen))
+    monkeypatch.setattr("shardcore.optim.clip._C", Recorder(seen))
     optimizer = made("fp32")
     params = parameters(optimizer)
     flat = [torch.nn.Parameter(in_memory(p.detach()).clone()) for p in params]

@@ -1,0 +1,474 @@
+"""Weights of models built on the meta device: made module by module, or read from files, straight into shards.
+
+transformers is never imported first: who has a model of it has imported it. Its young and private names are used in this file
+alone; tested with transformers 5.23. Before version 5 there is no conversion, and names are as in the files.
+
+Invariants: a Parameter stays the same object (`become`). Whole values exist for one module at a time (from files: for one
+parameter, and only where the stage keeps whole weights anyway). Every check that needs no value runs before anything changes.
+"""
+
+import logging
+import os
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
+from importlib import import_module
+from math import prod
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint.safetensors import PathLike, Stored, TensorFiles
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.build import Builder, become, together
+from shardcore.engine.state_store import StateStore, assign, part_of, set_weights
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    return isinstance(module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ()))
+
+
+class OwnInit:
+    """Fills a module as building its model did: by `_init_weights` of the transformers model around it, or reset_parameters.
+
+    `_init_weights` takes one module after the other, children first, and may write to those below (GPT-2's scales the
+    projections of its blocks). So it is called for the module and for each one around it, while all that is not the module's
+    own is on the meta device, where nothing is computed and no random number is drawn.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find, for each module of `model`, the modules around it and the transformers models that they belong to."""
+        self._model = model
+        self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
+        self._calls: dict[nn.Module, list[tuple[Any, nn.Module]]] = {}
+        of_name: dict[str, list[tuple[Any, nn.Module]]] = {}
+        for name, module in model.named_modules():
+            around = of_name[name.rpartition(".")[0]] if name else []
+            owner = module if _is_pretrained(module) else around[0][0] if around else None
+            self._calls[module] = of_name[name] = around if owner is None else [(owner, module), *around]
+
+    def covers(self, module: nn.Module) -> bool:
+        """Whether something fills this module."""
+        return bool(self._calls[module]) or callable(getattr(module, "reset_parameters", None))
+
+    def computes(self, name: str) -> bool:
+        """Whether files may lack this parameter or buffer of a transformers model: from_pretrained makes it, too."""
+        path, _, key = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        patterns = [pattern for owner, _ in self._calls[module] for pattern in owner._keys_to_ignore_on_load_missing or ()]
+        made = key in module._non_persistent_buffers_set or any(re.search(pattern, name) for pattern in patterns)
+        return bool(self._calls[module]) and made
+
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the module's own parameters and buffers, in place."""
+        reset: Any = getattr(module, "reset_parameters", None)
+        if not self._calls[module]:
+            reset()
+            return
+        with self._others_on_meta(module):
+            self._init(module)
+            if callable(reset) and any(is_blank(tensor) for tensor in _own(module)):
+                reset()
+                self._init(module)
+
+    def _init(self, module: nn.Module) -> None:
+        for owner, around in self._calls[module]:
+            owner._init_weights(around)
+
+    @contextmanager
+    def _others_on_meta(self, module: nn.Module) -> Iterator[None]:
+        own = set(_own(module))
+        hidden: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for other in self._model.modules():
+            tables: tuple[dict[str, Any], ...] = (other._parameters, other._buffers)
+            for table in tables:
+                hidden += [(table, *item) for item in table.items() if item[1] is not None and item[1] not in own]
+        try:
+            for table, key, tensor in hidden:
+                if not tensor.is_meta:
+                    table[key] = self._stand_in(tensor)
+            yield
+        finally:
+            for table, key, tensor in hidden:
+                table[key] = tensor
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._stand_ins:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_param = isinstance(tensor, nn.Parameter)
+            self._stand_ins[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+        return self._stand_ins[tensor]
+
+
+def _own(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
+
+
+def blank_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory in which what nobody fills shows: NaN, the least integer, no bool (integers of a byte do not show)."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if like.is_complex() or (like.is_floating_point() and like.itemsize > 1):
+        made.fill_(torch.nan)
+    elif like.dtype in _INTEGERS:
+        made.fill_(torch.iinfo(like.dtype).min)
+    elif like.dtype == torch.bool:
+        made.view(torch.uint8).fill_(2)
+    return made
+
+
+def is_blank(tensor: torch.Tensor) -> bool:
+    """Whether an element is as `blank_like` left it."""
+    if tensor.is_meta:
+        return False
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1):
+        return bool(tensor.isnan().any())
+    if tensor.dtype in _INTEGERS:
+        return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+    return tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any())
+
+
+def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFiles":
+    """Return the files as `model` names and shapes what is in them."""
+    if not _is_pretrained(model):
+        return files
+    try:
+        loading, mapping = (import_module(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping"))
+    except ModuleNotFoundError:
+        return files
+    return ConvertedFiles(model, files, loading, mapping.get_model_conversion_mapping(model))
+
+
+class ConvertedFiles:
+    """Tensors in files under a transformers model's names, as `TensorFiles` has them: `stored` and `read`.
+
+    dropped: names of what the model does not have, as from_pretrained reports and drops it (the old head under a new one).
+    What is only renamed is read by ranges. What transformers makes of several tensors, or of one in another form, is made
+    whole when it is read, and kept until the next such tensor is.
+    """
+
+    def __init__(self, model: Any, files: TensorFiles, loading: Any, transforms: list[Any]) -> None:
+        """Follow transformers' conversion of names. Reads no values: shapes are those of the conversion of meta tensors."""
+        self._model, self._files = model, files
+        self._key: dict[str, str] = {}
+        self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        self._part_of: dict[str, str] = {}
+        self._made: tuple[str, dict[str, torch.Tensor]] | None = None
+        self.stored: dict[str, Stored] = {}
+        renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+        converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+        own = model.state_dict()
+        rename = partial(loading.rename_source_key, base_model_prefix=model.base_model_prefix, meta_state_dict=own)
+        for key in sorted(files.stored, key=loading.dot_natural_key):
+            name, pattern = rename(key, renamings, converters)
+            if name not in own and key in own:
+                name, pattern = rename(key, [], [])
+            if pattern is None or name not in own:
+                self._key.setdefault(name, key)
+            else:
+                self._parts.setdefault(name, (converter_of[pattern], []))[1].append((key, pattern))
+        unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=self._key.keys() - own.keys())
+        model._adjust_missing_and_unexpected_keys(unexpected)  # leaves out what from_pretrained ignores
+        self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
+        self.stored.update({name: files.stored[key] for name, key in self._key.items() if name in own})
+        for first, (_, parts) in self._parts.items():
+            source = files.stored[parts[0][0]]
+            for name, made in self._convert(first, self._empty).items():
+                self._part_of[name] = first
+                self.stored[name] = Stored(source.path, tuple(made.shape), source.dtype, None)
+
+    def read(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """See TensorFiles.read."""
+        first = self._part_of.get(name)
+        if first is None:
+            return self._files.read(self._key[name], start, numel)
+        if numel == 0:
+            return torch.empty(0, dtype=self.stored[name].torch_dtype, device="cpu")
+        if self._made is None or self._made[0] != first:
+            self._made = None
+            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._whole).items()}
+        return self._made[1][name][start : start + numel]
+
+    def _empty(self, key: str) -> torch.Tensor:
+        stored = self._files.stored[key]
+        return torch.empty(stored.shape, dtype=stored.torch_dtype or torch.float32, device="meta")
+
+    def _whole(self, key: str) -> torch.Tensor:
+        shape = self._files.stored[key].shape
+        return self._files.read(key, 0, prod(shape)).view(shape)
+
+    def _convert(self, first: str, values: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what transformers makes of the tensors that become `first` and perhaps others, by name."""
+        converter, parts = self._parts[first]
+        converter = deepcopy(converter)
+        for key, pattern in parts:
+            converter.add_tensor(first, key, pattern, partial(values, key))
+        try:
+            made = converter.convert(first, model=self._model, config=self._model.config)
+        except Exception as error:
+            keys = ", ".join(key for key, _ in parts[:3])
+            raise ValueError(
+                f"shard: transformers cannot make {first} of {keys} in {self._files.stored[parts[0][0]].path} "
+                f"({type(error).__name__}: {error}); expected files of this model"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+logger = logging.getLogger("shardcore")
+
+Fill: TypeAlias = Callable[[nn.Module], object]
+Materialize: TypeAlias = Fill | PathLike | Sequence[PathLike | Fill]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "FromInit | FromFiles | None":
+    """Return what will fill the model's meta parameters and buffers, or None if there is nothing to fill. Changes nothing.
+
+    Raises TypeError, ValueError or OSError for what cannot be filled, ModuleNotFoundError without the safetensors package.
+    """
+    meta = {tensor: name for name, tensor in _named(model) if tensor.is_meta}
+    for tensor, name in meta.items():
+        _check_replaceable(name, tensor)
+    if materialize is None or callable(materialize):
+        if materialize is not None and not meta:
+            raise ValueError(
+                "shard: materialize is a callable and nothing of the model is on the meta device; expected None, or a model "
+                'built under torch.device("meta") (it would never be called)'
+            )
+        in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
+        return FromInit(model, meta, materialize, in_memory) if meta else None
+    items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
+    paths = [item for item in items if isinstance(item, str | os.PathLike)] if isinstance(items, list | tuple) else []
+    fills = [item for item in items if callable(item)] if paths else []
+    if not paths or len(paths) + len(fills) != len(items) or len(fills) > 1:
+        raise TypeError(
+            f"shard: materialize is {materialize!r}; expected a callable that fills a module, a path, or a list of paths and "
+            "perhaps one such callable for what the files lack"
+        )
+    return FromFiles(model, files_of(model, TensorFiles(paths)), fills[0] if fills else None)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter and buffer once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError if something holds the meta tensor itself, so that it cannot become another."""
+    held = tensor._use_count() > 1 or weakref.getweakrefs(tensor)  # type: ignore[attr-defined]
+    if held:
+        raise ValueError(
+            f"shard: {name} is on the meta device and is held by something else (the graph of a forward that ran on it, or a "
+            "weak reference); expected a model that was only built"
+        )
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise ValueError(f"shard: {name} is on the meta device and has hooks; expected them to be registered after shard()")
+
+
+class FromInit:
+    """Fills each module by a function of it, in the model's order, so that random numbers are drawn as they were there."""
+
+    def __init__(
+        self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None, in_memory: Sequence[str] = ()
+    ) -> None:
+        """Plan for the modules that own tensors of `meta` (with names); without `init` each is filled as building it does.
+
+        in_memory: parameters that keep the values they have, of which `fill` warns: nobody may have set them.
+        """
+        self._in_memory = in_memory
+        self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
+        own = OwnInit(model)
+        self._init: Fill = init or own
+        self._modules = [(name, module) for name, module in model.named_modules() if self._own(module)]
+        self.entries = [f"on the meta device: {name}" for name in meta.values()]
+        for name, module in self._modules:
+            what = f"{_described(name, module)} has {', '.join(key for _, key, _ in self._own(module))} on the meta device"
+            if init is None and not own.covers(module):
+                raise ValueError(
+                    f"shard: {what} and no reset_parameters(); expected materialize= with a callable that fills such a module, "
+                    "or with files"
+                )
+            real = [key for key, _ in self._kept(module)]
+            if real and any(isinstance(tensor, nn.Parameter) for _, _, tensor in self._own(module)):
+                raise ValueError(
+                    f"shard: {what} and {', '.join(real)} not to be filled; expected all parameters of a module in one "
+                    "place (what fills some would overwrite the others)"
+                )
+
+    def _own(self, module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Return the module's own tensors that were on the meta device: (the dict that holds it, its key, the tensor)."""
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor in self._meta]
+
+    def _kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return the module's own parameters that are not to be filled: they have their values, or get them from files."""
+        return [(key, param) for key, param in module._parameters.items() if param is not None and param not in self._meta]
+
+    def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
+        """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
+        if self._in_memory and builder.comm.rank == 0:
+            logger.warning(
+                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing has set it (a constructor that "
+                'calls torch.FloatTensor(...) leaves memory unset even under torch.device("meta")), expected '
+                'model.to("meta") before the optimizer is made',
+                ", ".join(self._in_memory),
+            )
+        place_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
+        for name, module in self._modules:
+            fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+            kept: list[tuple[dict[str, Any], str, torch.Tensor]] = [(module._parameters, *own) for own in self._kept(module)]
+            for table, key, tensor in self._own(module):
+                if tensor.is_meta:
+                    fresh.append((table, key, tensor))
+                    become(tensor, blank_like(tensor, builder.device))
+                else:  # another module has filled it; this one draws its random numbers, too, but for nothing
+                    kept.append((table, key, tensor))
+            for table, key, tensor in kept:
+                blank = blank_like(tensor, builder.device)
+                table[key] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank
+            doing = f"filling {_described(name, module)}"
+            with together(builder.comm, doing):
+                try:
+                    with torch.no_grad():
+                        self._init(module)
+                    self._check(name, fresh, has_values=builder.comm.rank == 0 or not broadcast)
+                finally:
+                    for table, key, tensor in kept:
+                        table[key] = tensor
+            for table, key, tensor in fresh:
+                if tensor not in place_of:
+                    builder.place_rest([table[key]], broadcast)
+                    continue
+                values = tensor.data.contiguous()
+                if broadcast:
+                    builder.comm.broadcast(values)
+                with together(builder.comm, doing):
+                    set_weights(store, *place_of[tensor], part_of(values))
+                    builder.place(*place_of[tensor])
+
+    def _check(self, name: str, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool) -> None:
+        """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
+        for table, key, tensor in fresh:
+            found, what = table.get(key), f"{name}.{key}".lstrip(".")
+            if not isinstance(found, torch.Tensor) or (found is not tensor and isinstance(tensor, nn.Parameter)):
+                raise ValueError(f"{what} was replaced; expected it to be filled in place")
+            shape, dtype = self._meta[tensor]
+            if (found.shape, found.dtype) != (shape, dtype) or found.is_meta:
+                raise ValueError(
+                    f"{what} became {tuple(found.shape)} {found.dtype} on {found.device}; expected {tuple(shape)} {dtype} in "
+                    "memory, as it was built"
+                )
+            if has_values and is_blank(found):
+                said = "NaN" if found.is_floating_point() else "unset values"
+                raise ValueError(
+                    f"{what} has {said} (all memory has before it is filled); expected every element to be filled, or the "
+                    "tensor in memory before shard()"
+                )
+
+
+class FromFiles:
+    """Fills parameters and buffers with what files have under their names; every rank reads what it keeps."""
+
+    def __init__(self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None) -> None:
+        """Match names; `init` fills the modules whose tensors the files lack, a transformers model what no file has.
+
+        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes. What the files of a
+        transformers model have beside it is dropped, with a warning from `fill`.
+        """
+        self._files = files
+        self._dropped = files.dropped if isinstance(files, ConvertedFiles) else []
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        names: dict[torch.Tensor, list[str]] = {}
+        for name, tensor in named:
+            names.setdefault(tensor, []).append(name)
+        known = {name for name, _ in named}
+        unexpected = [name for name in files.stored if name not in known]
+        if unexpected:
+            raise ValueError(
+                f"shard: {files.stored[unexpected[0]].path} has {_listed(unexpected)}, which is no parameter or buffer of the "
+                "model; expected the model's own names: write the file without the others, or rename them in it"
+            )
+        self._key: dict[torch.Tensor, str] = {}
+        missing: dict[torch.Tensor, str] = {}
+        for tensor, of_tensor in names.items():  # of tied weights, one name is enough
+            stored = [name for name in of_tensor if name in files.stored]
+            for name in stored:
+                self._check(name, tensor)
+            if stored:
+                self._key[tensor] = stored[0]
+            elif tensor.is_meta:
+                missing[tensor] = of_tensor[0]
+        own = OwnInit(model)
+        lacking = [name for name in missing.values() if init is None and not own.computes(name)]
+        if lacking:
+            where = _listed(list(dict.fromkeys(str(stored.path) for stored in files.stored.values())) or ["an empty file"])
+            beside = f" (where {_listed(self._dropped)} is not of the model)" if self._dropped else ""
+            raise ValueError(
+                f"shard: {_listed(lacking)} is on the meta device and not in {where}{beside}; expected its values "
+                "there, the tensor in memory before shard(), or materialize=[path, fill] with a callable that fills its module"
+            )
+        self._rest = FromInit(model, missing, init) if missing else None
+        self.entries = [f"in files: {name} {s.shape} {s.dtype} in {s.path.name}" for name, s in files.stored.items()]
+        self.entries += [f"on the meta device: {name}" for name, tensor in _named(model) if tensor.is_meta]
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        stored = self._files.stored[name]
+        if stored.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"shard: {name} has shape {stored.shape} in {stored.path}; expected {tuple(tensor.shape)}, the model's"
+            )
+        if stored.torch_dtype != tensor.dtype and not (stored.torch_dtype in _FLOATS and tensor.dtype in _FLOATS):
+            raise TypeError(
+                f"shard: {name} has dtype {stored.dtype} in {stored.path}; expected one that {tensor.dtype} can be made from"
+            )
+
+    def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
+        """Make the weights. Collective. Raises RuntimeError on every rank if one cannot read."""
+        if self._dropped and builder.comm.rank == 0:
+            logger.warning(
+                "shard: the files have %s, which the model does not; dropped, as from_pretrained does", ", ".join(self._dropped)
+            )
+        with together(builder.comm, "reading files"):
+            self._read(builder, buckets, store)
+        if self._rest is not None:
+            self._rest.fill(builder, buckets, store, broadcast)
+
+    @torch.no_grad()
+    def _read(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore) -> None:
+        left = dict(self._key)
+        for bucket in buckets:
+            for managed in bucket.params:
+                key = left.pop(managed.param, None)
+                if key is not None:
+                    if managed.param.is_meta:
+                        builder.place(bucket, managed)
+                    set_weights(store, bucket, managed, self._reader(key))
+        for tensor, key in left.items():
+            if tensor.is_meta:
+                dtype = builder.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+                become(tensor, torch.empty(tensor.shape, dtype=dtype, device=builder.device))
+            assign(tensor.data.view(-1), self._reader(key)(0, tensor.numel()))
+
+    def _reader(self, key: str) -> Callable[[int, int], torch.Tensor]:
+        return lambda start, numel: self._files.read(key, start, numel)
+
+
+def _described(name: str, module: nn.Module) -> str:
+    return f"{name or 'the root'} ({type(module).__name__})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" (and {len(names) - 1} more: {', '.join(names[1:4])}{', ...' if len(names) > 4 else ''})" if len(names) > 1 else ""
+    return names[0] + more

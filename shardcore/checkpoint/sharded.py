@@ -1,0 +1,323 @@
+"""State dicts that stay in shards, for torch.distributed.checkpoint: no rank ever holds the whole.
+
+Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. No DTensor placement says that (Shard(0)
+cuts at rows). But torch.distributed.checkpoint describes every tensor as boxes of it, (offsets, sizes), whoever has them;
+any range of a row-major tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has whole
+tensors under their own names, which DTensors, plain tensors and other world sizes load. `Shards` says its boxes by the
+protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
+Its HuggingFaceStorageWriter keeps one box per name and file, and drops the others; `_refuse_in_safetensors` makes it refuse.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from importlib import import_module
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.engine import Engine
+from shardcore.engine.state_store import set_owned
+from shardcore.optim import step_count, step_tensor, warn_of_lost
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+logger = logging.getLogger("shardcore")
+
+_OP = "load_sharded_state_dict"
+_SCALE = "loss_scale."  # what its keys begin with
+
+
+class Shards(torch.Tensor):
+    """What this rank has of a tensor: `ranges` of it, flattened, as [(first element, values)]. Nothing can be computed with it.
+
+    boxes: the same memory by offset in the whole tensor; see Note [Boxes].
+    """
+
+    ranges: list[tuple[int, torch.Tensor]]
+    boxes: dict[torch.Size, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype, ranges: list[tuple[int, torch.Tensor]]) -> "Shards":
+        """Describe a tensor of this shape, of which this rank has `ranges`."""
+        made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        made.ranges, made.boxes = ranges, {}
+        for start, values in ranges:
+            cursor = 0
+            for offsets, sizes in boxes_of(tuple(shape), start, values.numel()):
+                made.boxes[torch.Size(offsets)] = values[cursor : cursor + prod(sizes)].view(sizes)
+                cursor += prod(sizes)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        """Refuse every operation."""
+        raise TypeError(
+            f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads and writes; expected the "
+            "whole tensor (model.state_dict())"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Say what it is; the values are not all here."""
+        numel = sum(values.numel() for _, values in self.ranges)
+        return f"Shards({numel} of the {self.numel()} elements of a {tuple(self.shape)} {self.dtype})"
+
+    def __create_write_items__(self, fqn: str, _: object) -> "list[WriteItem]":
+        """See torch.distributed._checkpointable: what this rank writes."""
+        _refuse_in_safetensors()
+        planner, metadata = (import_module(f"torch.distributed.checkpoint.{name}") for name in ("planner", "metadata"))
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(
+                    metadata.ChunkStorageMetadata(offsets, part.size()),
+                    metadata.TensorProperties.create_from_tensor(part),
+                    self.size(),
+                ),
+            )
+            for offsets, part in self.boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        """See torch.distributed._checkpointable: what this rank reads."""
+        metadata = import_module("torch.distributed.checkpoint.metadata")
+        return [metadata.ChunkStorageMetadata(offsets, part.size()) for offsets, part in self.boxes.items()]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> torch.Tensor:
+        """See torch.distributed._checkpointable: the memory of one box."""
+        assert index.offset is not None
+        return self.boxes[index.offset]
+
+
+@cache
+def _refuse_in_safetensors() -> None:
+    """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite each other in its files.
+
+    Its plan is the first place that knows both the writer and the boxes, and torch checks nothing there, so its method is
+    replaced. Tested with torch 2.13.
+    """
+    writer = import_module("torch.distributed.checkpoint").HuggingFaceStorageWriter
+    prepare = writer.prepare_local_plan
+
+    def prepare_local_plan(self: Any, plan: Any) -> Any:
+        boxes = Counter(item.index.fqn for item in plan.items)
+        for item in plan.items:
+            data = item.tensor_data
+            part = data is not None and data.chunk.sizes != data.size
+            if part and (boxes[item.index.fqn] > 1 or not self.save_distributed):
+                raise ValueError(
+                    f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} boxes of it on this rank, of "
+                    "which its files would keep one; expected a FileSystemWriter for what sharded_state_dict returns, or "
+                    "model.state_dict(), which is whole, written by rank 0 alone (dcp.save(..., no_dist=True))"
+                )
+        return prepare(self, plan)
+
+    writer.prepare_local_plan = prepare_local_plan
+
+
+def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the (offsets, sizes) of the boxes that elements [start, start + numel) of the flattened tensor are, in order."""
+    if not shape:
+        yield (), ()
+        return
+    row, end = prod(shape[1:]), start + numel
+    while start < end:
+        index, inside = divmod(start, row)
+        if inside == 0 and end - start >= row:
+            count = (end - start) // row
+            yield (index, *(0 for _ in shape[1:])), (count, *shape[1:])
+            start += count * row
+        else:
+            length = min(end - start, row - inside)
+            for offsets, sizes in boxes_of(shape[1:], inside, length):
+                yield (index, *offsets), (1, *sizes)
+            start += length
+
+
+# (start, numel) -> those elements of a buffer of the owned range
+ReadOwned = Callable[[int, int], torch.Tensor]
+
+
+def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
+    """Copy what this rank has of a parameter."""
+    ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
+    shape, none = managed.param.shape, read(0, 0)
+    return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
+
+
+def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
+    if bucket.kind.master is None:
+        return lambda start, numel: bucket.owned_weight[start : start + numel]
+    return partial(engine.store.read, bucket, "master")
+
+
+@torch.no_grad()
+def model_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
+    engine.read_all("sharded_state_dict", "the model")
+    engine.updater.warn_of_lost_edits("sharded_state_dict")
+    own = [name or "the model" for name, module in engine.model.named_modules() if _has_extra_state(module)]
+    if own and engine.comm.rank == 0:
+        logger.warning(
+            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); expected it "
+            "to be kept apart: get_extra_state() and set_extra_state() of the module",
+            ", ".join(own),
+        )
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    for _, tensor in _named(engine.model):
+        bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
+        if tensor in found:  # tied: one memory under both names
+            continue
+        if bucket is None:
+            found[tensor] = tensor.detach().clone()
+        else:
+            found[tensor] = shards_of(bucket, engine.managed[tensor], _read_weights(engine, bucket))  # type: ignore[index]
+    return {name: found[tensor] for name, tensor in _named(engine.model)}
+
+
+@torch.no_grad()
+def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
+    named = dict(_named(engine.model))
+
+    def check() -> str:
+        _check_names(named, state)
+        for name, tensor in named.items():
+            bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
+            if bucket is not None:
+                _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
+            elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
+                raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
+        if engine.weights is not None and any(unit.open for unit in engine.weights.units):
+            raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
+        return "that of the model"
+
+    engine.together(_OP, check)
+    if engine.weights is not None:
+        engine.weights.close_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
+    name_of = {tensor: name for name, tensor in named.items()}
+    for name, tensor in named.items():
+        if tensor not in engine.bucket_of:
+            tensor.copy_(state[name])
+    works: list[Any] = []
+    for bucket in engine.buckets:
+        for managed in bucket.params:
+            values = state[name_of[managed.param]]
+            set_owned(engine.store, bucket, managed, _reader(values))
+        if engine.lifetimes.gathers_new_weights:
+            works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.sharers)
+        torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
+        for managed in bucket.params:
+            managed.version = managed.param._version
+    wait_all(works)
+    engine.updater.forget_changes()
+
+
+@torch.no_grad()
+def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the states by "parameter.key": `Shards`, and each parameter's step count; and a moving loss scale. Collective."""
+    engine.read_all("sharded_state_dict", "the optimizer")
+    found: dict[str, torch.Tensor] = {}
+    for name, bucket, managed in _updated(engine):
+        found[f"{name}.step"] = step_tensor(managed.step)
+        for key in bucket.kind.keys:
+            if key != "master":  # it is in the model's state
+                found[f"{name}.{key}"] = shards_of(bucket, managed, partial(engine.store.read, bucket, key))
+    for key, value in (engine.scaler.state() or {}).items():
+        dtype = torch.float64 if isinstance(value, float) else torch.int64
+        found[f"{_SCALE}{key}"] = torch.tensor(value, dtype=dtype, device="cpu")
+    return found
+
+
+@torch.no_grad()
+def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Set states, step counts and loss scale from what `optimizer_state` returned and a checkpoint filled. Collective."""
+    scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}
+    keys = {
+        f"{name}.{key}": (bucket, managed)
+        for name, bucket, managed in _updated(engine)
+        for key in ("step", *bucket.kind.keys)
+        if key != "master"
+    }
+
+    def loaded_scale() -> dict[str, Any] | None:
+        values = {key: state[name] for name, key in scale.items()}
+        numbers = {key: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for key, v in values.items()}
+        return numbers or None
+
+    def check() -> str:
+        _check_names({**keys, **scale}, state)
+        for name, (bucket, managed) in keys.items():
+            if name.endswith(".step"):
+                step_count(_OP, name, state[name])
+            else:
+                _check_ranges(name, bucket, managed, state[name])
+        engine.scaler.check_state(_OP, loaded_scale())
+        return f"that of the optimizer{f' with the loss scale {loaded_scale()}' if scale else ''}"
+
+    engine.together(_OP, check)
+    rounded: list[str] = []
+    for name, (bucket, managed) in keys.items():
+        key = name.rpartition(".")[2]
+        if key == "step":
+            managed.step = step_count(_OP, name, state[name])
+            continue
+        read = _reader(state[name])
+        for piece in bucket.pieces_of(managed):
+            values = read(piece.param_start, piece.numel)
+            engine.store.write(bucket, key, piece.start, values)
+            kept = engine.store.read(bucket, key, piece.start, piece.numel)
+            if name not in rounded and not torch.equal(kept.to(values), values):
+                rounded.append(name)
+    engine.go_on_from(loaded_scale())
+    warn_of_lost(_OP, [f"{name} is rounded to what this optimizer keeps" for name in rounded], stacklevel=3)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what belongs into a state dict: parameters, tied ones under each name, and persistent buffers."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:
+    for bucket in engine.updater.buckets:
+        for managed in bucket.params:
+            yield managed.name, bucket, managed
+
+
+def _check_names(expected: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"{_OP}: state_dict is a {type(state).__name__}; expected what sharded_state_dict returned")
+    for name in [*expected, *state]:
+        if name not in state or name not in expected:
+            has = "lacks" if name not in state else "has"
+            raise ValueError(f"{_OP}: state_dict {has} {name}; expected the keys that sharded_state_dict returns")
+
+
+def _check_ranges(name: str, bucket: Bucket, managed: Managed, values: Any) -> None:
+    expected = [(piece.param_start, piece.numel) for piece in bucket.pieces_of(managed)]
+    given = [(start, part.numel()) for start, part in getattr(values, "ranges", [])]
+    if given != expected or values.shape != managed.param.shape:
+        raise ValueError(f"{_OP}: {name} has {values!r}; expected the shards that sharded_state_dict returns on this rank")
+
+
+def _reader(values: Any) -> Any:
+    parts = dict(getattr(values, "ranges", []))
+    return lambda start, numel: parts[start]

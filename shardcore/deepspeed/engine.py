@@ -1,0 +1,197 @@
+"""The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step(); and its data loader."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from shardcore.deepspeed.config import BatchSizes, Config
+from shardcore.engine.engine import Engine
+from shardcore.optim import AdamOptimizer
+
+
+class ShardedLoader(DataLoader[Any]):
+    """This rank's micro-batches. Every iteration over it is the next epoch, with a new order that all ranks share."""
+
+    def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
+        """Load what `sampler` picks; `options` go to DataLoader."""
+        self._epoch = 0
+        super().__init__(dataset, sampler=sampler, **options)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass have the order of this epoch (to continue an earlier run)."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Any:
+        """Begin a pass."""
+        sampler: Any = self.sampler
+        sampler.set_epoch(self._epoch)
+        self._epoch += 1
+        return super().__iter__()
+
+
+class TrainingEngine:
+    """A sharded model with its optimizer, scheduler and micro-step counter. Attributes it lacks are those of `module`.
+
+    global_steps: boundaries passed, skipped steps included. micro_steps: calls of step().
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: AdamOptimizer,
+        lr_scheduler: Any,
+        training_dataloader: ShardedLoader | None,
+        config: Config,
+        sizes: BatchSizes,
+    ) -> None:
+        """Wrap what `shard` returned; see initialize."""
+        core = optimizer._engine
+        assert isinstance(core, Engine)
+        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.device: torch.device = core.device
+        self.global_steps = self.micro_steps = 0
+        self._skipped_before = optimizer.skipped_steps
+        self._core, self._config, self._sizes = core, config, sizes
+        self._backwards = 0  # since the last step()
+        self._loss: torch.Tensor | None = None  # sum of the scaled losses since the last boundary
+        self._inside_no_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Look in `module` for what the engine does not have."""
+        if name == "module":  # not there yet: a copy under construction
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with its hooks."""
+        return self.module(*inputs, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Divide `loss` (one element) by the accumulation and run backward; returns the divided loss.
+
+        scale_wrt_gas=False leaves out the division. With fp16 backward runs on the scaled loss. Gradients are reduced over
+        ranks on the way. Collective.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"backward: loss has type {type(loss).__name__}; expected a tensor of one element")
+        if loss.numel() != 1:
+            raise ValueError(f"backward: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)")
+        if not loss.requires_grad:
+            raise ValueError("backward: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
+        if scale_wrt_gas and self._sizes.accumulation > 1:
+            loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
+        self.optimizer.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        self._backwards += 1
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-step. At an accumulation boundary: clip, update, zero the gradients, step the scheduler.
+
+        A step with a non-finite gradient updates nothing on any rank and leaves the scheduler alone, which is why a scheduler
+        waits for the norm of the step. lr_kwargs go to lr_scheduler.step. Collective at a boundary. ValueError if there was no
+        backward since the last call.
+        """
+        if self._inside_no_sync:
+            raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
+        if self._backwards == 0:
+            raise ValueError(
+                "step: there was no engine.backward(loss) since the last step(); expected one for every micro-step"
+            )
+        if self.is_gradient_accumulation_boundary():
+            self._step_at_boundary(lr_kwargs)
+        self.micro_steps += 1
+        self._backwards = 0
+
+    def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.global_steps += 1
+        if before is not None and self.optimizer.skipped_steps == before:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        every = self._config.steps_per_print
+        if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
+            loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"  # waits for the device
+            scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
+            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}{scale}", flush=True)
+        self._loss = None
+
+    @property
+    def skipped_steps(self) -> int:
+        """Boundaries at which a gradient was not finite, so that nothing was updated on any rank. Waits for the last norm."""
+        return self.optimizer.skipped_steps - self._skipped_before
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add the gradients of backwards inside locally, without reduction; step() comes after the block."""
+        if self._inside_no_sync:
+            raise ValueError("no_sync: entered inside no_sync(); expected one block at a time")
+        self._inside_no_sync = True
+        try:
+            with self._core.no_sync():
+                yield
+        finally:
+            self._inside_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the micro-steps so far."""
+        self.optimizer.zero_grad(set_to_none)
+        self._loss = None
+
+    def train(self, mode: bool = True) -> "TrainingEngine":
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "TrainingEngine":
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next step() updates the weights."""
+        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rate of each param_group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the averaged gradients at the last boundary, before clipping; None before the first. Waits."""
+        return self._core.last_grad_norm
+
+    def train_batch_size(self) -> int:
+        """Return the samples of one optimizer step over all ranks."""
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of one backward on one rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of one optimizer step."""
+        return self._sizes.accumulation
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage."""
+        return self._config.stage
+
+    def save_checkpoint(self, directory: Any, tag: str | None = None, client_state: Mapping[str, Any] | None = None) -> None:
+        """Not built yet."""
+        raise NotImplementedError(
+            "save_checkpoint: it is not built yet; save engine.module.state_dict() and engine.optimizer.state_dict(), which "
+            "every rank calls and one writes"
+        )
+
+    def load_checkpoint(self, directory: Any, tag: str | None = None) -> None:
+        """Not built yet."""
+        raise NotImplementedError(
+            "load_checkpoint: it is not built yet; use engine.module.load_state_dict() and engine.optimizer.load_state_dict()"
+        )

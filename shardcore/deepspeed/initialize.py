@@ -1,0 +1,234 @@
+"""initialize(): runs a DeepSpeed configuration through shardcore.shard.
+
+Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the
+configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed. The group that was started
+stays: made anew at once, its ranks would meet those of the old one in the store, and wait for each other.
+Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from shardcore.api import agree, shard
+from shardcore.checkpoint.materialize import Materialize
+from shardcore.deepspeed.config import BatchSizes, Config, read_config
+from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.groups import use_own_gpu
+from shardcore.distributed.launchers import follow_launcher, whole_number, world_told
+from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
+
+logger = logging.getLogger("shardcore")
+
+_OP = "initialize"
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    model_parameters: Any = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    args: Any = None,
+    materialize: Materialize | None = None,
+) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
+    """Shard `model` as a DeepSpeed configuration says; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    model_parameters: what to optimize, a list of parameters or of param_groups; all trainable ones if None.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`). Keys that shardcore does not know are refused.
+    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
+        configuration names one.
+    training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
+        collate_fn: the loader's.
+    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
+    materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
+
+    The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
+    Starts torch.distributed from the environment unless it is started: as torchrun sets it, or else mpirun or srun, whose ranks
+    then get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, too. Over several nodes mpirun has
+    to pass on MASTER_ADDR, the host of rank 0. Without any of them the world is this process. With CUDA the device is
+    LOCAL_RANK's unless another one than 0 is current, and the backend nccl. Collective. A configuration that cannot be
+    followed raises before a group is started. Raises on every rank, with nothing changed but that the group is started, which
+    the next call uses: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
+    """
+    if dist.is_available() and not dist.is_initialized():
+        read_config(config, args)  # no group is started for a configuration that nobody can follow
+        _start_process_group()
+    comm = Comm()
+    problem: Exception | None = None
+    entries: list[str] = []
+    try:
+        settings = read_config(config, args)
+        sizes = settings.batch_sizes(comm.world_size)
+        _check_model(model, settings)
+        given = _optimizer(model, model_parameters, settings, optimizer)
+        _check_scheduler(lr_scheduler, given, optimizer)
+        loader = _loader(training_data, collate_fn, sizes, comm)
+        scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
+        entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
+        samples: Any = () if loader is None else loader.dataset
+        entries.append(f"training_data of {len(samples)} samples")
+    except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
+        problem = error
+    try:
+        agree(comm, problem, entries, _OP)
+    finally:
+        problem = None  # as in shard
+    if "gradient_clipping" not in settings.given and comm.rank == 0:
+        logger.warning(
+            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "
+            "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
+            settings.gradient_clipping,
+        )
+    offload: dict[str, Any] | None = None
+    if settings.offload is not None:
+        offload = {
+            "optimizer": settings.offload,
+            "params": settings.params,
+            "ratio": settings.ratio,
+            "pin_memory": settings.pin_memory,
+        }
+    model, adam = shard(
+        model,
+        given,
+        settings.stage,
+        offload=offload,
+        precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
+        loss_scale=settings.loss_scale,
+        reduce_dtype=settings.communication_data_type,
+        cast_inputs=settings.auto_cast or not settings.fp16,
+        clip_grad_norm=settings.gradient_clipping or None,
+        accumulate=sizes.accumulation,
+        materialize=materialize,
+    )
+    return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
+
+
+# --- what initialize is made of ---------------------------------------------------------------------------------------
+
+
+def _start_process_group() -> None:
+    """Start torch.distributed if the environment says how. It stays, whatever is raised afterwards."""
+    follow_launcher(_OP)
+    device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
+    if "RANK" not in os.environ and world_told()[1] == 1:
+        return
+    missing = [name for name in _RENDEZVOUS if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{_OP}: the environment has no {' and no '.join(missing)}; expected all of {', '.join(_RENDEZVOUS)} "
+            "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        whole_number(name)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
+
+
+def _check_model(model: Any, settings: Config) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
+    if settings.bf16 or settings.fp16:
+        return
+    for name, param in model.named_parameters():
+        if param.is_floating_point() and param.dtype != torch.float32:
+            raise ValueError(
+                f"{_OP}: model parameter {name} has dtype {dtype_name(param.dtype)} but config enables "
+                'neither bf16 nor fp16; expected float32 weights, or {"bf16": {"enabled": true}}'
+            )
+
+
+def _is_function(thing: Any) -> bool:
+    """Whether `thing` makes an optimizer or scheduler rather than being one: a class, or callable without a `step`."""
+    return isinstance(thing, type) or (callable(thing) and not hasattr(thing, "step"))
+
+
+def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimizer: Any) -> torch.optim.Optimizer:
+    if optimizer is not None and settings.optimizer is not None:
+        raise ValueError(f"{_OP}: optimizer is given and config has an optimizer too; expected one of them")
+    plain = model_parameters is None or isinstance(model_parameters, Iterable)
+    if not plain or isinstance(model_parameters, torch.Tensor | nn.Module | Mapping | str | set | frozenset):
+        raise TypeError(
+            f"{_OP}: model_parameters has type {type(model_parameters).__name__}; expected a list of parameters or of "
+            "param_groups (model.parameters())"
+        )
+    params = [p for p in model.parameters() if p.requires_grad] if model_parameters is None else list(model_parameters)
+    if optimizer is None:
+        if settings.optimizer is None:
+            raise ValueError(
+                f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
+                "(shardcore.shard(model, None) takes a model that only runs forward)"
+            )
+        return FusedAdam(params, **settings.optimizer)
+    if _is_function(optimizer):
+        made = optimizer(params)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"{_OP}: optimizer(...) returned a {type(made).__name__}; expected a torch.optim.Optimizer")
+        return made
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer or a function")
+    if model_parameters is not None and _trainable(params) != _trainable(optimizer.param_groups):
+        raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
+    return optimizer
+
+
+def _trainable(params: Sequence[Any]) -> set[torch.Tensor]:
+    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these. TypeError for other items."""
+    found: set[torch.Tensor] = set()
+    for item in params:
+        param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
+        inner = item.get("params") if isinstance(item, Mapping) else param
+        if isinstance(inner, torch.Tensor):
+            found |= {inner} if inner.requires_grad else set()
+        elif isinstance(item, Mapping) and isinstance(inner, Iterable):
+            found |= _trainable(list(inner))
+        else:
+            has = "a group without a list of params" if isinstance(item, Mapping) else f"an item of type {type(item).__name__}"
+            raise TypeError(f"{_OP}: model_parameters has {has}; expected parameters, or groups as torch.optim takes them")
+    return found
+
+
+def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer: Any) -> None:
+    if lr_scheduler is None or _is_function(lr_scheduler):
+        return
+    if not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(
+            f"{_OP}: lr_scheduler has type {type(lr_scheduler).__name__}; expected a scheduler with step(), or a function"
+        )
+    if getattr(lr_scheduler, "optimizer", chosen) is not chosen:
+        raise ValueError(
+            f"{_OP}: lr_scheduler drives another optimizer than initialize uses; expected one made over the optimizer= given, "
+            "or a function: lr_scheduler=lambda optimizer: ..."
+        )
+    if optimizer is not chosen:
+        raise ValueError(
+            f"{_OP}: lr_scheduler is an object but the optimizer is made here; expected a function: "
+            "lr_scheduler=lambda optimizer: ..."
+        )
+
+
+def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm) -> ShardedLoader | None:
+    if data is None:
+        if collate_fn is not None:
+            raise ValueError(f"{_OP}: collate_fn is given without training_data; expected both or neither")
+        return None
+    has_items = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, DataLoader | IterableDataset) or not has_items:
+        raise TypeError(
+            f"{_OP}: training_data has type {type(data).__name__}; expected a dataset with __getitem__ and __len__ (make the "
+            "loader of a stream yourself, with a part of it for each rank)"
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank)
+    pin = torch.cuda.is_available()
+    return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin)

@@ -1,0 +1,94 @@
+"""Whole weights, gradients and states for whoever reads them, gathered from the parts that ranks own.
+
+So a rank that reads something else, or nothing, is an error on all of them, and no rank takes one value for another.
+
+Small gathers take long to wait for and little else, so what is read one after the other is gathered one ahead.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.distributed.compare import READS, uneven
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.state_store import ReadPart
+from shardcore.engine.trace import scope
+
+
+def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Exception | None) -> None:
+    """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`.
+
+    backwards: Reducer.count, where gradients are read, else 0.
+    """
+    here = zlib.crc32(what.encode())
+    row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
+    others = comm.tell(row, Traffic.READ, op, READS.index(op)).tolist()
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            problem = None  # as in Engine.step
+    for rank, (read, refuses, there, count) in enumerate(others):
+        if read != READS.index(op):
+            raise ValueError(f"{op}: rank {rank} calls {READS[read]}; expected every rank to make the same calls in one order")
+        if refuses:
+            raise ValueError(f"{op}: rank {rank} refused; its own error says why")
+        if there != here:
+            raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
+        if count != backwards:
+            raise uneven([row[3] for row in others])
+
+
+class WholeValues:
+    """Gathers over `comm`, on `device`. Every rank asks for the same in the same order."""
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        """See the class."""
+        self._comm, self._device = comm, device
+
+    def of_buckets(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        """Yield whole-bucket tensors from owned ranges, on the devices of these (themselves if they are all). Collective.
+
+        Each is gathered while the one before is waited for and used, so three are there at most.
+        """
+        started = (self._start(bucket, owned) for bucket, owned in parts)
+        coming = next(started, None)
+        while coming is not None:
+            (whole, works, device), coming = coming, next(started, None)
+            wait_all(works)
+            whole = whole.to(device)
+            yield whole
+            del whole
+
+    def _start(self, bucket: Bucket, owned: torch.Tensor) -> tuple[torch.Tensor, list[Any], torch.device]:
+        if owned.numel() == bucket.layout.numel:
+            return owned, [], owned.device
+        whole = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
+        with scope("read", bucket.unit):
+            bucket.owned_slice(whole).copy_(owned)
+            return whole, self._comm.all_gather(whole, Traffic.READ, _name(bucket), self._comm.sharers), owned.device
+
+    def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
+        """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.
+
+        `read` reads from this rank's owned range; the result is on the device of what it returns.
+        """
+        like, ranks, numel = read(0, 0), self._comm.sharers, managed.param.numel()
+        travels = bucket.owned_numel < bucket.layout.numel
+        whole = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
+        for piece in bucket.pieces_of(managed):
+            whole[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
+        if travels:
+            size = bucket.layout.numel // len(ranks)
+            cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
+            with scope("read", bucket.unit):
+                wait_all(self._comm.gather_parts([whole[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
+        return whole.view(managed.param.shape).to(like.device)
+
+
+def _name(bucket: Bucket) -> str:
+    return f"a read of {bucket.unit or 'the root'}"

@@ -1,0 +1,144 @@
+"""What a sharded model keeps in memory on this rank, by kind, tier and unit."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes
+from shardcore.engine.engine import Engine
+from shardcore.engine.state_store import StateStore
+from shardcore.optim import engine_of
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """`bytes` of one kind ("weights", "gradients", "master", "states", "communication") on one tier, of one unit."""
+
+    unit: str
+    kind: str
+    tier: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that shardcore has allocated on this rank, padding and frozen weights included, activations not.
+
+    `lines` has them by unit, kind and tier; `by_kind` and `by_tier` are sums. print() shows a table in MiB, the device and the
+    CPU apart; `table(by_unit=True)` has their units, too.
+    """
+
+    lines: tuple[MemoryLine, ...]
+
+    def _sum(self, field: str) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for line in self.lines:
+            sums[getattr(line, field)] = sums.get(getattr(line, field), 0) + line.bytes
+        return sums
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind, over all tiers and units; the four main kinds are always there."""
+        return {"weights": 0, "gradients": 0, "master": 0, "states": 0} | self._sum("kind")
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Bytes by tier ("device", "cpu")."""
+        return self._sum("tier")
+
+    def __str__(self) -> str:
+        """Format as a table in MiB: a row for each tier, a column for each kind."""
+        return self.table()
+
+    def table(self, by_unit: bool = False) -> str:
+        """Return a table in MiB: a column for each kind, a row for each tier; with by_unit also for each tier of a unit."""
+        kinds, tiers = list(self.by_kind), list(self.by_tier)
+        rows = [["unit", "tier", *kinds, "total"]]
+
+        def add(unit: str, tier: str, lines: Sequence[MemoryLine]) -> None:
+            counts = [sum(line.bytes for line in lines if line.kind == kind) for kind in kinds]
+            rows.append([unit, tier, *map(_mib, (*counts, sum(counts)))])
+
+        for unit in dict.fromkeys(line.unit for line in self.lines) if by_unit else ():
+            for tier in tiers:
+                if lines := [line for line in self.lines if (line.unit, line.tier) == (unit, tier)]:
+                    add(unit, tier, lines)
+        for tier in tiers:
+            add("all", tier, [line for line in self.lines if line.tier == tier])
+        add("all", "all", self.lines)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def memory_report(model: nn.Module) -> MemoryReport:
+    """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
+
+    Waits for a step that is on its way. `shardcore.estimate.predict` says the same before training.
+    """
+    engine = engine_of(model)
+    if not isinstance(engine, Engine):
+        raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
+    engine.synchronize()
+    handout = engine.reducer.handout
+    return MemoryReport(
+        tuple(
+            memory_lines(
+                engine.buckets,
+                engine.lifetimes,
+                engine.store,
+                engine.reducer.pool,
+                engine.weights.pool if engine.weights is not None else None,
+                engine.reducer.host.scratch_bytes,
+                frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
+                shown=handout.shown if handout is not None else lambda bucket: None,
+            )
+        )
+    )
+
+
+def memory_lines(
+    buckets: Sequence[Bucket],
+    lifetimes: Lifetimes,
+    store: StateStore,
+    pool: BufferPool,
+    gathered: BufferPool | None,
+    adding_bytes: int,
+    frozen: Sequence[torch.Tensor],
+    shown: Callable[[Bucket], torch.Tensor | None],
+) -> Iterator[MemoryLine]:
+    """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
+
+    pool: the reducer's; gathered: of whole weights, None where they are resident; adding_bytes: where gradients come to that
+    are added in host memory; frozen: weights in no bucket; shown: see HandedOut.shown.
+    """
+    pooled = pool.allocated_bytes
+    for bucket in buckets:
+        unit = bucket.unit or "root"
+        kept = bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight
+        yield MemoryLine(unit, "weights", bucket.weight_tier, kept.nbytes)
+        in_grads = gradient_bytes(bucket, shown(bucket))
+        pooled -= in_grads
+        yield MemoryLine(unit, "gradients", "device", in_grads)
+        if bucket.host_grad is not None:
+            yield MemoryLine(unit, "gradients", "cpu", bucket.host_grad.untyped_storage().nbytes())
+        if bucket.group is not None:
+            for tier, key, size in store.stored(bucket):
+                yield MemoryLine(unit, "master" if key in ("master", "remainder") else "states", tier, size)
+    yield MemoryLine("frozen", "weights", "device", sum(param.nbytes for param in frozen))
+    if gathered is not None:
+        yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
+    yield MemoryLine("shared", "communication", "device", max(pooled, 0))
+    if store.scratch_bytes + adding_bytes:
+        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + adding_bytes)
+
+
+def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:
+    """Return what a bucket's gradients take now, local and reduced; the same memory counts once."""
+    held = {id(t): t for t in (bucket.grad, bucket.wire, shown, *bucket.resident.values()) if t is not None}
+    return sum(t.nbytes for t in held.values())
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f}"

@@ -1,0 +1,143 @@
+"""Gradient pieces on their way to the ranks that add them up: level by level, a few buckets at a time.
+
+At each level (Topology.levels) a rank cuts what it holds into equal parts, one for each rank of the level, and sums the parts
+that it gets for its own, in rank order, in float32. The sum of one level is what the next one cuts. With `backend_sums`
+(shard's reduction="nccl") the backend adds instead, over all ranks at once, in the dtype that travels, in its own order.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
+from shardcore.engine.bucket import Bucket, BufferPool
+
+MAX_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one level's ranks sent to this one: a row for each in `received`, but for `own`, this rank's, which is `number`.
+
+    divided: what all rows were divided by before they were sent.
+    """
+
+    received: torch.Tensor
+    count: int
+    own: torch.Tensor
+    number: int
+    divided: int = 1
+
+    def add_up(self, scale: float | torch.Tensor, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+        """out = [out +] scale * the undivided sum of the rows, in rank order; returns the squared norm of out (high, low)."""
+        scale = scale if self.divided == 1 else scale * self.divided
+        return _C.ordered_sum(self.received, self.count, scale, out, accumulate, self.own, self.number)
+
+
+@dataclass
+class _Flight:
+    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent."""
+
+    bucket: Bucket
+    whole: torch.Tensor
+    level: int
+    sent: torch.Tensor
+    received: torch.Tensor
+    works: list[Started]
+
+
+class Exchange:
+    """Sends whole local gradients; calls `finish(bucket, whole, parts of the last level)` in the order of sending."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        pool: BufferPool,
+        finish: Callable[[Bucket, torch.Tensor, Parts], None],
+        buckets: Sequence[Bucket],
+        backend_sums: bool,
+    ) -> None:
+        """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
+        self.comm, self.pool, self._finish = comm, pool, finish
+        self._backend_sums = backend_sums
+        self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
+        self._flights: deque[_Flight] = comm.keeps(deque())
+
+    def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
+        """Start with one bucket; those that are too many in flight are finished."""
+        if self.comm.world_size == 1:
+            self._finish(bucket, whole, Parts(whole, 1, whole, 0))
+            return
+        self.drain(MAX_IN_FLIGHT - 1)  # before the next one takes memory
+        self._start(bucket, whole, 0, whole)
+
+    def drain(self, keep: int = 0) -> None:
+        """Wait and go on until at most `keep` buckets are in flight."""
+        while len(self._flights) > keep:
+            wait_all(self._flights[0].works)
+            flight = self._flights.popleft()
+            parts = self._parts(flight)
+            if flight.level + 1 == len(self._levels):
+                self._finish(flight.bucket, flight.whole, parts)
+            else:
+                partial = self.pool.take(parts.own.numel(), torch.float32)
+                parts.add_up(1.0, partial)
+                self._start(flight.bucket, flight.whole, flight.level + 1, partial)
+            self._give_back(flight)
+
+    def abandon(self) -> None:
+        """Drop what is in flight, once it is here (where a wait has failed nothing comes any more)."""
+        for flight in self._flights if not self.comm.broken else ():
+            wait_all(flight.works)
+            self._give_back(flight)
+            self.pool.give(flight.whole)
+        self._flights.clear()
+
+    def _parts(self, flight: _Flight) -> Parts:
+        ranks = self._levels[flight.level]
+        if self._backend_sums:
+            return Parts(flight.received, 1, flight.received, 0, divided=len(ranks) if _overflows(flight.sent) else 1)
+        number = ranks.index(self.comm.rank)
+        own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
+        return Parts(flight.received, len(ranks), own, number)
+
+    def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+        ranks, name = self._levels[level], f"the reduction of {bucket.unit or 'the root'}"
+        if self._sums(bucket, level, sent.dtype):
+            name += ", added locally"
+        if self._backend_sums:
+            received = self.pool.take(sent.numel() // len(ranks), sent.dtype)
+            works = self.comm.reduce_scatter(received, sent.div_(len(ranks)) if _overflows(sent) else sent, name)
+        else:
+            received = self.pool.take(sent.numel(), sent.dtype)
+            several = ranks if len(self._levels) > 1 else None
+            number = self._tag_number(bucket, level, sent.dtype)
+            works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, name, several, of=number)
+        self._flights.append(_Flight(bucket, whole, level, sent, received, works))
+
+    def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
+        """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
+        return 2 * ((len(self._levels) + 1) * self._number[bucket] + level) + self._sums(bucket, level, dtype)
+
+    @staticmethod
+    def _sums(bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
+        """Whether what travels are local sums, in another dtype than the gradients."""
+        return level == 0 and dtype != bucket.dtype
+
+    def gather_number(self, bucket: Bucket) -> int:
+        """Return the number (Comm.all_to_all, `of`) of what those who own the same range gather of its sum."""
+        return self._tag_number(bucket, len(self._levels))
+
+    def _give_back(self, flight: _Flight) -> None:
+        self.pool.give(flight.received)
+        if flight.sent is not flight.whole:
+            self.pool.give(flight.sent)
+
+
+def _overflows(sent: torch.Tensor) -> bool:
+    """Whether the backend's sum of such pieces can leave the range of their dtype, so that they are divided before."""
+    return sent.dtype == torch.float16

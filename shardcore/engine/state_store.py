@@ -1,0 +1,239 @@
+"""Where optimizer states live and where Adam runs on them.
+
+A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and the master
+weights, kept as the bucket's kind says (optim/state_format.py). The device store keeps them beside the weights;
+engine/cpu_store.py has the cpu tier. Both feed the same kernel the same numbers, so the tier never shows in the bits.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from shardcore._native import _C
+from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.engine.trace import scope
+from shardcore.optim import PARAM_DTYPES, SCALES
+from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
+
+# The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
+Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
+
+
+class StepError(RuntimeError):
+    """A step failed on its way: some weights are of the step before, some are not."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step.
+
+    key: what random bits hang on: (the parameter's index over all groups, which of its elements is the first here). Where
+    none are drawn a span may hold several parameters.
+    """
+
+    bucket: Bucket
+    start: int
+    numel: int
+    hyper: int
+    key: tuple[int, int] = (0, 0)
+
+    def part(self, offset: int, numel: int) -> "Span":
+        """Return elements [offset, offset + numel) of the span; cut at 256-element boundaries."""
+        index, first = self.key
+        return Span(self.bucket, self.start + offset, numel, self.hyper, (index, first + offset))
+
+
+class StateStore(Protocol):
+    """What the engine needs of a place for optimizer states."""
+
+    tier: str
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside the states: what steps work in."""
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """Bytes on the device that weights of another tier are updated in."""
+
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
+        """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
+
+        Each part is updated when its turn in the iteration comes; what is yielded tells when its weights have arrived, None:
+        they have, on CUDA in the order of the current stream. Gradients are read ahead.
+        """
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Return part of one of `bucket.kind.keys`, as state dicts show it; by default all of the owned range.
+
+        (numel,) float32, or bfloat16 of bfloat16 moments; on any device, perhaps live: not to be written. The owned weights
+        have to be as the last step, or `accept_weight_edits`, left them. Start and end as in optim/state_format.py.
+        """
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite part of a state with `values` (flat, any float dtype, any device); of a master, not its rounded weights."""
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
+
+
+def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
+    """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its arguments' names."""
+    return {
+        "exp_avgs": [state["exp_avg"] for state in states],
+        "exp_avg_sqs": [state["exp_avg_sq"] for state in states],
+        "hyper_index": [span.hyper for span in spans],
+        "masters": [state.get("master", state.get("remainder")) for state in states],
+        "max_exp_avg_sqs": [state.get("max_exp_avg_sq") for state in states],
+        "keys": [span.key for span in spans],
+        "exp_avg_scales": [state.get(SCALES["exp_avg"]) for state in states],
+        "exp_avg_sq_scales": [state.get(SCALES["exp_avg_sq"]) for state in states],
+    }
+
+
+class _Views:
+    """The views of weights and states that a step needs, kept for the next one: they cost more than to start its kernel."""
+
+    def __init__(self, spans: Sequence[Span], weights: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
+        """View `weights`, the owned ranges that `spans` are parts of; `states` are views already."""
+        self._spans, self._weights, self.states = spans, weights, states
+        self.params = [w[span.start : span.start + span.numel] for w, span in zip(weights, spans, strict=True)]
+
+    def serve(self, spans: Sequence[Span]) -> bool:
+        """Whether they are those of `spans`, and the weights lie where they lay."""
+        return spans == self._spans and all(s.bucket.owned_weight is w for s, w in zip(spans, self._weights, strict=True))
+
+
+class DeviceStore:
+    """States beside the weights."""
+
+    tier = "device"
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """Allocate zero states for `buckets` on their weights' device."""
+        self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
+        self._views: dict[Bucket, _Views] = {}  # of the last step, by the bucket of the first span
+        self._states: dict[Bucket, Kept] = {
+            bucket: bucket.kind.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
+            for bucket in buckets
+        }
+
+    @property
+    def scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
+    @property
+    def weight_scratch_bytes(self) -> int:
+        """See StateStore."""
+        return 0
+
+    def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """See StateStore."""
+        return read_part(self._states[bucket], bucket, key, start, numel)
+
+    def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
+        """See StateStore."""
+        kept = range_of(self._states[bucket], start, values.numel())
+        for name, source in kept_values(bucket.kind, key, values).items():
+            kept[name].copy_(source)
+
+    def take(self, bucket: Bucket, kept: Kept) -> None:
+        """Overwrite the bucket's states with those that another store kept."""
+        for key, flat in kept.items():
+            self._states[bucket][key].copy_(flat)
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
+        """See StateStore."""
+        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+
+    def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
+        """See StateStore."""
+        for spans in parts:
+            self.step(spans, hypers)
+            yield None
+
+    def step(self, spans: Sequence[Span], hypers: Scalars) -> None:
+        """Update one part. Queued on the current stream on CUDA."""
+        if not spans:
+            return
+        first = spans[0].bucket
+        views = self._views.get(first)
+        if views is None or not views.serve(spans):
+            states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
+            views = self._views[first] = _Views(spans, [span.bucket.owned_weight for span in spans], states)
+        grads = []
+        for span in spans:
+            assert span.bucket.grad is not None
+            grads.append(span.bucket.grad[span.start : span.start + span.numel])
+        self._steppers[first].step(views.params, grads, hypers=hypers, **lists_of(spans, views.states))
+
+
+def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
+    """Let a store update one part after the other; yields the index of each when its weights have arrived.
+
+    That is one part behind: while its weights travel the next is updated. units: what each part is of, None: of all.
+    """
+    on_their_way: _C.CopyEvent | None = None
+    for index, unit in enumerate(units):
+        with scope("adam", unit):
+            left = next(steps)
+        if index:
+            if on_their_way is not None:
+                on_their_way.wait()
+            yield index - 1
+        on_their_way = left
+    next(steps, None)  # it ends: let go earlier, it would wait for copies as after an error
+    if on_their_way is not None:
+        on_their_way.wait()
+    if units:
+        yield len(units) - 1
+
+
+def read_part(kept: Kept, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
+    """Read from the states of a bucket, where they are kept. See StateStore.read."""
+    end = bucket.owned_numel if numel is None else start + numel
+    return values_of(range_of(kept, start, end - start), key, bucket.owned_weight[start:end])
+
+
+# (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device
+ReadPart = Callable[[int, int], torch.Tensor]
+
+
+def part_of(values: torch.Tensor) -> ReadPart:
+    """Return what reads parts of values that are in memory, in the parameter's shape."""
+    flat = values.detach().contiguous().view(-1)
+    return lambda start, numel: flat[start : start + numel]
+
+
+@torch.no_grad()
+def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
+    """Set a parameter, and this rank's part of its master, from new values; only what the rank keeps is read."""
+    if bucket.weight.numel():
+        values = read(0, managed.param.numel()).to(bucket.weight.device)
+        assign(managed.slice_of(bucket.weight).view(-1), values)
+        read = part_of(values)
+    set_owned(store, bucket, managed, read)
+
+
+@torch.no_grad()
+def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
+    """Set the part of a parameter and its master that this rank owns."""
+    master = bucket.kind.master is not None
+    for piece in bucket.pieces_of(managed):
+        part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
+        assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)
+        if master:
+            store.write(bucket, "master", piece.start, part)
+    managed.version = managed.param._version
+
+
+def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Round `values` to weights as a step does; frozen weights may have dtypes that no step knows."""
+    if weight.dtype in PARAM_DTYPES and values.is_floating_point():
+        _C.cast([weight], [values.to(weight.device, torch.float32)])
+    else:
+        weight.copy_(values)

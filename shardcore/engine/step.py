@@ -1,0 +1,413 @@
+"""The step: global norm, the decision to clip or skip, Adam over the owned ranges, and the new weights to every rank."""
+
+import math
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
+from shardcore.distributed.compare import first_difference, plain
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.device_step import Arrival, DeviceStep
+from shardcore.engine.host_gradients import sq_norm_of
+from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
+from shardcore.engine.trace import scope
+from shardcore.optim import DeviceScale, check_options, hyper_of, join, lr_on_device, norm_part
+
+
+class OwnGrads:
+    """This rank's parts of the reduced gradients of some parameters.
+
+    part: the norm of all ranks' parts, see shardcore.optim.norm_part; device: the engine's.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        chosen: Collection[torch.Tensor] | None,
+        norm_type: float | None,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        device: torch.device,
+        edited: Callable[[], None],
+    ) -> None:
+        """Find the gradients of the chosen parameters (None: all), and take their norm, unless norm_type is None. Collective.
+
+        edited: is called when they have other values.
+        """
+        self.device, self._place, self._edited = device, comm.topology.place(comm.rank), edited
+        self._views: dict[Bucket, list[torch.Tensor]] = {}
+        for bucket in buckets:
+            for start, part in bucket.grads() if bucket.reduced else ():
+                for managed, _, view in bucket.owned_views(part, start):
+                    if managed.has_grad and (chosen is None or managed.param in chosen):
+                        self._views.setdefault(bucket, []).append(view)
+        self.part = torch.zeros(2, dtype=torch.float64, device="cpu")
+        if norm_type is not None:
+            self.part = norm_part([view for views in self._views.values() for view in views], norm_type)
+            if not lifetimes.owns_everything:
+                rows = comm.tell(self.part, Traffic.READ, "a norm")
+                self.part = join([rows[sorted(comm.sharers)]], norm_type)
+
+    def scale(self, coefficient: float) -> None:
+        """Multiply them."""
+        if coefficient == 1.0:
+            return
+        for bucket, views in self._views.items():
+            torch._foreach_mul_(views, coefficient)
+            bucket.sq_norm = self._sq_norm(bucket)
+        self._edited()
+
+    def clamp(self, limit: float) -> None:
+        """Clip each element to [-limit, limit]. What was not finite goes on to skip the step."""
+        for bucket, views in self._views.items():
+            before = self._sq_norm(bucket) if bucket.sq_norm is None else bucket.sq_norm
+            torch._foreach_clamp_min_(views, -limit)
+            torch._foreach_clamp_max_(views, limit)
+            bucket.sq_norm = torch.where(before.isfinite().all(), self._sq_norm(bucket), before)
+        self._edited()
+
+    def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
+        return sq_norm_of(bucket.own_grads(self._place), self.device)
+
+
+# What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
+NORM_ROW_BYTES = 8 * 5
+
+# Options of a group that say what a step computes, and those that say which states there are.
+_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
+_FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step that all ranks take: which ranges of each bucket get which scalars, as the groups' options were.
+
+    updated: the parameters. same_order: the order of units that was passed to `decide` is the same on every rank.
+    """
+
+    spans: Mapping[Bucket, Sequence[Span]]
+    hypers: Scalars
+    updated: Sequence[Managed]
+    same_order: bool
+
+
+class Updater:
+    """Turns reduced gradients into new weights on every rank, or skips the step on every rank."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        store: StateStore,
+        comm: Comm,
+        lifetimes: Lifetimes,
+        groups: Sequence[Mapping[str, Any]],
+        constant: Sequence[Managed],
+        device_step: DeviceStep | None,
+    ) -> None:
+        """Serve the buckets that the optimizer's `groups` (live param_groups) update.
+
+        constant: the weights that no step updates; ranks compare how these were loaded and edited, too. device_step: what
+        decides in place of the host, which then waits for nothing (engine/device_step.py).
+        """
+        self._device_step = device_step
+        self._constant = constant
+        self.buckets = [bucket for bucket in buckets if bucket.group is not None]
+        self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
+        # Their numbers key random bits, as in an unsharded optimizer.
+        self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
+        self.loaded = ""  # says that an optimizer state was loaded since the last step
+        self._failure: Exception | None = None  # of a step that was under way
+        self._lost_edits: set[Managed] = set()  # that a warning named
+        self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
+        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
+        self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
+        self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
+
+    @torch.no_grad()
+    def decide(
+        self,
+        grad_scale: float | DeviceScale,
+        max_norm: float | None,
+        problems: list[Exception],
+        loss_scale: float | None = 1.0,
+        backwards: int = 0,
+        order: Sequence[str] = (),
+        ways: Sequence[str] = (),
+    ) -> tuple[float | Arrival | None, Plan | None]:
+        """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
+
+        Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
+        multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
+        what they were divided by, None if only the device knows. Collective. `problems` has this rank's reason to refuse, if
+        any: it is taken out and raised, and every other rank raises, too, as all do if these numbers, the options of a group,
+        the parameters that have gradients, the `backwards` (Reducer.count), or `ways` (Comm.take_order) differ between ranks.
+        `order` may differ.
+        """
+        active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
+        given = (grad_scale.grad_scale, grad_scale.loss_scale) if isinstance(grad_scale, DeviceScale) else grad_scale
+        terms = {"grad_scale": given, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
+        squares, same_order = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
+        if not active:
+            return None, None
+        if self._device_step is not None:
+            updated = list(self._with_grad(active))
+            first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
+            index_of = {m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)}
+            if self.comm.world_size > 1:
+                squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
+            scalars, outcome = self._device_step.decide(squares, updated, self.groups, grad_scale, max_norm)
+            return outcome, Plan(self._spans_of(active, index_of), scalars, updated, same_order)
+        assert isinstance(grad_scale, float)
+        norm = _C.norm_from_sq(_C.sq_norm_add(squares))
+        scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
+        norm *= abs(grad_scale)
+        if scale is None:
+            return norm, None
+        updated, hypers = list(self._with_grad(active)), list[_C.AdamHyper]()
+        first = {}
+        for managed in updated:
+            assert managed.group is not None
+            if (managed.group, managed.step) not in first:
+                first[managed.group, managed.step] = len(hypers)
+                hypers.append(hyper_of(self.groups[managed.group], managed.step + 1, scale))
+        index_of = {managed: first[managed.group, managed.step] for managed in updated}
+        return norm, Plan(self._spans_of(active, index_of), hypers, updated, same_order)
+
+    @torch.no_grad()
+    def apply(self, plan: Plan) -> None:
+        """Update weights and states. Bucket by bucket where something of one travels while the next is computed."""
+        buckets, parts = list(plan.spans), list(plan.spans.values())
+        if self._at_once:
+            buckets, parts = [], [[span for part in parts for span in part]]
+        left = deque(buckets if self._gathers else ())
+        works: list[Started] = []
+
+        def gather_next() -> None:
+            with scope("gather", left[0].unit):
+                bucket = left.popleft()
+                name = f"the new weights of {bucket.unit or 'the root'}"
+                works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.sharers))
+
+        try:
+            for _ in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
+                if left:
+                    gather_next()
+        except Exception as error:
+            self._failure = error
+            while left:  # other ranks wait for them, and learn at the next step that this one refuses
+                gather_next()
+        wait_all(works)
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise StepError if `apply` has failed on its way, this time and from then on."""
+        if self._failure is not None:
+            raise StepError(
+                f"step: updating the weights failed on its way ({type(self._failure).__name__}: {self._failure}); expected it "
+                "to succeed (some weights are new, some are not: make the model anew and load its last saved state)"
+            ) from self._failure
+
+    def count(self, plan: Plan) -> None:
+        """Learn that the plan's parameters are written, here or on the lazy step's worker."""
+        # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
+        torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
+        for managed in plan.updated:
+            managed.version = managed.param._version
+
+    def check(self) -> None:
+        """Raise ValueError or TypeError for group options or parameters that no step can use."""
+        for index, group in enumerate(self.groups):
+            check_options("step", group, f"param_groups[{index}].")
+        self.check_fixed("step", self.groups)
+        self.accept_weight_edits()
+
+    def check_fixed(self, op: str, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError for an option that decides which states there are and is not as it was when they were made."""
+        if len(groups) != len(self._fixed):
+            raise ValueError(f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as shard() found them")
+        for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
+            for key, value in fixed.items():
+                if group[key] != value:
+                    raise ValueError(
+                        f"{op}: param_groups[{index}].{key} is {group[key]!r}; expected {value!r}, as when shard() was called "
+                        "(states are laid out once: set it before shard)"
+                    )
+
+    def _agreed(
+        self,
+        active: Sequence[Bucket],
+        problems: list[Exception],
+        terms: Mapping[str, object],
+        order: int,
+        ways: Sequence[str],
+    ) -> tuple[torch.Tensor, bool]:
+        """Return squared norms of the averaged gradients (n, 2), and whether all ranks passed the same `order`.
+
+        The squares are those of each rank; where the device decides those of this rank's buckets, and nothing waits for them.
+        Raises on all ranks if one refuses or differs in its terms.
+        """
+        told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
+        digest = zlib.crc32("\n".join(told).encode())
+        said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
+        squares = _squares_of(active)
+        if self._device_step is not None:
+            rows = self.comm.tell(said, Traffic.STEP, "a step")
+        else:
+            rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
+            squares = rows[:, 3:].contiguous()
+        if problems:
+            raise problems.pop()
+        if rows[:, 0].any():
+            refusing = rows[:, 0].nonzero().flatten().tolist()
+            raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
+        if (rows[:, 1] != digest).any():
+            difference = first_difference(self.comm.gather_json(told))
+            raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
+        self.loaded = ""
+        self.forget_changes()
+        return squares, bool((rows[:, 2] == order).all())
+
+    def _told(self, terms: Mapping[str, object]) -> list[str]:
+        """Return what has to be the same on every rank for a step to give the same weights."""
+        options = (
+            f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else plain(group[key])}"
+            for index, group in enumerate(self.groups)
+            for key in _TERMS
+        )
+        params = (
+            f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after "
+            f"{managed.step if self._device_step is None else managed.tried} steps" + managed.changes
+            for bucket in self.buckets
+            for managed in bucket.params
+        )
+        constant = (f"{managed.name}, which no step updates{managed.changes}" for managed in self._constant if managed.changes)
+        loaded = [self.loaded] if self.loaded else []
+        return [*(f"{name}={value}" for name, value in terms.items()), *options, *params, *constant, *loaded]
+
+    def _every(self) -> Iterable[Managed]:
+        return chain((managed for bucket in self.buckets for managed in bucket.params), self._constant)
+
+    def forget_changes(self) -> None:
+        """Hold no load or edit of weights so far against any rank: they have been compared, or all weights are new."""
+        for managed in self._every():
+            managed.changes = ""
+
+    def changed(self) -> str:
+        """Tell how many weights were loaded or edited since the last step; "" for none."""
+        count = sum(bool(managed.changes) for managed in self._every())
+        return f" after {count} of its weights were loaded or edited" if count else ""
+
+    def _spans_of(self, active: Sequence[Bucket], index_of: Mapping[Managed, int]) -> dict[Bucket, list[Span]]:
+        """Cut the owned ranges into spans of equal scalars, `index_of` each parameter; padding between rides along (all zeros).
+
+        Where random bits are drawn each parameter has spans of its own: they are keyed by it.
+        """
+        plan: dict[Bucket, list[Span]] = {}
+        for bucket in active:
+            indices = tuple(index_of.get(managed) for managed in bucket.params)
+            if bucket not in self._spans or self._spans[bucket][0] != indices:
+                self._spans[bucket] = indices, self._cut(bucket, indices)
+            plan[bucket] = self._spans[bucket][1]
+        return plan
+
+    def _cut(self, bucket: Bucket, indices: Sequence[int | None]) -> list[Span]:
+        """Cut a bucket's owned range; `indices` says which scalars update each of its parameters, None: it stays."""
+        spans: list[Span] = []
+        previous = None
+        for piece in bucket.pieces:
+            managed, index, end = bucket.params[piece.slot], indices[piece.slot], piece.start + piece.numel
+            if index is not None and index == previous:
+                spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, index)
+            elif index is not None:
+                spans.append(Span(bucket, piece.start, piece.numel, index, (self._number[managed.param], piece.param_start)))
+            previous = None if bucket.kind.random else index
+        return spans
+
+    @staticmethod
+    def _with_grad(buckets: Iterable[Bucket]) -> Iterable[Managed]:
+        return (managed for bucket in buckets for managed in bucket.params if managed.has_grad)
+
+    # --- weights and masters ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def accept_weight_edits(self) -> None:
+        """Bring masters in line with parameters that were edited in place since the engine last wrote them.
+
+        Elements that still equal their rounded master keep its full precision. Raises ValueError if a parameter no longer
+        uses the engine's memory (`.data` re-assigned, model moved or cast).
+        """
+        for bucket in self.buckets:
+            bucket.check_in_place("step")
+            edited = {managed for managed in bucket.params if managed.edited}
+            if edited:
+                self._refresh_masters(bucket, edited)
+        for managed in self._constant:
+            if managed.edited:
+                managed.note_edit()
+
+    def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
+        bucket.take_edits()
+        for managed, piece, values in bucket.owned_views(bucket.owned_weight):
+            if managed in edited and bucket.kind.master is not None:
+                old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
+                rounded = torch.empty_like(values)
+                _C.cast([rounded], [old])
+                self.store.write(bucket, "master", piece.start, torch.where(rounded == values, old, values.float()))
+        for managed in edited:
+            managed.note_edit()
+
+    @torch.no_grad()
+    def warn_of_lost_edits(self, op: str) -> None:
+        """Give one UserWarning for weights that no longer are their masters rounded, the first time that each is found.
+
+        Accepted edits are in the masters. What was written through `.data`, which no version counter shows, is not. Only this
+        rank's part is looked at.
+        """
+        lost = []
+        for bucket in self.buckets:
+            if bucket.kind.master != "fp32":  # a split master changes with its weight
+                continue
+            for managed, piece, values in bucket.owned_views(bucket.owned_weight):
+                master = self.store.read(bucket, "master", piece.start, piece.numel)
+                rounded = torch.empty_like(values, device=master.device)
+                _C.cast([rounded], [master])
+                weight = values.to(master.device)
+                same = torch.equal(rounded, weight) or torch.equal(rounded.nan_to_num(), weight.nan_to_num())
+                if not same and managed not in self._lost_edits:
+                    self._lost_edits.add(managed)
+                    lost.append(managed.name)
+        if lost:
+            warnings.warn(
+                f"{op}: the weights of {', '.join(lost)} were edited behind autograd (p.data, or a view of it), so the float32 "
+                "masters, which are saved and which the next step goes on from, do not have the edit; expected an edit of the "
+                "parameter itself (with torch.no_grad(): p.clamp_(-1, 1))",
+                UserWarning,
+                stacklevel=6,
+            )
+
+    def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
+        """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
+        set_weights(self.store, bucket, managed, part_of(values))
+        managed.note_load()
+
+
+def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
+    """Return the squared norms of the buckets' gradients (n, 2), where they lie; those not taken yet in one call."""
+    squares, grads = [], []
+    for bucket in buckets:
+        if bucket.sq_norm is not None:
+            squares.append(bucket.sq_norm)
+        else:
+            assert bucket.grad is not None
+            grads.append(bucket.grad)
+    if grads:
+        squares.append(_C.sq_norm(grads))
+    return torch.stack(squares) if squares else torch.zeros(0, 2, dtype=torch.float64, device="cpu")

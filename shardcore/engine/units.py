@@ -1,0 +1,293 @@
+"""Units: what is gathered and reduced together, how a model is cut into them, and their order of use in a pass.
+
+A unit is a module of the model that is called, since weights are gathered for its forward: never a ModuleList or ModuleDict,
+nor what lies inside a module of torch's that reads the weights of its parts (`_READERS`).
+The root (the model itself) holds whatever no other unit holds. Each parameter belongs to one unit: the innermost one that
+contains every module which uses it, so a weight tied across units belongs to their parent.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from shardcore.engine.bucket import Bucket
+
+UnitPolicy: TypeAlias = str | int | type[nn.Module] | Sequence[type[nn.Module]] | Sequence[nn.Module]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+# They read weights of modules inside them without calling these: out_proj always, others in evaluation (torch's fast path).
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it has buffers: its module, that module's name in the model ("" for the root), and its parameters."""
+
+    name: str
+    module: nn.Module
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def plan_units(model: nn.Module, policy: UnitPolicy = "auto") -> list[UnitSpec]:
+    """Split `model` into units by `policy`; returns them in module order, the root first, empty ones left out.
+
+    policy: "auto" (the children of every outermost container that repeats a class: the blocks of a transformer; of lists in a
+    list, their children); a module class or several; a list of modules of the model; or an integer n (the innermost modules
+    with at least n parameters of their own or of smaller modules below them). Raises ValueError or TypeError for anything else.
+    """
+    chosen = set(_choose(model, policy))
+    chosen.discard(model)
+    units = {model: UnitSpec("", model)}
+    units.update({module: UnitSpec(name, module) for name, module in model.named_modules() if module in chosen})
+    for param_name, param, chain in _owner_chains(model, chosen):
+        units[chain[-1]].params.append((param_name, param))
+    return [unit for unit in units.values() if unit.params]
+
+
+def _owner_chains(model: nn.Module, chosen: set[nn.Module]) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """Yield each distinct parameter with the units that contain all of its uses, outermost first."""
+    first_name: dict[nn.Parameter, str] = {}
+    common: dict[nn.Parameter, list[nn.Module]] = {}
+    for name, param, chain in _uses(model, chosen, "", [model]):
+        first_name.setdefault(param, name)
+        known = common.get(param, chain)
+        common[param] = [a for a, b in zip(known, chain, strict=False) if a is b]
+    for param, name in first_name.items():
+        yield name, param, common[param]
+
+
+def _uses(
+    module: nn.Module, chosen: set[nn.Module], prefix: str, chain: list[nn.Module]
+) -> Iterator[tuple[str, nn.Parameter, list[nn.Module]]]:
+    """Yield each use of a parameter in `module`, which is called `prefix`, with the units around it, outermost first."""
+    if module in chosen:
+        chain = [*chain, module]
+    for name, param in module._parameters.items():
+        if param is not None:
+            yield prefix + name, param, chain
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _uses(child, chosen, f"{prefix}{name}.", chain)
+
+
+def _choose(model: nn.Module, policy: UnitPolicy) -> list[nn.Module]:
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(f'shard: units is "{policy}"; expected "auto", module classes, a list of modules, or a number')
+        return list(_repeated_blocks(model))
+    if isinstance(policy, bool):
+        raise TypeError(f"shard: units is {policy}; expected a number of parameters, not a bool")
+    if isinstance(policy, int):
+        if policy < 1:
+            raise ValueError(f"shard: units is {policy}; expected at least 1 parameter a unit")
+        return _by_size(model, policy)
+    if not isinstance(policy, type | Iterable):
+        raise TypeError(f'shard: units is {policy!r}; expected "auto", module classes, a list of modules, or a number')
+    items = [policy] if isinstance(policy, type) else list(policy)
+    classes = tuple(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
+    modules = [item for item in items if isinstance(item, nn.Module)]
+    if len(classes) + len(modules) != len(items):
+        strange = next(i for i in items if not (isinstance(i, nn.Module) or (isinstance(i, type) and issubclass(i, nn.Module))))
+        raise TypeError(f"shard: units has {strange!r}; expected module classes or modules of the model")
+    inside = set(model.modules())
+    for module in modules:
+        if module not in inside:
+            raise ValueError(
+                f"shard: units has a {type(module).__name__} that is not a module of the model; expected one of its modules()"
+            )
+    readers = [module for module in inside if isinstance(module, _READERS)]
+    read = {part for reader in readers for part in reader.modules() if part is not reader}
+    found = [module for module in model.modules() if classes and isinstance(module, classes) and module not in read]
+    if classes and not found:
+        names = ", ".join(c.__name__ for c in classes)
+        raise ValueError(f"shard: units names {names}; expected classes of modules that the model calls (it has none of these)")
+    for module in [*found, *modules]:
+        if module is not model and not _is_called(module):
+            raise ValueError(
+                f"shard: units has a {type(module).__name__}, which has no forward; expected modules that are called "
+                "(perhaps its children)"
+            )
+        if module in read:
+            raise ValueError(
+                f"shard: units has a {type(module).__name__} inside a module of torch's that reads its weights without calling "
+                "it; expected that module (MultiheadAttention, TransformerEncoderLayer)"
+            )
+    return found + modules
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward; containers have none, their children are called one by one."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and in place of those that are never called, such as lists in a list, theirs."""
+    for child in module.children():
+        if _is_called(child):
+            yield child
+        else:
+            yield from _called_children(child)
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    container = isinstance(module, _CONTAINERS)
+    found = dict.fromkeys(_called_children(module) if container else module.children())
+    children = [child for child in found if next(child.parameters(), None) is not None]
+    if container:
+        kinds = [type(child) for child in children]
+        blocks = [child for child in children if kinds.count(type(child)) > 1]
+        yield from blocks
+        children = [child for child in children if child not in blocks]
+    for child in children:
+        yield from _repeated_blocks(child)
+
+
+def _by_size(model: nn.Module, min_numel: int) -> list[nn.Module]:
+    chosen: list[nn.Module] = []
+    _choose_by_size(model, min_numel, chosen, set())
+    return chosen
+
+
+def _choose_by_size(module: nn.Module, min_numel: int, chosen: list[nn.Module], seen: set[nn.Parameter]) -> int:
+    """Add to `chosen`; returns how many parameters of the module, none of them in `seen`, are left for who holds it."""
+    if isinstance(module, _READERS):
+        own = set(module.parameters()) - seen
+        children: list[nn.Module] = []
+    else:
+        own = {p for p in module._parameters.values() if p is not None} - seen
+        children = list(module.children())
+    seen.update(own)
+    rest = sum(p.numel() for p in own) + sum(_choose_by_size(child, min_numel, chosen, seen) for child in children)
+    if rest >= min_numel and _is_called(module):
+        chosen.append(module)
+        return 0
+    return rest
+
+
+T = TypeVar("T")
+
+
+class Order(Generic[T]):
+    """The order in which units are used in one kind of pass: learned in one, expected in the next."""
+
+    def __init__(self) -> None:
+        self._known: list[T] = []
+        self._uses: list[T] | None = None
+        self._on_track = False
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._uses, self._on_track = [], True
+
+    def use(self, unit: T) -> None:
+        """Note a use; several in a row count as one."""
+        if self._uses is not None and (not self._uses or self._uses[-1] is not unit):
+            self._on_track &= len(self._uses) < len(self._known) and self._known[len(self._uses)] is unit
+            self._uses.append(unit)
+
+    @property
+    def now(self) -> list[T]:
+        """The units used so far in this pass."""
+        return self._uses or []
+
+    @property
+    def next(self) -> T | None:
+        """The unit after the one used last, or None if that was the last one or is not known."""
+        if self._uses is None or not self._on_track or len(self._uses) == len(self._known):
+            return None
+        return self._known[len(self._uses)]
+
+    def is_last(self, unit: T) -> bool:
+        """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""
+        return self._uses is not None and self._on_track and len(self._uses) == len(self._known) and self._known[-1] is unit
+
+    def end(self) -> None:
+        """End the pass: the next one is expected to be like it."""
+        if self._uses is not None:
+            self._known, self._uses = self._uses, None
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a module takes or returns: nested sequences, mappings, dataclasses, and what pytree knows."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None))
+    else:
+        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit at run time.
+
+    stays: it is the root or holds other units, so it stays whole through a backward (engine/unshard.py, Note [Letting go in
+        backward]).
+    open: its parameters have memory. held: how many `full_params` keep it so. guest: the id of the module inside, called on its
+        own, for whose sake alone it is open; 0 for none.
+    gathers: the collectives under way that nobody has waited for, None if there are none.
+    kept: this rank's parts, one a bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
+    calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
+    began: the sequence number of autograd's next node when the forward under way began.
+    """
+
+    name: str
+    buckets: list[Bucket]
+    stays: bool
+    held: int = 0
+    gathers: list[Any] | None = None
+    open: bool = False
+    calls: int = 0
+    incomplete: set[Bucket] = field(default_factory=set)
+    kept: list[torch.Tensor] | None = None
+    guest: int = 0
+    began: int = 0
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some of its parameters are frozen."""
+        return any(not bucket.trainable for bucket in self.buckets)
+
+
+def callable_parts(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
+    """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
+
+    Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
+    split what torch.compile makes of a block.
+    """
+    if not unit.stays:
+        return []
+    modules = {model.get_submodule(other.name) for other in units}
+    own = {managed.param for bucket in unit.buckets for managed in bucket.params}
+    return list(dict.fromkeys(_users_in(model.get_submodule(unit.name), own, modules)))
+
+
+def _users_in(module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if not own.isdisjoint(child.parameters()):
+            yield child
+            if child not in units:
+                yield from _users_in(child, own, units)
+
+
+@torch.no_grad()
+def take_edits(unit: Unit) -> None:
+    """Bring shards in line with weights that someone had the time to edit, through `.data` too, which no counter tells."""
+    for bucket in unit.buckets:
+        bucket.take_edits()

@@ -1,0 +1,521 @@
+"""Whole weights that exist only around their use (stage 3): gathered ahead, let go after.
+
+Note [Shards that come]: a shard in host memory is copied straight into its place in the whole weights, and the gather begins
+when it has arrived. On CUDA a stream of its own waits for that, so that what computes does not. The copy began after all that
+the current stream had queued by then, so the gather does, too, and may overwrite memory which that has read.
+
+When they move is decided in engine/unshard.py; memory lies in a pool that all units share.
+
+A unit's weights are gathered when its forward or its backward begins, and the next unit's at the same time, while this one
+computes. Which unit is next is what the last pass showed (`Order`); where a pass takes another way, nothing is gathered
+ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
+
+Note [Letting go in backward]: autograd adds to a parameter's gradient once all nodes that use the parameter have run, so a
+unit is let go when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of a
+device in the reverse of the order in which they were made: when the latest input's own node is next, the unit's are done.
+(Nothing is put into the graph to learn that: it would change the order of sums.) An input that is a leaf has no such node;
+its gradient being there says less, so there the gradients must be there as well. Units that hold other units are used by
+these, at times that nothing tells; they stay until backward ends, the root among them. Where a unit's output shows no tensor
+(it lies in an object that nobody can look into) nothing tells when its backward begins: it stays whole from forward on.
+Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
+There `before_forward` gathers as always and `after_forward` does nothing.
+"""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
+from shardcore.engine.overlap_step import LazyStep
+from shardcore.engine.trace import scope
+from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
+from shardcore.optim.hooked import keep_uncompiled
+
+
+class ForwardThread:
+    """Which thread runs the forward of a model. An exception may end that without a word, so frames tell who still does."""
+
+    def __init__(self) -> None:
+        self._thread = 0
+
+    def enter(self, model: nn.Module) -> None:
+        """Begin a forward of `model`; RuntimeError if another thread is inside one."""
+        here = threading.get_ident()
+        if self._thread not in (0, here) and _inside(model, sys._current_frames().get(self._thread)):
+            raise RuntimeError(
+                "forward: another thread is inside a forward of this model; expected one at a time at stage 3, where weights "
+                "come and go with each (stages 0 to 2 let threads evaluate side by side)"
+            )
+        self._thread = here
+
+    def leave(self) -> None:
+        """End the forward."""
+        self._thread = 0
+
+
+def _inside(model: nn.Module, frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Gatherer:
+    """Fills whole weights. apart: whether these have memory of their own, or are the shard (of a world of one)."""
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Comm, device: torch.device) -> None:
+        """Serve `buckets`, whose shards are in place."""
+        tiered = any(bucket.tier is not None for bucket in buckets)
+        self._comm, self._alone = comm, len(comm.sharers) == 1
+        self.apart = tiered or not self._alone
+        cuda = tiered and device.type == "cuda"
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
+        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def bring(bucket: Bucket) -> _C.CopyEvent | None:
+        """Put the shard into its place in `bucket.weight`; returns when it is there if it comes from another tier."""
+        place = bucket.owned_slice(bucket.weight)
+        if bucket.tier is not None:
+            return bucket.tier.from_tier(place, bucket.owned_weight)
+        place.copy_(bucket.owned_weight)
+        return None
+
+    def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
+        """Raise if one of these shards cannot arrive, where that can be known before other ranks are sent to.
+
+        On CUDA it is known too late; a rank alone waits when it needs them.
+        """
+        if self._stream is None and not self._alone:
+            for arrived in arrivals:
+                if arrived is not None:
+                    arrived.wait()
+
+    def gather(self, bucket: Bucket, arrived: _C.CopyEvent | None) -> list[Any]:
+        """Start to gather `bucket.weight` once the shard has arrived; returns what to `wait` for (Note [Shards that come])."""
+        if self._alone:
+            return [] if arrived is None else [arrived]
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if arrived is not None:
+                arrived.wait()
+            name, number = f"the weights of {bucket.unit or 'the root'}", 2 * self._number[bucket]
+            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.sharers, of=number)
+
+    def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
+        """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
+        name, number = f"the weights of {bucket.unit or 'the root'} that were kept", 2 * self._number[bucket] + 1
+        return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, keepers, of=number)
+
+    def wait(self, gathers: Iterable[Any]) -> None:
+        """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""
+        if not self._alone:
+            wait_all(gathers)
+            return
+        for arrived in gathers:
+            arrived.wait()
+
+
+def keepers_of(reshard_after_forward: bool | int) -> int:
+    """Return how many ranks keep a unit's weights, a part each, from forward to backward; 0: only the shards are kept."""
+    return int(not reshard_after_forward) if isinstance(reshard_after_forward, bool) else reshard_after_forward
+
+
+class WholeUnits:
+    """Makes the weights of units whole on this rank, and lets them go."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        reshard_after_forward: bool | int,
+        lazy: LazyStep | None,
+    ) -> None:
+        """See Weights."""
+        self.units, self.comm, self.lazy = list(units), comm, lazy
+        keepers = keepers_of(reshard_after_forward)
+        first = comm.rank - comm.rank % keepers if keepers else 0
+        self._keepers = range(first, first + keepers)
+        self.pool = BufferPool(device)
+        self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
+        self._lost: list[Any] = comm.keeps([])  # gathers that nobody waits for, and their memory
+        self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self.all_held = False  # inside full_params(model): a forward needs no other rank
+        self._scratch: list[tuple[Unit, Managed]] = []
+
+    def __del__(self) -> None:
+        """Leave with the group what a forward that failed has started."""
+        self._lost += [unit.gathers for unit in self.units if unit.gathers is not None]
+
+    def _start(self, unit: Unit) -> None:
+        """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start collectives in other orders."""
+        if unit.open or unit.gathers is not None:
+            return
+        if self.lazy is not None:
+            self.lazy.wait(unit.buckets)
+        self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        """Start to gather a unit's weights, where it is open into the memory that they have."""
+        gathers: list[Any] = []
+        with scope("gather", unit.name):
+            try:
+                for start in self._bring(unit):
+                    gathers += start()
+                unit.gathers = gathers
+            except BaseException:
+                unit.gathers, unit.kept = gathers, None
+                self._lose(unit)  # or the next use would take what is there for the weights
+                raise
+
+    def _bring(self, unit: Unit) -> Sequence[Callable[[], list[Any]]]:
+        """Give a unit memory with this rank's part in place, or on its way there; returns what starts to gather the rest."""
+        starts, arrivals = [], []
+        for bucket in unit.buckets:
+            if not self._gatherer.apart:
+                bucket.weight = bucket.owned_weight
+                continue
+            if not unit.open:
+                bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
+            if unit.kept:
+                part = unit.kept.pop(0)
+                self._kept_part(bucket).copy_(part)
+                self.pool.give(part)
+                starts.append(partial(self._gatherer.gather_kept, bucket, self._keepers))
+            else:
+                arrivals.append(self._gatherer.bring(bucket))
+                starts.append(partial(self._gatherer.gather, bucket, arrivals[-1]))
+        unit.kept = None
+        self._gatherer.find_errors(arrivals)
+        return starts
+
+    def _wait(self, unit: Unit) -> None:
+        """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
+        try:
+            if unit.gathers is not None:
+                self._gatherer.wait(unit.gathers)
+        except Exception:
+            self._lose(unit)
+            raise
+
+    def _lose(self, unit: Unit) -> None:
+        """Give up what is being gathered; it may still come, into memory that is kept."""
+        if unit.gathers is not None:
+            self._lost.append((unit.gathers, [bucket.let_go() for bucket in unit.buckets]))
+            unit.gathers = None
+
+    def _exchange(self, bucket: Bucket, op: str, call: Callable[..., None], *arguments: Any) -> None:
+        """Exchange memory; if that fails because a parameter lies elsewhere name it here."""
+        try:
+            call(*arguments)
+        except (TypeError, ValueError):
+            bucket.check_in_place(op)
+            raise
+
+    def _open(self, unit: Unit) -> None:
+        self._start(unit)
+        if unit.open:
+            return
+        self._wait(unit)
+        unit.gathers = None
+        for bucket in unit.buckets:
+            self._exchange(bucket, "making weights whole", bucket.lend)
+        unit.open = True
+
+    def _kept_part(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
+
+    def _keep_part(self, unit: Unit) -> None:
+        unit.kept = []
+        for bucket in unit.buckets:
+            part = self._kept_part(bucket)
+            unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
+
+    def _close(self, unit: Unit, keep: bool = False) -> None:
+        if unit.held:
+            return
+        if keep and unit.open and unit.kept is None and len(self._keepers) > 1 and len(self.comm.sharers) > 1:
+            self._keep_part(unit)
+        if unit.gathers is not None:
+            self._wait(unit)
+        unit.gathers = None
+        for bucket in unit.buckets:
+            if unit.open and any(managed.edited for managed in bucket.params):
+                bucket.take_edits()
+        self._withdraw(unit)
+        for bucket in unit.buckets:
+            memory = bucket.let_go()
+            if self._gatherer.apart:
+                self.pool.give(memory)
+
+    def _withdraw(self, unit: Unit) -> None:
+        for bucket in unit.buckets if unit.open else ():
+            self._exchange(bucket, "letting go of whole weights", bucket.withdraw)
+        unit.open = False
+
+    def close_all(self) -> None:
+        """Let go of every unit's whole weights: new ones come into the shards, or nobody needs them now."""
+        for unit in self.units:
+            unit.calls = 0
+            if unit.held:
+                take_edits(unit)
+            elif unit.open or unit.gathers is not None:
+                self._close(unit)
+            for part in unit.kept or []:
+                self.pool.give(part)
+            unit.kept = None
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Bring the weights that `full_params` holds in line with the shards, which a step has changed. Collective."""
+        held = [unit for unit in self.units if unit.held]
+        try:
+            for unit in held:
+                if self.lazy is not None:
+                    self.lazy.wait(unit.buckets)
+                self._gather(unit)
+            for unit in held:
+                self._wait(unit)
+                unit.gathers = None
+        except Exception:
+            for unit in held:  # closed: the weights of the step before would be taken for edits at the end of the context
+                self._withdraw(unit)
+                unit.gathers = unit.gathers or []
+                self._lose(unit)
+            raise
+
+    @contextmanager
+    def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
+        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective.
+
+        What this takes is given up at the end: the pool would keep as much as the whole model.
+        """
+        before = self.pool.allocated_bytes
+        chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
+        held: list[Unit] = []
+        try:
+            for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
+                self._start(unit)
+            for unit in chosen:
+                self._open(unit)
+                unit.held += 1
+                held.append(unit)
+            self.all_held = all(unit.held for unit in self.units)
+            yield
+        except Exception:
+            for unit in chosen:  # gathers that nobody uses now: their memory goes back
+                if unit.gathers is not None and not self.comm.broken:
+                    with suppress(Exception):  # the first error is the one to tell
+                        self._close(unit)
+            raise
+        finally:
+            for unit in held:
+                unit.held -= 1
+            self.all_held = all(unit.held for unit in self.units)
+            for unit in held:
+                take_edits(unit)
+                self._close(unit)
+            self.pool.shrink(before)
+
+    def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
+        """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.
+
+        What is being gathered (a forward that failed left it) has the old values: it is let go.
+        """
+        chosen = [self._place[param] for param in params if param in self._place]
+        for unit, bucket, managed in chosen:
+            if unit.gathers is not None:
+                self._close(unit)
+            if unit.open:
+                continue
+            memory = torch.empty_like(managed.param).detach().view(-1)
+            self._exchange(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
+            self._scratch.append((unit, managed))
+
+    def end_scratch(self) -> None:
+        """Take back what `lend_scratch` gave."""
+        for unit, managed in self._scratch:
+            _C.withdraw([managed.param], [closed_message(managed.name, unit.name)])
+            managed.version = managed.param._version
+        self._scratch = []
+
+
+logger = logging.getLogger("shardcore")
+# Shown by torch.compile, too, where it is told to take everything (fullgraph=True).
+_COMPILE_BLOCKS = (
+    "at stage 3 weights come and go with each unit, which a graph cannot hold, so it is cut there; compile the blocks "
+    "(for block in model.blocks: block.compile()), without fullgraph=True"
+)
+
+
+class Weights(WholeUnits):
+    """Decides when each unit's weights are whole on this rank."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Comm,
+        device: torch.device,
+        reshard_after_forward: bool | int,
+        lazy: LazyStep | None,
+    ) -> None:
+        """Serve `units`, whose parameters are closed and whose shards are in place.
+
+        reshard_after_forward: whether weights are let go between forward and backward; or how many consecutive ranks keep
+        them together, a part each. lazy: may still update the shards after a step.
+        """
+        super().__init__(units, comm, device, reshard_after_forward, lazy)
+        self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
+        self._forward, self._backward = Order[Unit](), Order[Unit]()
+        self._thread = ForwardThread()
+        self._warned = False
+        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
+        keep_uncompiled(Weights, *of_units, "begin_forward", "end_forward", "warn_of_compiling", reason=_COMPILE_BLOCKS)
+
+    def _use(self, unit: Unit) -> None:
+        if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise NotImplementedError(
+                f"forward: the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
+                "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
+            )
+        order = self._backward if in_backward() else self._forward
+        self._open(unit)
+        if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
+            return
+        order.use(unit)
+        if order.next is not None:
+            self._start(order.next)
+
+    def warn_of_compiling(self) -> None:
+        """Say once that the forward of the whole model is being compiled, and what to compile instead."""
+        if not self._warned and self.comm.rank == 0:
+            logger.warning(
+                "forward: torch.compile is around the whole model; expected it around its blocks: %s", _COMPILE_BLOCKS
+            )
+        self._warned = True
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """Begin a forward of the whole model (not one that backward repeats)."""
+        if not in_backward() and not self.all_held:
+            self._thread.enter(model)
+            self._forward.begin()
+
+    def end_forward(self) -> None:
+        """End a forward of the whole model: what was gathered and not used is let go; without gradients everything is."""
+        if in_backward() or self.all_held:
+            return
+        self._thread.leave()
+        self._forward.end()
+        for unit in self.units:
+            if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
+                self._close(unit)
+
+    def before_hooks(self, index: int) -> None:
+        """Make unit `index` whole for hooks that come before `before_forward`, which watches the inputs that they leave."""
+        self._use(self.units[index])
+
+    def before_forward(self, index: int, inputs: Any) -> None:
+        """Make unit `index` ready, and watch for the end of this call's backward."""
+        unit = self.units[index]
+        unit.guest, unit.began = 0, torch._C._autograd._get_sequence_nr()
+        self._use(unit)
+        if unit.stays or not torch.is_grad_enabled():
+            return
+        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        made = [(leaf.grad_fn._sequence_nr(), i) for i, leaf in enumerate(watched) if leaf.grad_fn is not None]
+        if made:
+            watched[max(made)[1]].register_hook(lambda grad: self._end_call(unit))  # type: ignore[no-untyped-call]
+        elif watched:
+            watched[0].register_hook(lambda grad: self._end_call(unit, only_if_complete=True))  # type: ignore[no-untyped-call]
+
+    def after_forward(self, index: int, output: Any) -> None:
+        """Let go of unit `index`, unless its backward is near, and watch for that."""
+        unit = self.units[index]
+        if in_backward():
+            return
+        if torch.is_grad_enabled():
+            self._watch_backward(unit, output)
+            hidden = next(tensors_in(output), None) is None  # in objects that nobody can look into
+            if unit.stays or len(self._keepers) == 1 or self._forward.is_last(unit) or hidden:
+                return
+        if not unit.stays:
+            self._close(unit, keep=torch.is_grad_enabled())
+
+    def _watch_backward(self, unit: Unit, output: Any) -> None:
+        """Make the unit whole when the first node that made one of its outputs is to run, once a backward.
+
+        Hooks of nodes run after those of tensors: a unit that ends where this one begins is let go before. An output that is a
+        view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of what it views is watched,
+        too, if this call made it.
+        """
+        last = -1
+
+        def begin(grads: Any) -> None:
+            nonlocal last
+            task = torch._C._current_graph_task_id()
+            if task != last:
+                last = task
+                unit.calls += 1
+                self._use(unit)
+
+        for tensor in tensors_in(output):
+            viewed = None if tensor._base is None else tensor._base.grad_fn
+            if viewed is not None and viewed._sequence_nr() >= unit.began:
+                viewed.register_prehook(begin)
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(begin)
+
+    def before_part(self, index: int, part: nn.Module) -> None:
+        """Make unit `index` ready for a module inside it that is called on its own (`model.lm_head(x)`)."""
+        unit = self.units[index]
+        if not unit.open:
+            unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
+            self._use(unit)
+
+    def after_part(self, index: int, part: nn.Module, output: Any) -> None:
+        """Let go of the unit if it was whole for this call alone; with gradients it stays until backward ends."""
+        unit = self.units[index]
+        if unit.guest != id(part):
+            return
+        unit.guest = 0
+        if torch.is_grad_enabled():
+            self._watch_backward(unit, output)
+        elif not in_backward():
+            self._close(unit)
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+        self._backward.begin()
+        for unit in self.units:
+            unit.calls = 0
+            unit.incomplete = {bucket for bucket in unit.buckets if bucket.trainable}
+
+    def gradients_complete(self, bucket: Bucket) -> None:
+        """Learn that all gradients of a bucket are there. See Note [Letting go in backward]."""
+        unit = self._unit_of[bucket]
+        unit.incomplete.discard(bucket)
+        if not unit.incomplete and not unit.stays and not unit.has_frozen:
+            self._close(unit)
+
+    def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
+        unit.calls = max(0, unit.calls - 1)
+        here = unit.open or unit.gathers is not None
+        if unit.calls == 0 and here and not (only_if_complete and unit.incomplete):
+            self._close(unit)
+
+    def end_backward(self) -> None:
+        """End a backward."""
+        self._backward.end()
+        self.close_all()

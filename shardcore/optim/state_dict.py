@@ -1,0 +1,280 @@
+"""State dicts that torch.optim.Adam and AdamW read, and theirs read back.
+
+Invariants: a loaded value never passes through the parameter's dtype (torch's own loading would turn the float32 moments
+of a bfloat16 weight into bfloat16); everything is checked and built before the optimizer changes.
+"""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.dtensor import Rows, import_dtensors, local_part
+from shardcore.optim.options import MASTERED_DTYPES, check_options, dtype_name
+from shardcore.optim.state import (
+    TENSOR_KEYS,
+    ParamState,
+    StepCount,
+    check_tensor,
+    device_counts,
+    new_state,
+    share_counts,
+    step_count,
+)
+from shardcore.optim.state_format import (
+    MOMENTS,
+    SCALES,
+    in_memory,
+    joined_master,
+    moment_values,
+    split_remainder,
+    stored_moment,
+)
+
+# Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
+_TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
+# Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
+_OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
+_KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
+# Keys that torch.optim and its learning-rate schedulers write into groups.
+_TORCH_NAMES = (
+    "param_names",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+    "base_momentum",
+    "max_momentum",
+    "swa_lr",
+)
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """Return each parameter's number in state dicts: how many are before its first place, as torch.optim counts."""
+    numbers: dict[torch.Tensor, int] = {}
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        numbers.setdefault(param, number)
+    return numbers
+
+
+def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return param_groups as torch.optim.Adam and AdamW write them: parameters by number, torch's keys added."""
+    exported = []
+    numbers = numbers_of(groups)
+    for group in groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        params = [numbers[param] for param in group["params"]]
+        exported.append(_TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": params})
+    return exported
+
+
+def other_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return what a user keeps in `optimizer.state` under other keys than parameters; state dicts have it as it is."""
+    return {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
+
+
+def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
+    """Give a new group that has torch.optim's own keys (of the param_groups of an Adam or AdamW) what they mean here.
+
+    Raises ValueError for options that no step of ours can follow.
+    """
+    if "decoupled_weight_decay" in group:
+        decoupled = group["decoupled_weight_decay"]
+        if group.setdefault("adam_w_mode", decoupled) is not decoupled:
+            raise ValueError(
+                f"{op}: {where}adam_w_mode has {group['adam_w_mode']}, and decoupled_weight_decay {decoupled}; expected one of "
+                "them (they say the same)"
+            )
+    if group.get("differentiable"):
+        raise ValueError(
+            f"{op}: {where}differentiable has {group['differentiable']}; expected False (autograd sees no step of a kernel)"
+        )
+
+
+def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
+
+    decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
+    how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
+    TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"{op}: state_dict has no {key!r}; expected state and param_groups, as state_dict() returns")
+    saved = state_dict["param_groups"]
+    if not isinstance(saved, Sequence) or not all(
+        isinstance(g, Mapping) and isinstance(g.get("params"), list | tuple) for g in saved
+    ):
+        raise TypeError(
+            f'{op}: state_dict["param_groups"] is no list of dicts with a list "params"; expected what state_dict() returns'
+        )
+    if len(saved) != len(groups):
+        raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
+    imported = []
+    copies: dict[int, Any] = {}  # groups that share an lr tensor go on sharing one, as after torch's loading
+    for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
+        where = f"param_groups[{i}]"
+        if len(given["params"]) != len(group["params"]):
+            raise ValueError(
+                f"{op}: {where} has {len(given['params'])} parameters; expected {len(group['params'])}, as this optimizer"
+            )
+        options = {}
+        for key, value in given.items():
+            if key == "params" or key in _TORCH_ONLY or key in _OWN:
+                continue
+            if key != "decoupled_weight_decay" and key not in group and key not in _TORCH_NAMES:
+                raise ValueError(
+                    f"{op}: {where} has the unknown key {key!r}; expected keys of Adam, of a scheduler, or of this optimizer's "
+                    "group (remove it, or give it to the group first)"
+                )
+            options[key] = tuple(value) if key == "betas" and isinstance(value, list) else copy.deepcopy(value, copies)
+        if "decoupled_weight_decay" in options:
+            options["adam_w_mode"] = options.pop("decoupled_weight_decay")
+        check_options(op, {**group, **options}, f"{where}.")
+        imported.append(options)
+    return imported
+
+
+def export_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return a state for a state dict: a plain dict with a step tensor of its own.
+
+    8-bit moments become the float32 values they stand for, a remainder the float32 master; other tensors are the live ones.
+    """
+    joined = joined_state(state, param)
+    return {key: moment_values(joined, key) for key in joined if key not in SCALES.values()}
+
+
+def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
+    """Return a state as a plain dict that no longer needs its weights: with a float32 master in place of a remainder."""
+    joined = dict(state)
+    if "remainder" in joined:
+        joined["master"] = joined_master(param, joined.pop("remainder"))
+    return joined
+
+
+def import_state(
+    op: str, name: str, saved: object, param: torch.Tensor, master: str | None, state_dtype: str = "fp32"
+) -> tuple[ParamState, list[str]]:
+    """Return a new state for param made from ``saved`` (torch's or ours), and what was lost on the way, in words.
+
+    param gives shape and device; master ("fp32", "split" or None) and state_dtype say how to keep it. Moments arrive in any
+    floating dtype. A master is taken only in float32: in another dtype it went through torch.optim's loading and no step of
+    torch's kept it up, so it is left out and made again from the weights. With "split" the state gets the remainder, whose
+    weight is the master rounded. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
+    lost: list[str] = []
+    state = ParamState()
+    if not saved:
+        return state, lost
+    # torch.distributed.checkpoint's flattened form asks for the keys of optimizer.state, and has {} for what is not in it.
+    if saved.get("remainder") == {}:
+        raise ValueError(
+            f"{op}: {name} has a remainder without values and no master; expected the master (flatten_optimizer_state_dict "
+            "leaves it out where master='split': load without it, or into master='fp32')"
+        )
+    for key in saved:
+        if key in SCALES.values() and saved[key] == {}:
+            continue
+        if key != "step" and key not in TENSOR_KEYS:
+            raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}")
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        if key not in saved:
+            raise ValueError(f"{op}: {name} has no {key!r}; expected step, exp_avg and exp_avg_sq (the state of an Adam)")
+    state.count = StepCount(step_count(op, f"{name}.step", saved["step"]))
+    for key in TENSOR_KEYS:
+        if key not in saved:
+            continue
+        value = check_tensor(op, f"{name}.{key}", saved[key], param.shape)
+        if key in MOMENTS:
+            kept, exact = stored_moment(key, value, state_dtype, param.device, param)
+            if not exact:
+                lost.append(f"{name}.{key} is rounded from {dtype_name(value.dtype)} to {_KEPT[state_dtype]}")
+            state.update(kept)
+        elif key == "master" and master is None:
+            lost.append(f"{name}.master is left out: this optimizer keeps none for it (the weights go on as they are)")
+        elif key == "master" and value.dtype is not torch.float32:
+            lost.append(
+                f"{name}.master is {dtype_name(value.dtype)}, stale after torch.optim; it starts again from the weights"
+            )
+        elif key == "master" and master == "split":
+            state["remainder"] = split_remainder(value, param.device, param)
+        else:
+            state[key] = new_state(param, value)
+    return state, lost
+
+
+def take_masters(masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Set the weights whose remainders import_states made from these float32 masters."""
+    params = list(masters)
+    with torch.no_grad():
+        values = _C.dense([master.detach().to(p.device) for p, master in masters.items()], params)
+        _C.cast([in_memory(p) for p in params], [in_memory(value) for value in values])
+
+
+def saved_states(
+    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
+) -> tuple[dict[torch.Tensor, tuple[Any, Any]], dict[Any, Any]]:
+    """Return (id, state) of each parameter that a state dict has a state of, and its `other_entries`.
+
+    The state dict must have passed import_groups. Raises TypeError or ValueError for states or ids that are no parameter's.
+    """
+    saved = state_dict["state"]
+    if not isinstance(saved, Mapping):
+        raise TypeError(f'{op}: state_dict["state"] has type {type(saved).__name__}; expected a dict')
+    params: dict[Any, torch.Tensor] = {}
+    for group, given in zip(groups, state_dict["param_groups"], strict=True):
+        params.update(zip(given["params"], group["params"], strict=True))
+    if len(params) < len(numbers_of(groups)):
+        raise ValueError(f'{op}: state_dict["param_groups"] names a parameter twice; expected each once')
+    others = {}
+    for key, value in saved.items():
+        if key not in params:
+            if isinstance(key, int) or (isinstance(value, Mapping) and "step" in value):  # a parameter's
+                raise ValueError(f'{op}: state_dict["state"] has the key {key!r}; expected one of the ids in param_groups')
+            others[key] = value
+    return {params[key]: (key, state) for key, state in saved.items() if key in params}, others
+
+
+def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
+    """Give one UserWarning for all that was lost, each in words. stacklevel: as the caller's own warning would have."""
+    if lost:
+        more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
+        warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=stacklevel + 1)
+
+
+def import_states(
+    op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], dtensors: Mapping[torch.Tensor, Rows]
+) -> tuple[dict[Any, Any], dict[torch.Tensor, torch.Tensor]]:
+    """Return the states that loading state_dict gives to the parameters of groups, and other entries; nothing is changed.
+
+    dtensors: those of the parameters that are DTensors; a saved tensor may then be a DTensor or whole. Also returned: the
+    float32 masters of parameters (their local parts) whose state has a remainder. Their weights are part of the master and must
+    be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    """
+    group_of = {param: group for group in groups for param in group["params"]}
+    states: dict[torch.Tensor, ParamState] = {}
+    masters: dict[torch.Tensor, torch.Tensor] = {}
+    lost: list[str] = []
+    saved, others = saved_states(op, groups, state_dict)
+    for param, (key, value) in saved.items():
+        group = group_of[param]
+        master = group["master"] if param.dtype in MASTERED_DTYPES else None
+        name, local = f"state[{key!r}]", local_part(param)
+        value = import_dtensors(op, name, value, dtensors.get(param))
+        state, lost_here = import_state(op, name, value, local, master, group["state_dtype"])
+        lost += lost_here
+        if state:
+            states[param] = state
+        if "remainder" in state:
+            masters[local] = value["master"]
+    if states and groups[0]["capturable"]:
+        for state, count in zip(states.values(), device_counts(list(states.values()), next(iter(states)).device), strict=True):
+            state.count = count
+    else:
+        share_counts(states.values())
+    warn_of_lost(op, lost, stacklevel=4)
+    return {**states, **others}, masters

@@ -1,0 +1,203 @@
+"""How optimizer states are stored, sharded or not: dtypes, masters, blocks of 8-bit codes, and what each kind keeps.
+
+State dicts show them as torch.optim does: codes as the float32 values that they stand for, a remainder as the float32
+master that it makes with its weight. Both ways are exact: what was exported comes back to the same values.
+
+The formulas are those of unsharded optimizers (shardcore.optim), on ranges of a flat buffer. Invariant: a range starts at a
+256-element boundary and ends at one, or where its parameter does, so that no block of 8-bit moments is ever cut.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.layout import BLOCK
+from shardcore.optim.options import MASTERED_DTYPES, draws_random_bits
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale"}
+
+# What is kept beside a weight for the option "master": its key and dtype.
+MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
+    None: (None, None),
+    "fp32": ("master", torch.float32),
+    "split": ("remainder", torch.int16),
+}
+
+# From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
+_HUGE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class MomentDTypes:
+    """The dtypes in which a group's state_dtype keeps the two moments; `scaled`: each has scales beside it."""
+
+    exp_avg: torch.dtype
+    exp_avg_sq: torch.dtype
+    scaled: bool = False
+
+
+MOMENT_DTYPES = {
+    "fp32": MomentDTypes(torch.float32, torch.float32),
+    "bf16": MomentDTypes(torch.bfloat16, torch.bfloat16),
+    "8bit": MomentDTypes(torch.int8, torch.uint8, scaled=True),
+}
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a zero-filled state; large ones on the CPU ask for huge pages.
+
+    like: of this shape; if it is dense its strides are the state's (kernels go through both as they lie in memory).
+    """
+    numel = shape.numel()
+    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
+        state = _C.empty_huge(numel, dtype).view(shape)
+    else:
+        state = torch.zeros(shape, dtype=dtype, device=device)
+    if like is None or like.is_contiguous() or not _C.is_dense(like):
+        return state
+    return state.as_strided(shape, like.stride())
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """View the elements of a dense tensor as they lie in memory: (n,)."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def new_moments(
+    shape: torch.Size, state_dtype: str, make: Callable[[torch.Size, torch.dtype], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the moments of a parameter of this shape that made no step yet; `make` gives zero-filled tensors."""
+    dtypes = MOMENT_DTYPES[state_dtype]
+    moments = {key: make(shape, getattr(dtypes, key)) for key in MOMENTS}
+    if dtypes.scaled:
+        blocks = torch.Size([-(-shape.numel() // BLOCK)])
+        moments |= {SCALES[key]: make(blocks, torch.float32) for key in MOMENTS}
+    return moments
+
+
+def moment_values(state: Mapping[str, Any], key: str) -> torch.Tensor:
+    """Return a moment as a state dict shows it: the live tensor, or the float32 values of 8-bit codes."""
+    stored: torch.Tensor = state[key]
+    if key not in SCALES or SCALES[key] not in state:
+        return stored
+    scales = state[SCALES[key]]
+    return _C.decode_moment(stored.reshape(-1).cpu(), scales.cpu()).view(stored.shape).to(stored.device)
+
+
+def stored_moment(
+    key: str, values: torch.Tensor, state_dtype: str, device: torch.device, like: torch.Tensor | None = None
+) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return what keeps a moment of these values (any floating dtype), and whether every value is kept exactly.
+
+    like: lends its strides (zeros), but not to 8-bit codes.
+    """
+    dtypes = MOMENT_DTYPES[state_dtype]
+    dtype = getattr(dtypes, key)
+    values = values.detach()
+    if not dtypes.scaled:
+        kept = zeros(values.shape, dtype, device, like)
+        kept.copy_(values)
+        return {key: kept}, dtype == values.dtype or bool((kept.to(values.dtype) == values.to(device)).all())
+    flat = values.to("cpu", torch.float32).contiguous().view(-1)
+    codes, scales = _C.encode_moment(flat, dtype)
+    exact = torch.equal(_C.decode_moment(codes, scales), flat)
+    kept, kept_scales = zeros(values.shape, dtype, device), zeros(scales.shape, torch.float32, device)
+    kept.view(-1).copy_(codes)
+    kept_scales.copy_(scales)
+    return {key: kept, SCALES[key]: kept_scales}, exact
+
+
+def joined_master(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Return the float32 master that a bfloat16 parameter and its remainder make."""
+    flat = _C.join_split(param.detach().reshape(-1).cpu(), remainder.reshape(-1).cpu())
+    return flat.view(param.shape).to(param.device)
+
+
+def split_remainder(master: torch.Tensor, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the remainder of a float32 master, whose weight is it rounded to nearest. like: lends its strides (zeros)."""
+    remainder = zeros(master.shape, torch.int16, device, like)
+    remainder.copy_(_C.split_master(master.detach().cpu().contiguous().view(-1))[1].view(master.shape))
+    return remainder
+
+
+# (numel, dtype) -> a zero-filled flat tensor
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+Kept = dict[str, torch.Tensor]  # a bucket's states as they are kept, or a range of them
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """How states are kept, for weights of one dtype under the options of one group.
+
+    master: "fp32", "split", or None where weights are their own. random: a step draws random bits, which are keyed by
+    parameter and element.
+    """
+
+    master: str | None = None
+    state_dtype: str = "fp32"
+    amsgrad: bool = False
+    random: bool = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The states of each element, as state dicts name them."""
+        return (*MOMENTS, *["max_exp_avg_sq"] * self.amsgrad, *["master"] * (self.master is not None))
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether a step needs the weights themselves: they are the master, or half of it."""
+        return self.master != "fp32"
+
+    def new(self, numel: int, make: Allocate) -> Kept:
+        """Return the states of `numel` elements that made no step yet."""
+        kept = new_moments(torch.Size([numel]), self.state_dtype, lambda shape, dtype: make(shape.numel(), dtype))
+        if self.amsgrad:
+            kept["max_exp_avg_sq"] = make(numel, torch.float32)
+        key, dtype = MASTER_STORAGE[self.master]
+        if key is not None and dtype is not None:
+            kept[key] = make(numel, dtype)
+        return kept
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes that the states of `numel` elements take."""
+        kept = self.new(numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
+        return sum(flat.nbytes for flat in kept.values())
+
+
+NO_STATES = StateKind()  # of buckets that no optimizer group updates: never asked for any
+
+
+def kind_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateKind:
+    """Return how states of weights of `dtype` are kept by the options of `group`, which may be one of torch.optim.
+
+    Sharded weights below float32 have float32 masters, unless the group asks for split ones, or for stochastic rounding,
+    which takes the place of a master.
+    """
+    master = None
+    if dtype in MASTERED_DTYPES and not group.get("stochastic_rounding", False):
+        master = group.get("master") or "fp32"
+    return StateKind(master, group.get("state_dtype", "fp32"), bool(group["amsgrad"]), draws_random_bits(group))
+
+
+def range_of(kept: Kept, start: int, numel: int) -> Kept:
+    """View the states of elements [start, start + numel)."""
+    blocks = slice(start // BLOCK, -(-(start + numel) // BLOCK))
+    return {key: flat[blocks if key in SCALES.values() else slice(start, start + numel)] for key, flat in kept.items()}
+
+
+def values_of(kept: Kept, key: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return a range of one state as a state dict shows it: live where kept so; `weight`: the same range of the weights."""
+    return joined_master(weight, kept["remainder"]) if key == "master" and "remainder" in kept else moment_values(kept, key)
+
+
+def kept_values(kind: StateKind, key: str, values: torch.Tensor) -> Kept:
+    """Return what is to be copied to where a range of one state is kept, to keep `values` (any floating dtype)."""
+    if key == "master" and kind.master == "split":
+        return {"remainder": split_remainder(values.to(torch.float32), values.device)}
+    if key in SCALES and kind.state_dtype == "8bit":
+        return stored_moment(key, values, kind.state_dtype, values.device)[0]
+    return {key: values}
