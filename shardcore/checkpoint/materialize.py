@@ -1,10 +1,10 @@
 """Weights of models built on the meta device: made module by module, or read from files, straight into shards.
 
-transformers is never imported first: who has a model of it has imported it. Its young and private names are used in this file
-alone; tested with transformers 5.23. Before version 5 there is no conversion, and names are as in the files.
-
 Invariants: a Parameter stays the same object (`become`). Whole values exist for one module at a time (from files: for one
 parameter, and only where the stage keeps whole weights anyway). Every check that needs no value runs before anything changes.
+
+Note [transformers]: it is never imported first: who has a model of it has imported it. Its young and private names are used in
+this file alone; tested with transformers 5.23. Before version 5 there is no conversion, and names are as in the files.
 """
 
 import logging

@@ -1,12 +1,12 @@
 """Collectives between ranks, and how ranks agree. The one place that knows torch's names for them.
 
-A tag has the message's kind and a number. One half of the numbers is for messages about something that has a number itself (a
-bucket): ranks on different ways never pair messages about different things, which gloo, where sizes differ, would answer by
-ending the process.
-
 All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is summed in transit:
 arithmetic on gradients happens in csrc/reduce, in rank order, unless the user asks for the backend's (`reduce_scatter`). A
 world of one needs no process group and moves nothing.
+
+Note [Tags]: gloo tells messages apart by tags. A tag has the message's kind and a number. One half of the numbers is for
+messages about something that has a number itself (a bucket), so ranks on different ways never pair messages about different
+things, which gloo, where sizes differ, would answer by ending the process.
 """
 
 import json

@@ -1,6 +1,7 @@
 """From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling.
 
-A step asks (`Membership.check`). While nothing was registered, replaced or removed that is a comparison of what each module
+Whether the model still has the Parameters that it was sharded with is asked by each step (`Membership.check`): others would
+silently not be trained. While nothing was registered, replaced or removed that is a comparison of what each module
 holds and is, by identity, a microsecond a module; names are looked at only if something was.
 """
 

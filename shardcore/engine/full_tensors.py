@@ -1,6 +1,7 @@
 """Whole weights, gradients and states for whoever reads them, gathered from the parts that ranks own.
 
-So a rank that reads something else, or nothing, is an error on all of them, and no rank takes one value for another.
+Before any whole value is read, ranks exchange which read of what it is, and whether one refuses: a difference is an error on
+every rank, and no rank takes one value for another.
 
 Small gathers take long to wait for and little else, so what is read one after the other is gathered one ahead.
 """

@@ -1,12 +1,11 @@
 """The lazy step (overlap_step=True): Adam runs on a thread of its own, and each read of weights waits for those it reads.
 
-They delegate to the dict that they stand for, which is put back when the weights are there; what was read meanwhile, and the
-dict itself, stay good. Their own content, which C code may look at, is that of the other dict when they were made.
-
 `step()` has decided everything (norm, clipping, scalars) when it hands its plan over; what is left is the same arithmetic in
 another order of buckets, which no bit depends on. While a bucket's weights are on their way, `_parameters` of the modules that
 have them are `Waiting` dicts, so whatever asks a module for a parameter waits: forward, parameters(), state_dict, deepcopy,
-`module.weight`. Once they are there the module has its own dict again, so neither copies nor torch.compile meet the other.
+`module.weight`. Once they are there the module has its own dict again, so neither copies nor torch.compile find the other.
+These dicts delegate to the one that they stand for; what was read meanwhile, and that dict, stay good. Their own content, which
+C code may look at, is that of the other dict when they were made.
 
 Note [Order]: buckets are updated in the order in which the last forward of the model used their units. Ranks gather in that
 order, so it has to be the same on all of them: a digest of it travels with each step's norm, and where ranks differ all take

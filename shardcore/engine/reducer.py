@@ -1,19 +1,18 @@
 """Gradient reduction, overlapped with backward unit by unit.
 
-Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
-loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
-backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
-when it is gone without having been called, the backward failed.
-
-The handed tensors are views of the bucket's reduced gradient or, where that has another dtype than the parameter, of the
-resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version counter (views
-share it), replaced or removed gradients in the identity of `param.grad`.
-
 Autograd hands each parameter's gradient to `_on_grad`, which moves it into the bucket's flat buffer. When a bucket is
 complete, and all before it in the fixed order have been sent, its pieces go to their owners (all_to_all) while backward
 computes on; csrc/reduce then sums them in rank order in float32. The order of collectives never depends on timing, so
 ranks cannot disagree, and the order of sums never depends on buckets, stages or tiers, so neither do the bits.
 
+Note [Backward boundaries]: a backward begins at the root output's gradient hook (or at the first parameter's gradient if the
+loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
+backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
+when it is gone without having been called, the backward failed.
+Note [Handed-out gradients]: stage 0 gives every parameter its averaged gradient as `param.grad`, and accepts what the user
+does to it before the step. These tensors are views of the bucket's reduced gradient or, where that has another dtype than the
+parameter, of the resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version
+counter (views share it), replaced or removed gradients in the identity of `param.grad`.
 Note [Failed backwards]: what a backward left that ended in an error is dropped, with a warning. Where it failed on this rank
 alone, the others wait for what it was to send: distributed/watchdog.py finds that.
 Note [Unused here only]: a parameter without a gradient on this rank lets its bucket, and those after it, wait for the end of

@@ -1,15 +1,12 @@
 """Whole weights that exist only around their use (stage 3): gathered ahead, let go after.
 
-Note [Shards that come]: a shard in host memory is copied straight into its place in the whole weights, and the gather begins
-when it has arrived. On CUDA a stream of its own waits for that, so that what computes does not. The copy began after all that
-the current stream had queued by then, so the gather does, too, and may overwrite memory which that has read.
-
-When they move is decided in engine/unshard.py; memory lies in a pool that all units share.
-
 A unit's weights are gathered when its forward or its backward begins, and the next unit's at the same time, while this one
 computes. Which unit is next is what the last pass showed (`Order`); where a pass takes another way, nothing is gathered
 ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
 
+Note [Shards that come]: a shard in host memory is copied straight into its place in the whole weights, and the gather begins
+when it has arrived. On CUDA a stream of its own waits for that, so that what computes does not. The copy began after all that
+the current stream had queued by then, so the gather does, too, and may overwrite memory which that has read.
 Note [Letting go in backward]: autograd adds to a parameter's gradient once all nodes that use the parameter have run, so a
 unit is let go when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of a
 device in the reverse of the order in which they were made: when the latest input's own node is next, the unit's are done.

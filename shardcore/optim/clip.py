@@ -4,11 +4,12 @@ Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double
 grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device. Norms of
 another order than 2 are torch's, a tensor (a shard of one) at a time, and then joined in float64.
 
-Trainer, Accelerate, Lightning and most training loops clip by torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1
-on these would find no p.grad, clip nothing and return 0, in silence, and torch has nothing public by which parameters could
-answer for themselves. So the first `shard` at stage 1, 2 or 3 replaces the functions in torch.nn.utils and
-torch.nn.utils.clip_grad: sharded parameters go to their engine; calls without any go to torch's function, unchanged. What was
-imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) cannot be reached.
+Note [torch's clipping functions]: Trainer, Accelerate, Lightning and most training loops clip by
+torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip nothing and return 0, in
+silence, and torch has nothing public by which parameters could answer for themselves. So the first `shard` at stage 1, 2 or 3
+replaces the functions in torch.nn.utils and torch.nn.utils.clip_grad: sharded parameters go to their engine; calls without
+any go to torch's function, unchanged. What was imported by name before that (`from torch.nn.utils import clip_grad_norm_` at
+the top of a script) cannot be reached.
 
 A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, and the functions
 warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
