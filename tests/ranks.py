@@ -127,10 +127,10 @@ def start(function: Callable[..., Any], *args: Any, daemon: bool = False) -> Any
 def _serve(pipe: Connection) -> None:
     import torch
 
-    from shardcore import watchdog
+    from shardcore.distributed import watchdog
 
     torch.set_num_threads(1)
-    watchdog.LONG_S, watchdog.PAUSE_S = 0.5, 0.1  # as seldom as users look tests would take long
+    watchdog.LONG_S, watchdog.USERS_LONG_S, watchdog.PAUSE_S = 0.5, 1.0, 0.1  # as seldom as users look tests would take long
     store: dist.TCPStore | None = None
     gc.freeze()  # what was imported is no garbage; a collection need not look at it again
     while True:

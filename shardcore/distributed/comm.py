@@ -10,6 +10,7 @@ things, which gloo, where sizes differ, would answer by ending the process.
 """
 
 import json
+import random
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -153,7 +154,8 @@ class Comm:
             return
         slots = slots_of(self.group)
         free = [index for index, slot in enumerate(slots) if not slot.taken]
-        common = set(free).intersection(*self.gather_json(free))
+        said = self.gather_json([free, f"{random.SystemRandom().getrandbits(64):x}"])
+        common = set(free).intersection(*(others for others, _ in said))
         if not common:
             common.add(len(slots))
             with _explained():
@@ -162,14 +164,15 @@ class Comm:
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True
+        if not slot.met and self.world_size > 1:
+            if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
+                slot.host = host_group_beside(self.group, self.device, self.gather_json)
+            slot.met = True
         self._log = watchdog.log_of(self.group)
-        _set_left(slot, self._log, False)
-        weakref.finalize(self, _release, slot, self._on_way, self._log)
-        if slot.met or self.world_size == 1:
-            return
-        if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
-            slot.host = host_group_beside(self.group, self.device, self.gather_json)
-        slot.met = True
+        logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
+        for log in logs:
+            log.begin_engine(said[0][1], self.uses_nccl and log is self._log)
+        weakref.finalize(self, _release, slot, self._on_way, logs)
 
     @property
     def _tells_by_nccl(self) -> bool:
@@ -194,7 +197,6 @@ class Comm:
         if self._log is None:
             assert self.group is not None
             self._log = watchdog.log_of(self.group)
-        self._log.in_order = self.uses_nccl
         return self._log.start(name, ranks)
 
     def _started(self, operation: watchdog.Operation, works: Sequence[dist.Work | None]) -> list[Started]:
@@ -340,8 +342,10 @@ class Comm:
             return row.unsqueeze(0)
         whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
         if kind is None and not self.uses_nccl:
-            work = dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group, async_op=True)
-            wait_all(self._started(self._start(name), [work]))
+            operation = self._start(name)
+            with _explained(operation):
+                work = dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group, async_op=True)
+            wait_all(self._started(operation, [work]))
         else:  # NCCL would copy each row of a list by a kernel of its own
             whole[self.rank].copy_(row)
             wait_all(self.all_gather(whole, kind or Traffic.READ, name))
@@ -367,8 +371,10 @@ class Comm:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if self.world_size > 1 and tensor.numel() > 0:
-            work = dist.broadcast(as_bytes(tensor), self._global(0), group=self.group, async_op=True)
-            wait_all(self._started(self._start("a broadcast"), [work]))
+            operation = self._start("a broadcast")
+            with _explained(operation):
+                work = dist.broadcast(as_bytes(tensor), self._global(0), group=self.group, async_op=True)
+            wait_all(self._started(operation, [work]))
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
@@ -403,16 +409,11 @@ def wait_all(started: Iterable[Started]) -> None:
         collective.wait()
 
 
-def _release(slot: GroupSlot, on_way: list[Any], log: watchdog.Log) -> None:
+def _release(slot: GroupSlot, on_way: list[Any], logs: Sequence[watchdog.Log]) -> None:
     """Leave a group to the next engine."""
-    _set_left(slot, log, True)
+    for log in logs:
+        log.left = True
     slot.release(on_way)
-
-
-def _set_left(slot: GroupSlot, log: watchdog.Log, left: bool) -> None:
-    log.left = left
-    if slot.host is not None:
-        watchdog.log_of(slot.host).left = left
 
 
 @contextmanager

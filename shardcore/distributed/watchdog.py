@@ -7,14 +7,15 @@ of the default process group, and reads what the ranks that are missing there ha
 Note [Proof]: two ranks can never go on if each waits for a collective that needs the other, and the other has not started it:
 a rank starts nothing while it waits. The same holds for a rank whose engine is gone (`Log.left`). On NCCL, where the host does
 not wait, collectives run in the order in which they were started, so two ranks can never go on, either, if they started others
-in their place. The user's own collectives are not counted: that a rank waits in one shows in the frames of its main thread,
-and it is taken for endless where all of the group's ranks wait, some of them elsewhere. Slow ranks and networks prove nothing:
-about these one line a minute is logged, and the group's timeout ends them.
+in their place. The user's own collectives are not counted: that a rank waits in one shows in the frames of its main thread. It
+is taken for endless where all of the group's ranks wait, some of them elsewhere, and only of a kind that nobody can leave
+before all have come (`_SYMMETRIC`), called there, and not by `async_op` or another thread. What a rank wrote counts only while
+it goes on to write (`beat`): it may have been stopped since. Slow ranks and networks prove nothing: about these one line a
+minute is logged, and the group's timeout ends them.
 Note [End]: what was proved is written to the store first, for each of the waits, so that every rank can say it. Then gloo's
 connections are closed (a receive that times out does that), so that the waits raise; NCCL's communicator is aborted.
 """
 
-import atexit
 import json
 import logging
 import sys
@@ -27,15 +28,17 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 logger = logging.getLogger("shardcore")
 
 LONG_S = 3.0  # a wait that is worth looking at
+USERS_LONG_S = 6.0  # the same of the user's own collectives
 PAUSE_S = 1.0  # between two looks
 LATE_S = 60.0  # between two lines about ranks that are late
 _OFTEN_S, _SELDOM_S = 15.0, 10.0  # a wait of more seconds is looked at once in so many
@@ -44,7 +47,16 @@ _TAIL = 64  # of them, as many are compared (NCCL)
 _ASKED = 3  # ranks that are asked, of all that are missing
 _BY_USER = "a collective of torch.distributed"
 AGREEMENT = "an agreement"  # what ranks compare without an engine, or before they have one
+_SYMMETRIC = {"all_reduce", "barrier", "monitored_barrier", "all_gather", "all_to_all", "all_to_all_single"}
+_SYMMETRIC |= {
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+}
 _NO_MESSAGE = 1 << 30  # a tag that no message has
+_PACKAGE, _TORCH = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
 
 
 class Log:
@@ -52,20 +64,30 @@ class Log:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Begin with none."""
-        self.group, self.name = weakref.ref(group), group.group_name
+        self.group = weakref.ref(group)
+        self.name: str = group.group_name
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.counts: Counter[str] = Counter()
         self.order: deque[str] = deque(maxlen=_REMEMBERED)
         self.started, self._digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
         self.left = False  # the engine that used it is gone
+        self.threads: set[int] = set()  # that have started some
+
+    def begin_engine(self, nonce: str, in_order: bool) -> None:
+        """Serve a new engine: under a name of its own, so that nothing in the store is of another one or of another run."""
+        group = self.group()
+        assert group is not None
+        self.name, self.left, self.in_order = f"{group.group_name}/{nonce}", False, in_order
 
     def start(self, name: str, ranks: Sequence[int] | None = None) -> "Operation":
         """Count one more; `ranks` of the group take part, None: all."""
         self.counts[name] += 1
-        self.started += 1
-        self.order.append(name)
-        self._digest = zlib.crc32(name.encode(), self._digest)
+        self.threads.add(threading.get_ident())
+        if self.in_order:
+            self.started += 1
+            self.order.append(name)
+            self._digest = zlib.crc32(name.encode(), self._digest)
         return Operation(self, name, self.counts[name], ranks)
 
     def take_order(self) -> list[str]:
@@ -158,11 +180,12 @@ class _Watch:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._default: Store | None = None
+        self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._clone: PrefixStore | None = None
         self._told: Wait | None = None
         self._looked_s = 0.0  # how long the wait that was told had lasted at the last look at others
-        self._sure = False  # it was found, at the last look, that it never ends
+        self._sure: dict[int, int] = {}  # ranks that were found never to come, with their beat then
+        self._beat = 0  # of looks while something is told
         self._left: set[str] = set()  # groups that were told to be left
         self._reasons: dict[str, str] = {}
         self._ended: set[str] = set()
@@ -170,7 +193,7 @@ class _Watch:
         # Collectives of one group end in the order in which they were started: of those on their way one and the last are held.
         self._devices: dict[str, list[tuple[Operation, dist.Work, float]]] = {}
         self._lock = threading.Lock()  # of these
-        self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, line; since when
+        self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, what was started there; since when
 
     def start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -182,29 +205,39 @@ class _Watch:
             time.sleep(PAUSE_S)
             try:
                 self.look()
-            except Exception as error:  # the store is gone, or cannot do this (a file), or the groups are being destroyed
-                logger.debug("the watchdog cannot reach the store: %s", error)
+            except (RuntimeError, dist.DistError) as error:  # the store is gone, or the groups are being destroyed
+                logger.debug("the watchdog cannot look: %s", error)
+                self._told = None
+            except Exception:
+                logger.warning("the watchdog cannot look", exc_info=True)
                 self._told = None
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
     def _store(self) -> PrefixStore | None:
-        """Return a connection of its own, since others wait in the group's; None while there is no default group."""
-        if not dist.is_initialized():
-            return None
-        store = dist.distributed_c10d._get_default_store()
-        if store is not self._default:
-            self._default, self._told = store, None
+        """Return a connection of its own, since others wait in the group's; None while there is no default group.
+
+        Only the thread connects, which may take long where the server is gone.
+        """
+        world = dist.group.WORLD
+        if world is None or self._world is None or self._world() is not world:
+            self._clone, self._told = None, None
             self._left, self._reasons, self._ended = set(), {}, set()
-            self._clone = PrefixStore("shardcore/watchdog", store.clone())  # type: ignore[attr-defined]
+            if world is None:
+                return None
+            self._world = weakref.ref(world)
+            store: Any = dist.distributed_c10d._get_default_store()
+            self._clone = PrefixStore("shardcore/watchdog", store.clone())
         return self._clone
 
     def reason_of(self, wait: Wait) -> str | None:
-        if wait.key not in self._reasons:
+        """Return why a wait was ended, or an earlier one on its group."""
+        if wait.key not in self._reasons and self._clone is not None:
             with suppress(RuntimeError, ValueError, dist.DistError):
-                store = self._store()
-                if store is not None and store.check([f"reason/{wait.key}"]):
-                    self._reasons[wait.key] = store.get(f"reason/{wait.key}").decode()
+                for key in (wait.key, wait.group):
+                    if self._clone.check([f"reason/{key}"]):
+                        self._reasons[wait.key] = self._clone.get(f"reason/{key}").decode()
+                        break
         return self._reasons.get(wait.key)
 
     def _tell_left(self, store: PrefixStore) -> None:
@@ -212,17 +245,6 @@ class _Watch:
             if log.left and log.name not in self._left:
                 store.set(f"left/{log.name}/{dist.get_rank()}", json.dumps(dict(log.counts)))
                 self._left.add(log.name)
-            elif not log.left and log.name in self._left:
-                store.delete_key(f"left/{log.name}/{dist.get_rank()}")
-                self._left.remove(log.name)
-
-    def tell_end(self) -> None:
-        """Say that this process ends."""
-        with suppress(Exception):
-            for log in _logs_now():
-                log.left = True
-            if (store := self._store()) is not None and dist.get_world_size() > 1:
-                self._tell_left(store)
 
     # --- what this rank waits for -------------------------------------------------------------------------------------
 
@@ -252,20 +274,31 @@ class _Watch:
 
     def _users(self, now: float) -> tuple[Wait, float] | None:
         """Return the collective of torch.distributed that the main thread is in, if it is the one of the look before."""
-        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), None
-        while frame is not None:
-            code = frame.f_code
-            if code.co_filename == dist.distributed_c10d.__file__ and "group" in code.co_varnames[: code.co_argcount]:
-                found = frame  # a collective: new_group() and the like take no group
-            frame = frame.f_back
-        group = None if found is None else found.f_locals.get("group") or dist.group.WORLD
-        if found is None or not isinstance(group, dist.ProcessGroup):
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        code = None if frame is None else frame.f_code
+        mine = {threading.main_thread().ident}
+        if (
+            frame is None
+            or code is None
+            or code.co_filename != dist.distributed_c10d.__file__
+            or code.co_name not in _SYMMETRIC
+            or any(not log.threads <= mine for log in _logs_now())
+        ):
             self._by_user = None
             return None
-        here = group.group_name, found.f_code.co_name, 0 if found.f_back is None else found.f_back.f_lineno
+        group = frame.f_locals.get("group") or dist.group.WORLD
+        caller = frame.f_back
+        while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
+            caller = caller.f_back
+        if not isinstance(group, dist.ProcessGroup) or (caller is not None and caller.f_code.co_filename.startswith(_PACKAGE)):
+            self._by_user = None
+            return None
+        started: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # of anything on this group
+        here = group.group_name, code.co_name, started
         if self._by_user is None or self._by_user[0] != here:
             self._by_user = here, now
-        return Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{here[1]}"), now - self._by_user[1]
+        wait = Operation(log_of(group), _BY_USER, 0).as_wait(f"torch.distributed.{code.co_name}")
+        return wait, now - self._by_user[1] - (USERS_LONG_S - LONG_S)
 
     @staticmethod
     def _order(group: str) -> tuple[int, list[str]] | None:
@@ -278,7 +311,7 @@ class _Watch:
     def look(self) -> None:
         """Tell what this rank waits for, if that takes long; find out whether it can ever end."""
         longest = self._longest() if dist.is_initialized() else None
-        changes = any(log.left != (log.name in self._left) for log in _logs_now())
+        changes = any(log.left and log.name not in self._left for log in _logs_now())
         if not changes and self._told is None and (longest is None or longest[1] < LONG_S):
             return
         store = self._store()
@@ -289,46 +322,36 @@ class _Watch:
         rank = dist.get_rank()
         if self._told is not None and self._told != wait:
             store.set(f"wait/{rank}", "")
-            store.delete_key(f"at/{self._told.key}")
+            store.set(f"at/{self._told.key}", "")
             self._told = None
         if wait is None or waited_s < LONG_S:
             return
         counts, order = {log.name: dict(log.counts) for log in _logs_now()}, self._order(wait.group)
         if self._told is None:
             store.set(f"log/{rank}", json.dumps([counts, order]))
-            store.set(f"wait/{rank}", json.dumps(vars(wait)))
             store.append(f"at/{wait.key}", f"{rank} ")  # type: ignore[attr-defined]
-            self._told, self._lines, self._looked_s, self._sure = wait, 0, 0.0, False
+            self._told, self._lines, self._looked_s, self._sure = wait, 0, 0.0, {}
+        self._beat += 1
+        store.set(f"wait/{rank}", json.dumps([self._beat, vars(wait)]))
         if waited_s > _OFTEN_S and waited_s - self._looked_s < _SELDOM_S:
             return
         self._looked_s = waited_s
-        here = self._at(store, wait)
+        here = self._at(store, wait) or [rank]
         missing = [other for other in wait.ranks if other not in here]
         reason = self.reason_of(wait)
         if reason is None:
             proofs = (self._never(store, wait, here, counts, order, other) for other in missing[:_ASKED])
-            proof = next(filter(None, proofs), None)
-            if proof is not None and not self._sure:  # at the next look, when the other ranks have written, too
-                self._sure = True
-                return
-            found, waits = proof or ("", ())
-            for one in waits:
-                reason = store.compare_set(f"reason/{one.key}", "", reason or found).decode()
+            found, waits = next(filter(None, proofs), ("", ()))
+            for key in (*(one.key for one in waits), *(one.group for one in waits if one.name != _BY_USER)):
+                reason = store.compare_set(f"reason/{key}", "", reason or found).decode()
         if reason is not None:
             self._end(wait, reason)
         elif missing and rank == min(here) and waited_s > LATE_S * (self._lines + 1):
             self._lines += 1
-            said = {of: self._waits_for(store, of) for of in missing[:_ASKED]}
+            said = {of: self._waits_for(store, of)[1] for of in missing[:_ASKED]}
             where = "; ".join(f"rank {of} waits for {at}" for of, at in said.items() if at is not None)
-            logger.warning(
-                "ranks %s have waited %d s for %s, which %s %s not started%s",
-                _in_short(here),
-                waited_s,
-                wait,
-                f"rank{'s' * (len(missing) > 1)} {_in_short(missing)}",
-                "have" if len(missing) > 1 else "has",
-                f" ({where})" if where else "",
-            )
+            waiting = f"waited {waited_s:.0f} s for {wait}, at which {_ranks(missing)} {_have(missing)} not arrived"
+            logger.warning("%s %s %s%s", _ranks(here), _have(here), waiting, f" ({where})" if where else "")
 
     @staticmethod
     def _at(store: PrefixStore, wait: Wait) -> list[int]:
@@ -337,9 +360,13 @@ class _Watch:
         return sorted({*map(int, store.get(key).split())}) if store.check([key]) else []
 
     @staticmethod
-    def _waits_for(store: PrefixStore, rank: int) -> Wait | None:
+    def _waits_for(store: PrefixStore, rank: int) -> tuple[int, Wait | None]:
+        """Return what a rank waits for, and its beat."""
         said = store.get(f"wait/{rank}").decode() if store.check([f"wait/{rank}"]) else ""
-        return Wait(**{**(entry := json.loads(said)), "ranks": tuple(entry["ranks"])}) if said else None
+        if not said:
+            return 0, None
+        beat, entry = json.loads(said)
+        return beat, Wait(**{**entry, "ranks": tuple(entry["ranks"])})
 
     def _never(
         self, store: PrefixStore, wait: Wait, here: Sequence[int], counts: Any, order: Any, other: int
@@ -350,7 +377,7 @@ class _Watch:
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
             return _reason(f"{_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), (wait,)
-        theirs = self._waits_for(store, other)
+        beat, theirs = self._waits_for(store, other)
         if theirs is None:
             return None
         their_counts, their_order = json.loads(store.get(f"log/{other}"))
@@ -360,6 +387,8 @@ class _Watch:
         if wait.name == theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
             return None
         if not swapped and not (_lacks(wait, their_counts, waiting) and _lacks(theirs, counts, waiting)):
+            return None
+        if self._sure.setdefault(other, beat) == beat:  # at a later look, when the others have written, too, if it still waits
             return None
         groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
         return _reason(f"{_ranks(here)} for {wait}{groups[0]}; {_ranks(there)} for {theirs}{groups[1]}"), (wait, theirs)
@@ -416,6 +445,10 @@ def _differ(order: Any, other: Any) -> bool:
     return any(by_number.get(theirs - len(their_names) + at, name) != name for at, name in enumerate(their_names))
 
 
+def _have(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {_in_short(ranks)}"
 
@@ -432,4 +465,3 @@ def _in_short(ranks: Sequence[int]) -> str:
 
 
 _watch = _Watch()
-atexit.register(_watch.tell_end)

@@ -234,8 +234,11 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
         loss_scale = getattr(self, "grad_scale", None)
-        params = (p for group in self.param_groups for p in group.get("params", ()) if isinstance(p, torch.Tensor))
-        device = next((p.device for p in params), torch.device("cpu"))
+        if self._engine is not None:
+            device = self._engine.device  # parameters may be on their way
+        else:
+            params = (p for group in self.param_groups for p in group.get("params", ()) if isinstance(p, torch.Tensor))
+            device = next((p.device for p in params), torch.device("cpu"))
         if capturable:
             found_inf = getattr(self, "found_inf", None) if self._engine is None else None  # an engine looks by itself
             return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, max_norm)

@@ -91,6 +91,8 @@ class Engine(Protocol):
     not passed on: an engine looks for non-finite gradients itself, on every rank.
     """
 
+    device: torch.device
+
     @property
     def grads_in_shards(self) -> bool: ...
     @property

@@ -208,7 +208,9 @@ def test_ranks_that_are_late_are_named_and_waited_for() -> None:
     (first, trained), (second, _), (third, _) = run_ranks(3, _late, True)
     assert second == third == []
     assert 1 <= len(first) <= 2  # once a LATE_S
-    assert first[0].startswith("ranks 0, 2 have waited 1 s for the weights of the root (call 2), which rank 1 has not started")
+    assert first[0].startswith(
+        "ranks 0, 2 have waited 1 s for the weights of the root (call 2), at which rank 1 has not arrived"
+    )
     assert run_ranks(3, _late, False)[0] == ([], trained)
 
 
