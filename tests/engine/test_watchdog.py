@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -16,7 +18,7 @@ from shardcore.distributed import comm, watchdog
 from shardcore.engine.bucket import BufferPool
 from tests.engine.forced import as_on_nccl
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, train
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 NEVER = "ranks wait for different things, which can never end: "
 
@@ -225,6 +227,47 @@ def _shards_late(rank: int, world_size: int) -> str:
 
 def test_a_rank_between_two_models_is_waited_for() -> None:
     assert len({*run_ranks(2, _shards_late)}) == 1
+
+
+class Slow:
+    """An object that takes long to unpickle."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (2.5,)
+
+
+def _gathers_objects(rank: int, world_size: int) -> str:
+    model, optimizer, _ = train(rank, Run(steps=1))
+    dist.gather_object(Slow(), [None] * world_size if rank == 0 else None)
+    _step(model, optimizer, rank, 1)
+    return hash_of_training(model, optimizer)
+
+
+def test_a_rank_that_unpickles_what_others_sent_is_waited_for() -> None:
+    assert len({*run_ranks(2, _gathers_objects)}) == 1
+
+
+_ENDS_FIRST = """
+import os, sys, time
+import torch.distributed as dist
+import shardcore
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{store}", rank=rank, world_size=2)
+dist.barrier()
+time.sleep(rank)
+"""
+
+
+def test_a_process_ends_though_the_store_is_gone() -> None:
+    """Rank 0, which serves it, ends first; nothing of ours connects to it at the end."""
+    port = free_port()
+    ranks = [subprocess.Popen([sys.executable, "-c", _ENDS_FIRST, str(rank), port]) for rank in range(2)]
+    try:
+        for process in ranks:
+            process.wait(60)
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def test_collectives_that_were_started_in_another_order_are_found() -> None:

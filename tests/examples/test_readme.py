@@ -1,4 +1,4 @@
-"""The Python examples of the README, which are one script, as its section "Use" says."""
+"""The Python example of the README; and those of the guide and the page about DeepSpeed, which are one script, as they say."""
 
 import os
 import re
@@ -16,13 +16,18 @@ from tests.ranks import free_port, run_ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_blocks():
-    return re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+def python_blocks(*pages):
+    return [
+        block
+        for page in pages
+        for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    ]
 
 
-def test_examples_run_over_two_ranks(tmp_path):
-    blocks = python_blocks()
-    assert len(blocks) == 5
+@pytest.mark.parametrize(("pages", "count"), [(["README.md"], 1), (["docs/guide.md", "docs/deepspeed.md"], 5)])
+def test_examples_run_over_two_ranks(pages, count, tmp_path):
+    blocks = python_blocks(*pages)
+    assert len(blocks) == count
     script = tmp_path / "train.py"
     script.write_text("\n".join(blocks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
@@ -33,11 +38,15 @@ def test_examples_run_over_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900
+
+
 class Run:
-    """A model in training, that the README's functions save and resume."""
+    """A model in training, that the guide's functions save and resume."""
 
     def __init__(self, seed, stage):
-        (source,) = (block for block in python_blocks() if "def resume" in block)
+        (source,) = (block for block in python_blocks("docs/guide.md") if "def resume" in block)
         self.functions = {"shardcore": shardcore}
         exec(source.partition('\nsave("')[0], self.functions)
         model = make_net(seed)
