@@ -1,0 +1,80 @@
+"""Writes docs/reference.md from the docstrings of shardcore's public names.
+
+Run: python -m tools.make_reference [--check]. With --check it writes nothing, and fails if the file is not what it would be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import shardcore
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+HEAD = """# Reference
+
+Every public name, with its docstring. Made by `python -m tools.make_reference`; [guide.md](guide.md) shows how they are used.
+"""
+
+
+def _text(thing: Any) -> str:
+    return f"```text\n{inspect.cleandoc(thing.__doc__ or '')}\n```\n"
+
+
+def _signature(name: str, thing: Any) -> str:
+    """Return a call with the names of arguments and their defaults; what annotations say stands in the docstring."""
+    shown: list[str] = []
+    for parameter in inspect.signature(thing).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        shown.append(f"{'**' if parameter.kind is parameter.VAR_KEYWORD else ''}{parameter.name}{default}")
+    return f"{name}({', '.join(shown)})"
+
+
+def _methods(kind: type) -> list[tuple[str, Any]]:
+    """Public methods and properties that the class, or a base class of shardcore's, documents."""
+    found = {}
+    for base in reversed([base for base in kind.__mro__ if base.__module__.startswith("shardcore")]):
+        for name, thing in vars(base).items():
+            if not name.startswith("_") and (callable(thing) or isinstance(thing, property)) and thing.__doc__:
+                found[name] = thing
+    return sorted(found.items())
+
+
+def page() -> str:
+    """Return the text of the page."""
+    parts, shown = [HEAD], set[int]()
+    for name in sorted(shardcore.__all__, key=lambda name: name != "FusedAdam"):  # before CPUAdam, which has the same methods
+        thing = getattr(shardcore, name)
+        if not callable(thing):
+            continue
+        parts.append(f"## shardcore.{name}\n\n`{_signature(name, thing)}`\n\n{_text(thing)}")
+        for method, of in _methods(thing) if isinstance(thing, type) else ():
+            if id(of) in shown or method == "profile_hook_step":  # torch's
+                continue
+            shown.add(id(of))
+            title = method if isinstance(of, property) else _signature(method, of)
+            parts.append(f"### {name}.{method}\n\n`{title}`\n\n{_text(of)}")
+    return "\n".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if --check finds another text."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    if not parser.parse_args(arguments).check:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        print(f"{PAGE.name} is not what the docstrings say; run python -m tools.make_reference")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
