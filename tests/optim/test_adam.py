@@ -260,6 +260,8 @@ def test_states_that_the_user_puts_there(make):
 
 
 class FakeEngine:
+    device = torch.device("cpu")
+
     def __init__(self):
         self.calls = []
 
