@@ -142,7 +142,7 @@ def drop_grad(param: torch.Tensor) -> None:
 
 
 def adam_seconds(numel: int, rounds: int, into: Measured) -> float:
-    """Return the seconds an element of one CPU Adam step (bfloat16 in and out, float32 master), on a lazy step's threads."""
+    """Return the seconds per element of a CPU Adam step (bfloat16 in and out, float32 master), on its threads."""
     buffers = Buffers(numel, equal_pages=True)
     param = buffers.parameter(torch.bfloat16)
     param.grad = buffers.copy_of(buffers.grad, torch.bfloat16)

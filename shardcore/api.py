@@ -28,11 +28,11 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.host_gradients import GradHome, home_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.overlap_step import LazyStep, WorkerThreads
-from shardcore.engine.split_store import Pace, SplitStore, cuts_of, device_bytes, host_store, parts_of
+from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
+from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes, host_store, parts_of
 from shardcore.engine.state_store import DeviceStore, StateStore
 from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer, CPUAdam, EngineRef, engine_of, joined_state, other_entries
 from shardcore.optim.clip import reach_shards
 from shardcore.options import (
@@ -94,7 +94,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
     engine = _engine_of("full_params", next((p for p in params if engine_of(p) is not None), model))
-    with engine.weights.whole(params) if engine.weights is not None else nullcontext():
+    with engine.unsharder.whole(params) if engine.unsharder is not None else nullcontext():
         yield
 
 
@@ -401,18 +401,18 @@ def shard(
     works = overlap_step or tiers.gradients is not None
     threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     with build.together(comm, "starting the engine"):
-        lazy: LazyStep | None = None
+        overlapped: OverlapStep | None = None
         if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-            lazy = LazyStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
-        weights: Weights | None = None
+            overlapped = OverlapStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
+        unsharder: Unsharder | None = None
         if not LIFETIMES[stage].full_weight_resident:
-            weights = Weights(parts, comm, device, reshard_after_forward, lazy)
+            unsharder = Unsharder(parts, comm, device, reshard_after_forward, overlapped)
         home: GradHome | None = None
         if host is not None and tiers.gradients is not None:
             home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        pace, resplit = None, None
+        ratio_tuner, resplit = None, None
         if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            pace = Pace(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
+            ratio_tuner = RatioTuner(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
             resplit = host.resplit
         engine = Engine(
             model,
@@ -425,11 +425,11 @@ def shard(
             clip_grad_norm,
             adam,
             device,
-            weights,
+            unsharder,
             scaler,
-            lazy,
+            overlapped,
             home,
-            pace,
+            ratio_tuner,
             resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):

@@ -124,7 +124,7 @@ class Offload:
     device_memory_limit bytes of states stay. gradients: the tier of reduced gradients, or None: on the device.
     params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
-    this rank, None as the system allows. cpu_threads: the threads of a lazy step's worker, None for what the machine's other
+    this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave.
     """
 

@@ -146,7 +146,7 @@ bool plain_float(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided;
 }
 
-PyAdamLists::ParamKind kind_of(const at::Tensor& param) { return {param.scalar_type(), param.is_contiguous()}; }
+PyAdamLists::ParamKind format_of(const at::Tensor& param) { return {param.scalar_type(), param.is_contiguous()}; }
 
 // The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or may be rounded
 // stochastically, depends on kinds, too): the caller then goes the long way, which copies, or says what is wrong.
@@ -162,7 +162,7 @@ py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, c
     PyObject* const item = given ? PyList_GET_ITEM(given->ptr(), static_cast<Py_ssize_t>(i)) : nullptr;
     if (item != nullptr && !THPVariable_Check(item)) return py::none();
     const at::Tensor& grad = item == nullptr ? param.grad() : THPVariable_Unpack(item);
-    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || kind_of(param) != kept.param_kinds[i] ||
+    if (!grad.defined() || !plain_float(param) || !plain_float(grad) || format_of(param) != kept.param_kinds[i] ||
         grad.sizes() != param.sizes() || !same_order(grad, param) || param.device() != kept.device ||
         grad.device() != kept.device) {
       return py::none();
@@ -178,7 +178,7 @@ PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs
   PyAdamLists kept{adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
                                  exp_avg_sq_scales)};
   const TensorList& list = kept.lists.params;
-  for (size_t i = 0; i < list.size(); ++i) kept.param_kinds.push_back(kind_of(list[i]));
+  for (size_t i = 0; i < list.size(); ++i) kept.param_kinds.push_back(format_of(list[i]));
   if (!list.empty()) kept.device = list[0].device();
   return kept;
 }

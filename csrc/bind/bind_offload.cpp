@@ -32,7 +32,7 @@ struct Copies {
     kept[static_cast<int>(direction)].push_back({number, dst, src});
   }
 
-  void let_go() {
+  void release() {
     for (const Direction direction : kDirections) {
       std::deque<Kept>& in_flight = kept[static_cast<int>(direction)];
       if (in_flight.empty()) continue;
@@ -95,7 +95,7 @@ class PyCopyEvent {
 
   bool query() {
     const bool done = stream().query(number_);
-    if (done) copies_->let_go();
+    if (done) copies_->release();
     return done;
   }
 
@@ -104,7 +104,7 @@ class PyCopyEvent {
       const py::gil_scoped_release no_gil;
       stream().synchronize(number_);
     }
-    copies_->let_go();
+    copies_->release();
   }
 
   void wait() {
@@ -112,7 +112,7 @@ class PyCopyEvent {
       const py::gil_scoped_release no_gil;
       stream().wait(number_, copies_->current_stream());
     }
-    copies_->let_go();
+    copies_->release();
   }
 
  private:
@@ -189,7 +189,7 @@ class PyHostTier {
       const py::gil_scoped_release no_gil;
       copies_->tier->synchronize();
     }
-    copies_->let_go();
+    copies_->release();
   }
 
   void drain() {
@@ -197,7 +197,7 @@ class PyHostTier {
       const py::gil_scoped_release no_gil;
       copies_->tier->drain();
     }
-    copies_->let_go();
+    copies_->release();
   }
 
   const HostTier& tier() const { return *copies_->tier; }
@@ -210,7 +210,7 @@ class PyHostTier {
     if (size_bytes == 0) return {copies_, direction, 0};
     const at::Tensor& ours = direction == Direction::to_tier ? dst : src;
     mark_written(dst);
-    copies_->let_go();
+    copies_->release();
     int64_t number = 0;
     {
       void* const d = dst.data_ptr();

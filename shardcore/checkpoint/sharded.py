@@ -156,7 +156,7 @@ def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor
 
 
 def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
-    if bucket.kind.master is None:
+    if bucket.state_format.master is None:
         return lambda start, numel: bucket.owned_weight[start : start + numel]
     return partial(engine.store.read, bucket, "master")
 
@@ -198,13 +198,13 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
-        if engine.weights is not None and any(unit.open for unit in engine.weights.units):
+        if engine.unsharder is not None and any(unit.open for unit in engine.unsharder.units):
             raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
         return "that of the model"
 
     engine.together(_OP, check)
-    if engine.weights is not None:
-        engine.weights.close_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
+    if engine.unsharder is not None:
+        engine.unsharder.close_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
     name_of = {tensor: name for name, tensor in named.items()}
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
@@ -230,7 +230,7 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
         found[f"{name}.step"] = step_tensor(managed.step)
-        for key in bucket.kind.keys:
+        for key in bucket.state_format.keys:
             if key != "master":  # it is in the model's state
                 found[f"{name}.{key}"] = shards_of(bucket, managed, partial(engine.store.read, bucket, key))
     for key, value in (engine.scaler.state() or {}).items():
@@ -246,7 +246,7 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
     keys = {
         f"{name}.{key}": (bucket, managed)
         for name, bucket, managed in _updated(engine)
-        for key in ("step", *bucket.kind.keys)
+        for key in ("step", *bucket.state_format.keys)
         if key != "master"
     }
 

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.distributed import compare as telling
-from shardcore.distributed import watchdog
+from shardcore.distributed import compare, watchdog
 from shardcore.distributed.compare import as_bytes
 from shardcore.distributed.groups import (
     GroupSlot,
@@ -148,7 +147,7 @@ class Comm:
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
         whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed. A group
-        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`tell_device`).
+        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`compare_device`).
         """
         if self.group is None:
             return
@@ -165,7 +164,7 @@ class Comm:
         self.group = slot.group or self.group
         slot.taken = True
         if not slot.met and self.world_size > 1:
-            if self.uses_nccl and self._tells_by_nccl and not any(other.met for other in slots if other.host is None):
+            if self.uses_nccl and self._compares_by_nccl and not any(other.met for other in slots if other.host is None):
                 slot.host = host_group_beside(self.group, self.device, self.gather_json)
             slot.met = True
         self._log = watchdog.log_of(self.group)
@@ -175,13 +174,13 @@ class Comm:
         weakref.finalize(self, _release, slot, self._on_way, logs)
 
     @property
-    def _tells_by_nccl(self) -> bool:
+    def _compares_by_nccl(self) -> bool:
         return self._slot.host is None and self._backends.get("cpu") != "gloo"
 
     @property
-    def tell_device(self) -> torch.device:
-        """Where what ranks `tell` each other travels: the CPU, which waits for no device, wherever gloo is there for that."""
-        return self.device if self.world_size > 1 and self._tells_by_nccl else torch.device("cpu")
+    def compare_device(self) -> torch.device:
+        """Where what ranks compare travels: the CPU, which waits for no device, wherever gloo is there for that."""
+        return self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
 
     def keeps(self, on_way: T) -> T:
         """Return `on_way`, a container of what travels: what is in it when this object goes stays with the group.
@@ -351,22 +350,22 @@ class Comm:
             wait_all(self.all_gather(whole, kind or Traffic.READ, name))
         return whole
 
-    def tell(
+    def all_gather_cpu(
         self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT, read: int = 0
     ) -> torch.Tensor:
-        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `tell_device`.
+        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `compare_device`.
 
-        name: see all_to_all. read: which of telling.READS this is for, for the error of ranks that are elsewhere.
+        name: see all_to_all. read: which of compare.READS this is for, for the error of ranks that are elsewhere.
         """
         if self._slot.host is None:
-            rows = self.gather_rows(row.to(self.tell_device, non_blocking=True), kind, name).cpu()
+            rows = self.gather_rows(row.to(self.compare_device, non_blocking=True), kind, name).cpu()
             self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
             return rows
 
         def gather_on_host(whole: torch.Tensor) -> None:
             wait_all(self._gather_into(whole, self._slot.host, name))
 
-        return telling.tell(row, kind or 0, read, self.rank, self.world_size, gather_on_host)
+        return compare.all_gather_cpu(row, kind or 0, read, self.rank, self.world_size, gather_on_host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -381,10 +380,10 @@ class Comm:
         if self.world_size == 1:
             return [json.loads(json.dumps(value))]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.tell(torch.tensor([text.numel()], device="cpu")).flatten().tolist()
+        lengths = self.all_gather_cpu(torch.tensor([text.numel()], device="cpu")).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: text.numel()] = text
-        rows = self.tell(padded)
+        rows = self.all_gather_cpu(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
     def _global(self, rank: int) -> int:

@@ -21,7 +21,7 @@ READS = (
 )
 
 
-def tell(
+def all_gather_cpu(
     row: torch.Tensor, kind: int, read: int, rank: int, world_size: int, gather: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
     """Return the rows of all ranks stacked; `gather` fills a tensor of which each rank has set its own row.

@@ -13,7 +13,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.compare import as_bytes
 from shardcore.layout import FlatLayout, Piece
-from shardcore.optim.state_format import NO_STATES, StateKind
+from shardcore.optim.state_format import NO_STATES, StateFormat
 
 _HUGE_BYTES = 1 << 21
 
@@ -224,9 +224,9 @@ class Bucket:
         layout: FlatLayout,
         owned: tuple[int, int],
         trainable: bool = True,
-        kind: StateKind = NO_STATES,
+        state_format: StateFormat = NO_STATES,
     ) -> None:
-        """Describe the bucket; `owned` is the range of the whole buffer that this rank updates; `kind`: of its states."""
+        """Describe the bucket; `owned` is the range of it that this rank updates, `state_format` what is kept of its states."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
@@ -239,7 +239,7 @@ class Bucket:
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
-        self.trainable, self.kind = trainable, kind
+        self.trainable, self.state_format = trainable, state_format
         self.weight = self.owned_weight = _NOWHERE
         self.weight_tier = "device"
         self.tier: _C.HostTier | None = None
@@ -259,7 +259,7 @@ class Bucket:
         """Keep the whole weights in this memory for good."""
         self.weight, self.owned_weight = weight, self.owned_slice(weight)
 
-    def let_go(self) -> torch.Tensor:
+    def release(self) -> torch.Tensor:
         """Return the memory of the whole weights, which the bucket has only in shards from now on."""
         weight, self.weight = self.weight, _NOWHERE
         return weight

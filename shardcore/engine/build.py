@@ -25,7 +25,7 @@ from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, engine_of, export_state, import_state
-from shardcore.optim.state_format import NO_STATES, kind_of
+from shardcore.optim.state_format import NO_STATES, format_of
 
 
 def check_unwrapped(op: str, model: nn.Module) -> None:
@@ -245,9 +245,9 @@ def check_states(optimizer: torch.optim.Optimizer, builder: "Builder") -> None:
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
-                kind = kind_of(group, builder.dtype_of(param))
+                state_format = format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
-                import_state("shard", where, export_state(state, param), param, kind.master, kind.state_dtype)
+                import_state("shard", where, export_state(state, param), param, state_format.master, state_format.state_dtype)
 
 
 def signature(
@@ -354,12 +354,12 @@ class Builder:
             for (dtype, group, trainable), params in members.items():
                 layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
                 owned = self._owned(layout)
-                kind = NO_STATES
+                state_format = NO_STATES
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
-                    kind = kind_of(options, dtype)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable, kind))
+                    state_format = format_of(options, dtype)
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable, state_format))
         return buckets
 
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
@@ -415,7 +415,7 @@ class Builder:
             target.copy_(source)
         for managed in real:
             self.place(bucket, managed)
-        if bucket.kind.master is not None:
+        if bucket.state_format.master is not None:
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 
     def place(self, bucket: Bucket, managed: Managed) -> None:
@@ -465,7 +465,7 @@ def together(comm: Comm, doing: str, then: str = "weights are partly made: build
         yield
     except Exception as error:
         problem = error
-    if not bool(comm.tell(torch.tensor([problem is not None], device="cpu")).any()):
+    if not bool(comm.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
         return
     said = comm.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
     rank, text = next((rank, text) for rank, text in enumerate(said) if text is not None)

@@ -47,7 +47,7 @@ def staging_bytes(
 
 def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    states = sum(bucket.kind.nbytes(bucket.owned_numel) for bucket in buckets)
+    states = sum(bucket.state_format.nbytes(bucket.owned_numel) for bucket in buckets)
     return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
 
 
@@ -113,7 +113,7 @@ class CpuStore:
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the bucket of the first span and its turn
         make = partial(self.copies.empty, pinned=False)
-        self._states: dict[Bucket, Kept] = {bucket: bucket.kind.new(bucket.owned_numel, make) for bucket in buckets}
+        self._states: dict[Bucket, Kept] = {bucket: bucket.state_format.new(bucket.owned_numel, make) for bucket in buckets}
 
     def _place(self, size: int) -> _Place:
         return _Place(self.copies.empty(size, torch.uint8))
@@ -142,7 +142,7 @@ class CpuStore:
         kept = self._states.pop(bucket)
         self._states[end] = kept
         if first:
-            self._states[end] = end.kind.new(end.owned_numel, partial(self.copies.empty, pinned=False))
+            self._states[end] = end.state_format.new(end.owned_numel, partial(self.copies.empty, pinned=False))
             for key, flat in range_of(kept, first, end.owned_numel).items():
                 self._states[end][key].copy_(flat)
         return range_of(kept, 0, first)
@@ -150,7 +150,7 @@ class CpuStore:
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         kept = range_of(self._states[bucket], start, values.numel())
-        for name, source in kept_values(bucket.kind, key, values.to(self._device)).items():
+        for name, source in kept_values(bucket.state_format, key, values.to(self._device)).items():
             self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:

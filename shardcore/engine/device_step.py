@@ -32,11 +32,11 @@ logger = logging.getLogger("shardcore")
 _WORDS = 6
 
 
-def decides_on_device(device: torch.device, tier: str, comm: Comm, lazy: bool, capturable: bool) -> bool:
+def decides_on_device(device: torch.device, tier: str, comm: Comm, overlap_step: bool, capturable: bool) -> bool:
     """Whether a step is decided on the device: where that is asked for, or where ranks agree without waiting for it."""
-    if lazy or tier != "device":
+    if overlap_step or tier != "device":
         return False
-    return capturable or (device.type == "cuda" and comm.tell_device.type == "cpu")
+    return capturable or (device.type == "cuda" and comm.compare_device.type == "cpu")
 
 
 class StepResult(NamedTuple):

@@ -20,17 +20,17 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
-from shardcore.engine.full_tensors import WholeValues, agree_on_read
+from shardcore.engine.full_tensors import FullTensors, agree_on_read
 from shardcore.engine.host_gradients import GradHome
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from shardcore.engine.overlap_step import LazyStep
+from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.split_store import Pace
+from shardcore.engine.split_store import RatioTuner
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from shardcore.optim import DeviceScale, DeviceState, EngineRef, capturing, step_tensor
 
 
@@ -49,25 +49,31 @@ class Engine:
         max_norm: float | None,
         optimizer: Any,
         device: torch.device,
-        weights: Weights | None,
+        unsharder: Unsharder | None,
         scaler: LossScaler,
-        lazy: LazyStep | None,
+        overlap_step: OverlapStep | None,
         home: GradHome | None,
-        pace: Pace | None,
+        ratio_tuner: RatioTuner | None,
         resplit: Callable[[float], Mapping[Bucket, int]] | None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
-        weights: what makes weights whole around their use, None where they always are. lazy: what runs a step after it has
-        returned, None where steps are complete then. home: see Reducer. pace: chooses the share of the store's states that is
-        in host memory, which `resplit` then moves; it returns where in each bucket's owned range that begins.
+        unsharder: gathers weights around their use, None where they always are whole. overlap_step: runs a step after it has
+        returned, None where steps are complete then. home: see Reducer. ratio_tuner: chooses the share of the states that is
+        in host memory, which `resplit` moves; it returns where in each owned range that begins.
         """
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)  # both keep the engine
         self.buckets, self.unmanaged, self.store = list(buckets), list(unmanaged), store
-        self.weights, self.scaler, self.lazy, self.pace, self._resplit = weights, scaler, lazy, pace, resplit
+        self.unsharder, self.scaler, self.overlap_step, self.ratio_tuner, self._resplit = (
+            unsharder,
+            scaler,
+            overlap_step,
+            ratio_tuner,
+            resplit,
+        )
         self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, weights, scaler, lazy, home)
+        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, unsharder, scaler, overlap_step, home)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         # The weights that no step updates; frozen ones are in a bucket at stage 3 alone.
@@ -77,7 +83,7 @@ class Engine:
         groups = optimizer.param_groups
         capturable = any(group["capturable"] for group in groups)
         self.device_step: DeviceStep | None = None
-        if decides_on_device(device, store.tier, comm, lazy is not None, capturable):
+        if decides_on_device(device, store.tier, comm, overlap_step is not None, capturable):
             counted = [managed for bucket in self.buckets if bucket.group is not None for managed in bucket.params]
             self.device_step = DeviceStep(device, comm.world_size, scaler, counted)
         self.outcomes = Outcomes(optimizer, scaler, self.device_step)
@@ -87,8 +93,8 @@ class Engine:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(model)
         self.state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
-        self.whole_values = WholeValues(comm, device)
-        self.state_io = OptimizerStateIO(self.updater, groups, self.whole_values.of_buckets)
+        self.full_tensors = FullTensors(comm, device)
+        self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a sharded model is an ordinary model: it has no engine."""
@@ -108,8 +114,8 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
-        if self.lazy is not None:
-            self.lazy.finish()
+        if self.overlap_step is not None:
+            self.overlap_step.finish()
         self.updater.raise_failure()
 
     def settle(self, counts: bool = False) -> None:
@@ -160,21 +166,21 @@ class Engine:
             self._step_together(grad_scale, max_norm, problems)
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
-        if self.weights is not None:
-            self.weights.close_all()
+        if self.unsharder is not None:
+            self.unsharder.close_all()
         self.reducer.reduce_pending()
         if not capturing(self.device):  # which allows no question about events
             self.outcomes.poll()
         late = () if problems else (self.outcomes.raise_late,)
-        for get_ready in (*late, self._check_step, self.reducer.host.arrive):  # checks, while the last gradients travel
+        for get_ready in (*late, self._check_step, self.reducer.host_grads.arrive):  # checks, while the last gradients travel
             try:
                 get_ready()
             except (ValueError, TypeError, RuntimeError) as error:
                 problems.append(error)
-        if self.pace is not None:
-            self.pace.begin_step()
+        if self.ratio_tuner is not None:
+            self.ratio_tuner.begin_step()
         limit = self.max_norm if max_norm is None else max_norm
-        order, ways = self.lazy.order if self.lazy is not None else (), self.comm.take_order()
+        order, ways = self.overlap_step.order if self.overlap_step is not None else (), self.comm.take_order()
         refuses = bool(problems)
         del problems[1:]
         try:
@@ -187,17 +193,17 @@ class Engine:
             raise
         self.reducer.end_step()
         if plan is not None:
-            if self.lazy is None:
+            if self.overlap_step is None:
                 self.updater.apply(plan)
             self.updater.count(plan)
-            if self.pace is not None:
-                self.pace.updated = True
+            if self.ratio_tuner is not None:
+                self.ratio_tuner.updated = True
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
-        if plan is not None and self.lazy is not None:  # last: a signal handler may raise while it waits for the worker
-            self.lazy.hand_over(plan.spans, plan.hypers, plan.same_order)
-        if plan is not None and self.weights is not None:
-            self.weights.renew()
+        if plan is not None and self.overlap_step is not None:  # last: a signal handler may raise while it waits for the worker
+            self.overlap_step.hand_over(plan.spans, plan.hypers, plan.same_order)
+        if plan is not None and self.unsharder is not None:
+            self.unsharder.renew()
 
     @property
     def loss_scale(self) -> float:
@@ -252,9 +258,14 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
-        if set_to_none and self.pace is not None and self._resplit is not None and (ratio := self.pace.take()) is not None:
+        if (
+            set_to_none
+            and self.ratio_tuner is not None
+            and self._resplit is not None
+            and (ratio := self.ratio_tuner.take()) is not None
+        ):
             self.synchronize()
-            self.reducer.host.recut(self._resplit(ratio))
+            self.reducer.host_grads.recut(self._resplit(ratio))
         for _, param in self.unmanaged:
             param.grad = None
 
@@ -326,12 +337,12 @@ class Engine:
             if problems:
                 raise problems.pop()
             self.reducer.accept_user_grads(op)
-            self.reducer.host.arrive()
+            self.reducer.host_grads.arrive()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
 
         self.together(op, check, self.reducer.count)
         self.reducer.reduce_pending()
-        self.reducer.host.arrive()
+        self.reducer.host_grads.arrive()
         return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
     def together(self, op: str, check: Callable[[], str], backwards: int = 0) -> None:
@@ -374,17 +385,17 @@ class Engine:
 
         def check() -> str:
             self.reducer.accept_user_grads("full_grad")
-            self.reducer.host.arrive()
+            self.reducer.host_grads.arrive()
             return self._of("full_grad", param)[1].name
 
         self.together("full_grad", check, self.reducer.count)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
-        self.reducer.host.arrive()
+        self.reducer.host_grads.arrive()
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
-        return self.whole_values.of_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
+        return self.full_tensors.of_param(bucket, managed, lambda start, numel: grad[start : start + numel]).to(self.device)
 
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
@@ -392,7 +403,7 @@ class Engine:
 
         def check() -> str:
             bucket, managed = self._of("full_state", param)
-            known = ["step", *(bucket.kind.keys if bucket.group is not None else ())]
+            known = ["step", *(bucket.state_format.keys if bucket.group is not None else ())]
             if key not in known:
                 raise KeyError(f"full_state: {managed.name} has no state {key!r}; expected one of {', '.join(known)}")
             self.updater.accept_weight_edits()
@@ -402,7 +413,7 @@ class Engine:
         bucket, managed = self._of("full_state", param)
         if key == "step":
             return step_tensor(managed.step)
-        return self.whole_values.of_param(bucket, managed, partial(self.store.read, bucket, key))
+        return self.full_tensors.of_param(bucket, managed, partial(self.store.read, bucket, key))
 
     def _of(self, op: str, param: nn.Parameter) -> tuple[Bucket, Managed]:
         if not isinstance(param, nn.Parameter):
@@ -416,7 +427,7 @@ class Engine:
 
         Or the whole weights, where they are here and there is no master.
         """
-        if bucket.kind.master is not None:
+        if bucket.state_format.master is not None:
             return self.store.read(bucket, "master")
         return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_weight
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from shardcore.engine.engine import Engine
 from shardcore.engine.state_store import StepError
 from shardcore.engine.units import callable_parts, in_backward, tensors_in
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 
 
 def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) -> None:
@@ -23,19 +23,19 @@ def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) ->
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
     model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
-    if engine.weights is not None:
-        for index, unit in enumerate(engine.weights.units):
+    if engine.unsharder is not None:
+        for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
             if module._forward_pre_hooks and module is not model:  # the user's
                 module.register_forward_pre_hook(_BeforeHooks(engine, index), prepend=True)
             module.register_forward_pre_hook(_BeforeUnit(engine, index), with_kwargs=True)
             module.register_forward_hook(_AfterUnit(engine, index))
-            for part in callable_parts(model, unit, engine.weights.units):
+            for part in callable_parts(model, unit, engine.unsharder.units):
                 part.register_forward_pre_hook(_BeforePart(engine, index))
                 part.register_forward_hook(_AfterPart(engine, index))
-    if engine.lazy is not None:
+    if engine.overlap_step is not None:
         model.__dict__["train"] = _Train(model, engine)
-        for index, unit in enumerate(engine.lazy.units):  # before the user's own hooks, which may read weights, too
+        for index, unit in enumerate(engine.overlap_step.units):  # before the user's own hooks, which may read weights, too
             model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
     model.register_forward_hook(_AfterForward(engine))
     for name, module in model.named_modules():
@@ -55,10 +55,10 @@ class _EngineHook:
         self.engine = engine
 
     @property
-    def weights(self) -> Weights | None:
+    def unsharder(self) -> Unsharder | None:
         """What makes weights whole around their use; None if nothing has to (inside `full_params`, unless backward follows)."""
-        weights = None if self.engine is None else self.engine.weights
-        return None if weights is None or (weights.all_held and not torch.is_grad_enabled()) else weights
+        unsharder = None if self.engine is None else self.engine.unsharder
+        return None if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled()) else unsharder
 
 
 class _Method(_EngineHook):
@@ -108,19 +108,19 @@ class _BeforeForward(_EngineHook):
         if self.engine is not None and torch.is_grad_enabled():
             _refuse_wrappers(module, self.engine)
             self.engine.reducer.settle()
-        if self.engine is not None and (weights := self.weights) is not None:
+        if self.engine is not None and (unsharder := self.unsharder) is not None:
             if torch.compiler.is_compiling():
-                weights.warn_of_compiling()
+                unsharder.warn_of_compiling()
             if self.engine.reducer.boundary.under_way and not in_backward():
                 raise RuntimeError(
                     "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
                     " weights come and go with each"
                 )
-            weights.begin_forward(module)
-        if self.engine is not None and self.engine.pace is not None and torch.is_grad_enabled():
-            if self.engine.pace.measures:
+            unsharder.begin_forward(module)
+        if self.engine is not None and self.engine.ratio_tuner is not None and torch.is_grad_enabled():
+            if self.engine.ratio_tuner.measures:
                 self.engine.synchronize()
-            self.engine.pace.begin_forward()
+            self.engine.ratio_tuner.begin_forward()
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -131,12 +131,12 @@ class _BeforeForward(_EngineHook):
 
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.engine is not None and self.engine.pace is not None:
-            self.engine.pace.end_forward()
-        if (weights := self.weights) is not None:
-            weights.end_forward()
-        if self.engine is not None and self.engine.lazy is not None:
-            self.engine.lazy.end_forward()
+        if self.engine is not None and self.engine.ratio_tuner is not None:
+            self.engine.ratio_tuner.end_forward()
+        if (unsharder := self.unsharder) is not None:
+            unsharder.end_forward()
+        if self.engine is not None and self.engine.overlap_step is not None:
+            self.engine.overlap_step.end_forward()
         if self.engine is None or not torch.is_grad_enabled():
             return
         _refuse_wrappers(module, self.engine)  # again, for hooks that were put around this module later
@@ -169,40 +169,40 @@ class _UnitHook(_EngineHook):
 
 class _BeforeWeights(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if self.engine is not None and self.engine.lazy is not None:
-            self.engine.lazy.before_forward(self.index)
+        if self.engine is not None and self.engine.overlap_step is not None:
+            self.engine.overlap_step.before_forward(self.index)
 
 
 class _BeforeUnit(_UnitHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (weights := self.weights) is not None:
-            weights.before_forward(self.index, (args, kwargs))
+        if (unsharder := self.unsharder) is not None:
+            unsharder.before_forward(self.index, (args, kwargs))
 
 
 class _BeforeHooks(_UnitHook):
     """Before the user's own hooks, which may read weights (torch.nn.utils.weight_norm's does)."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if (weights := self.weights) is not None:
-            weights.before_hooks(self.index)
+        if (unsharder := self.unsharder) is not None:
+            unsharder.before_hooks(self.index)
 
 
 class _AfterUnit(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (weights := self.weights) is not None:
-            weights.after_forward(self.index, output)
+        if (unsharder := self.unsharder) is not None:
+            unsharder.after_forward(self.index, output)
 
 
 class _BeforePart(_UnitHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if (weights := self.weights) is not None:
-            weights.before_part(self.index, module)
+        if (unsharder := self.unsharder) is not None:
+            unsharder.before_part(self.index, module)
 
 
 class _AfterPart(_UnitHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (weights := self.weights) is not None:
-            weights.after_part(self.index, module, output)
+        if (unsharder := self.unsharder) is not None:
+            unsharder.after_part(self.index, module, output)
 
 
 class _StateDictHook(_EngineHook):
@@ -252,7 +252,7 @@ class _WholeStateDict(_StateDictHook):
                     keys.setdefault(param_at[place], []).append(key)
         with torch.no_grad():
             asked = [bucket for bucket in engine.buckets if any(managed.param in keys for managed in bucket.params)]
-            wholes = engine.whole_values.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in asked)
+            wholes = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in asked)
             for bucket, whole in zip(asked, wholes, strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
@@ -289,8 +289,8 @@ class _LoadIntoMaster(_EngineHook):
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._given.append((param, value))
-        if self.engine.weights is not None:
-            self.engine.weights.lend_scratch([param for _, param in self._named(module, prefix)])
+        if self.engine.unsharder is not None:
+            self.engine.unsharder.lend_scratch([param for _, param in self._named(module, prefix)])
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
@@ -299,6 +299,6 @@ class _LoadIntoMaster(_EngineHook):
                     self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
                 else:
                     self.engine.constant[param].note_load()
-            if self.engine.weights is not None:
-                self.engine.weights.end_scratch()
+            if self.engine.unsharder is not None:
+                self.engine.unsharder.end_scratch()
         self._given = []

@@ -200,8 +200,8 @@ class HostGrads:
     ) -> None:
         """Let a bucket's gradient leave, or be added to what `Bucket.reduced` says is there already.
 
-        whole, last: see Exchange; factor: what the sum is multiplied by; as_it_is: `whole` is the gradient, and is set or added
-        as torch would; release: takes `whole` back; number: see Exchange.gather_number.
+        whole, last: see ReduceScatter; factor: multiplies the sum; as_it_is: `whole` is the gradient, and is set or added
+        as torch would; release: takes `whole` back; number: see ReduceScatter.gather_number.
         """
         adds = bucket.reduced
         self._make_room()

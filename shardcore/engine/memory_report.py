@@ -81,7 +81,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
     engine.synchronize()
-    handout = engine.reducer.handout
+    param_grads = engine.reducer.param_grads
     return MemoryReport(
         tuple(
             memory_lines(
@@ -89,10 +89,10 @@ def memory_report(model: nn.Module) -> MemoryReport:
                 engine.lifetimes,
                 engine.store,
                 engine.reducer.pool,
-                engine.weights.pool if engine.weights is not None else None,
-                engine.reducer.host.scratch_bytes,
+                engine.unsharder.pool if engine.unsharder is not None else None,
+                engine.reducer.host_grads.scratch_bytes,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
-                shown=handout.shown if handout is not None else lambda bucket: None,
+                shown=param_grads.shown if param_grads is not None else lambda bucket: None,
             )
         )
     )
@@ -111,7 +111,7 @@ def memory_lines(
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
     pool: the reducer's; gathered: of whole weights, None where they are resident; adding_bytes: where gradients come to that
-    are added in host memory; frozen: weights in no bucket; shown: see HandedOut.shown.
+    are added in host memory; frozen: weights in no bucket; shown: see ParamGrads.shown.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:

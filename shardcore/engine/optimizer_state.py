@@ -103,7 +103,7 @@ class OptimizerStateIO:
         number_of = numbers_of(self.groups)
         found: dict[int, dict[str, Any]] = {}
         stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
-        kept = [(bucket, key) for bucket in stepped for key in bucket.kind.keys]
+        kept = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
         wholes = self.wholes((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
         for (bucket, key), whole in zip(kept, wholes, strict=True):
             for managed in bucket.params:
@@ -157,15 +157,17 @@ class OptimizerStateIO:
 
         What is returned are the tensors as given: whole ones are made for the check alone, for one parameter at a time.
         """
-        entry, kind = saved.get(managed.param, {}), bucket.kind
-        state, lost = import_state(_OP, f"state of {managed.name}", entry, managed.param, kind.master, kind.state_dtype)
+        entry, state_format = saved.get(managed.param, {}), bucket.state_format
+        state, lost = import_state(
+            _OP, f"state of {managed.name}", entry, managed.param, state_format.master, state_format.state_dtype
+        )
         taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}
         return taken, lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
         """Keep this rank's part of a state as a state dict shows it."""
         managed.step = int(state["step"]) if state else 0
-        for key in bucket.kind.keys:
+        for key in bucket.state_format.keys:
             values = state.get(key)
             if values is None and key == "master":
                 continue

@@ -1,4 +1,4 @@
-"""The lazy step (overlap_step=True): Adam runs on a thread of its own, and each read of weights waits for those it reads.
+"""The overlapped step (overlap_step=True): Adam runs on a thread of its own, and each read of weights waits for those it reads.
 
 `step()` has decided everything (norm, clipping, scalars) when it hands its plan over; what is left is the same arithmetic in
 another order of buckets, which no bit depends on. While a bucket's weights are on their way, `_parameters` of the modules that
@@ -219,7 +219,7 @@ class _Update:
     gathers: list[Started] | None = None
 
 
-class LazyStep:
+class OverlapStep:
     """Runs the steps of one engine on a worker, and knows what has not arrived yet."""
 
     def __init__(
@@ -258,9 +258,9 @@ class LazyStep:
         self._used: dict[Unit, None] = {}  # since the last forward of the whole model ended, in order
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        _lazy_steps.add(self)
+        _overlap_steps.add(self)
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
-        keep_uncompiled(LazyStep, "before_forward", "end_forward")
+        keep_uncompiled(OverlapStep, "before_forward", "end_forward")
 
     # --- the order ----------------------------------------------------------------------------------------------------
 
@@ -498,17 +498,17 @@ def _end(steps: Iterator[_C.CopyEvent | None]) -> BaseException | None:
 
 
 # os.register_at_fork keeps what it is given for good; engines come and go.
-_lazy_steps: "weakref.WeakSet[LazyStep]" = weakref.WeakSet()
+_overlap_steps: "weakref.WeakSet[OverlapStep]" = weakref.WeakSet()
 
 
 def _before_fork() -> None:  # a child has no worker
-    for lazy in list(_lazy_steps):
-        lazy.let_end()
+    for overlap_step in list(_overlap_steps):
+        overlap_step.let_end()
 
 
 def _after_fork() -> None:
-    for lazy in list(_lazy_steps):
-        lazy.after_fork()
+    for overlap_step in list(_overlap_steps):
+        overlap_step.after_fork()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)

@@ -49,7 +49,7 @@ class _Flight:
     works: list[Started]
 
 
-class Exchange:
+class ReduceScatter:
     """Sends whole local gradients; calls `finish(bucket, whole, parts of the last level)` in the order of sending."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Exchange:
         buckets: Sequence[Bucket],
         backend_sums: bool,
     ) -> None:
-        """Exchange `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
+        """Reduce `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
         self.comm, self.pool, self._finish = comm, pool, finish
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)

@@ -9,7 +9,7 @@ Note [Backward boundaries]: a backward begins at the root output's gradient hook
 loss does not come through the root's output) and ends in autograd's final callback. Reentrant checkpointing runs nested
 backwards; beginning at the root output places the callback in the outermost one. Only autograd holds the callback object, so
 when it is gone without having been called, the backward failed.
-Note [Handed-out gradients]: stage 0 gives every parameter its averaged gradient as `param.grad`, and accepts what the user
+Note [Gradients in p.grad]: stage 0 gives every parameter its averaged gradient as `param.grad`, and accepts what the user
 does to it before the step. These tensors are views of the bucket's reduced gradient or, where that has another dtype than the
 parameter, of the resident local-gradient buffer, which is free between backwards. In-place edits show in the buffer's version
 counter (views share it), replaced or removed gradients in the identity of `param.grad`.
@@ -37,10 +37,10 @@ from shardcore.distributed.compare import uneven
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
 from shardcore.engine.host_gradients import GradHome, HostGrads
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.overlap_step import LazyStep
-from shardcore.engine.reduce_scatter import Exchange, Parts
+from shardcore.engine.overlap_step import OverlapStep
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.trace import scope
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from shardcore.optim import weakly
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
             managed.used = False
         return set(late)
     flags = [_USED * m.used + _LATE * (m in late) for m in params] + [backwards % 256, backwards // 256 % 256]
-    rows = comm.tell(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
+    rows = comm.all_gather_cpu(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
     counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
     if len(set(counts)) > 1:
         raise uneven(counts)
@@ -176,7 +176,7 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
 TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 
 
-class HandedOut:
+class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
     def __init__(self, buckets: Sequence[Bucket], place: int) -> None:
@@ -265,24 +265,24 @@ class Reducer:
         lifetimes: Lifetimes,
         policy: ReducePolicy,
         device: torch.device,
-        weights: Weights | None,
+        unsharder: Unsharder | None,
         scaler: LossScaler,
-        lazy: LazyStep | None,
+        overlap_step: OverlapStep | None,
         home: GradHome | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
 
-        scaler: says what gradients arrive multiplied by; the reduced ones are not. lazy: may still read them after a step.
+        scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a step.
         home: where these go, if not here.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
-        self.comm, self.lifetimes, self.policy, self.device, self.weights = comm, lifetimes, policy, device, weights
-        self.scaler, self.lazy = scaler, lazy
+        self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
+        self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
-        self.host = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._exchange = Exchange(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
-        self.handout = HandedOut(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
+        self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
+        self._reduce_scatter = ReduceScatter(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
+        self.param_grads = ParamGrads(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._told = False  # a step used the gradients that are here; the user was told so
@@ -312,11 +312,11 @@ class Reducer:
         if self.boundary.goes_on():
             return
         self.settle()
-        if self.lazy is not None:
-            self.lazy.finish()
+        if self.overlap_step is not None:
+            self.overlap_step.finish()
         self.accept_user_grads("backward")
-        if self.handout is not None:
-            self.handout.drop()
+        if self.param_grads is not None:
+            self.param_grads.drop()
         elif self._stepped and not self._told:
             self._told = True
             if self.comm.rank == 0:
@@ -326,8 +326,8 @@ class Reducer:
         self._any_grad = self._sent_any = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-        if self.weights is not None:
-            self.weights.begin_backward()
+        if self.unsharder is not None:
+            self.unsharder.begin_backward()
 
     @property
     def count(self) -> int:
@@ -351,11 +351,11 @@ class Reducer:
 
     def _drop_all(self) -> None:
         self.boundary.clear()
-        self._exchange.abandon()
+        self._reduce_scatter.abandon()
         self._wait_gathers()
-        self.host.abandon()
-        if self.weights is not None:
-            self.weights.close_all()
+        self.host_grads.abandon()
+        if self.unsharder is not None:
+            self.unsharder.close_all()
         self.zero()
         self.dropped = True
 
@@ -386,16 +386,16 @@ class Reducer:
         missing.discard(managed)
         if missing or not first:
             return
-        if self.weights is not None:
-            self.weights.gradients_complete(bucket)
+        if self.unsharder is not None:
+            self.unsharder.gradients_complete(bucket)
         while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
             self._launch_next()
 
     @torch.no_grad()  # autograd calls it in the mode of whoever called backward
     def _end_backward(self) -> None:
         self.boundary.end()
-        if self.weights is not None:
-            self.weights.end_backward()
+        if self.unsharder is not None:
+            self.unsharder.end_backward()
         self.scaler.end_backward(self._any_grad)
         if not self._any_grad:  # torch.autograd.grad: it leaves param.grad alone
             self.show_grads()
@@ -422,7 +422,7 @@ class Reducer:
     @torch.no_grad()
     def _reduce_rest(self) -> None:
         self._launch_rest()
-        self._exchange.drain()
+        self._reduce_scatter.drain()
         late = agree_on_use(self.comm, self.params, self._late_params, self.count)
         if late:
             self._wait_gathers()
@@ -431,9 +431,9 @@ class Reducer:
                     self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
-            self._exchange.drain()
+            self._reduce_scatter.drain()
         self._wait_gathers()
-        self.host.drain()
+        self.host_grads.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
@@ -458,7 +458,7 @@ class Reducer:
         return self._late[bucket]
 
     def _take_full(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host)
+        passing = not self.lifetimes.full_grad_resident and (self.comm.world_size > 1 or bucket in self.host_grads)
         return take_full(bucket, dtype, self.pool, passing)
 
     def _release_full(self, bucket: Bucket, buffer: torch.Tensor) -> None:
@@ -486,7 +486,7 @@ class Reducer:
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-            self._exchange.send(bucket, whole)
+            self._reduce_scatter.send(bucket, whole)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
@@ -495,13 +495,13 @@ class Reducer:
         alone = world == 1 and not self.scaler.active
         as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
         late = whole is self._late.get(bucket)
-        if bucket in self.host:
+        if bucket in self.host_grads:
             unchanged = alone and (as_it_is or late)
             number, release = (
-                self._exchange.gather_number(bucket),
+                self._reduce_scatter.gather_number(bucket),
                 partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes),
             )
-            self.host.reduce(bucket, whole, last, factor, unchanged, release, number)
+            self.host_grads.reduce(bucket, whole, last, factor, unchanged, release, number)
             bucket.reduced = True
             return
         if alone and as_it_is:
@@ -522,7 +522,7 @@ class Reducer:
             owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
             if len(owners) > 1:
                 with scope("gather_grad", bucket.unit):
-                    number = self._exchange.gather_number(bucket)
+                    number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
                     self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, owners, of=number)
         bucket.reduced = True
@@ -533,17 +533,17 @@ class Reducer:
 
     def accept_user_grads(self, op: str) -> None:
         """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients live in shards)."""
-        if self.handout is not None:
-            self.handout.absorb()
+        if self.param_grads is not None:
+            self.param_grads.absorb()
             return
         refuse_grads(op, self.params)
 
     def zero(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or fill them with zeros, which a lazy step must have read by then."""
-        if not set_to_none and self.lazy is not None:
-            self.lazy.finish()
+        """Forget all gradients, or fill them with zeros, which an overlapped step must have read by then."""
+        if not set_to_none and self.overlap_step is not None:
+            self.overlap_step.finish()
         self.settle()
-        self.host.forget()  # zeros must not be overwritten
+        self.host_grads.forget()  # zeros must not be overwritten
         self.backwards = self._number = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()
@@ -560,15 +560,15 @@ class Reducer:
         for managed in self.params:
             managed.used = False
             managed.has_grad &= not set_to_none
-            if self.handout is None:
+            if self.param_grads is None:
                 managed.param.grad = None  # nothing of ours: what a user assigned
-        if self.handout is not None:
-            self.handout.drop()
+        if self.param_grads is not None:
+            self.param_grads.drop()
             if not set_to_none:
                 self.show_grads()
 
     def show_grads(self) -> None:
         """Hand out `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
-        if self.handout is not None:
-            self.handout.drop()
-            self.handout.give(self._take_full)
+        if self.param_grads is not None:
+            self.param_grads.drop()
+            self.param_grads.give(self._take_full)

@@ -45,7 +45,7 @@ def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[fl
     return steps / _STEPS_OF_ONE
 
 
-class Pace:
+class RatioTuner:
     """Times forwards and steps until it has chosen a ratio, which `take` gives once."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Pace:
             self._forward_s = min(self._forward_s, begun.elapsed_time(ended) / 1e3)
         self._pairs.clear()
         times = torch.tensor([self._forward_s, self._step_s], dtype=torch.float64, device="cpu")
-        rows = self._comm.tell(times, Traffic.STEP, "a step").tolist()
+        rows = self._comm.all_gather_cpu(times, Traffic.STEP, "a step").tolist()
         affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s in rows)  # 0: the step failed
         self._chosen = choose_ratio(affordable, self._limit_bytes, self._device_bytes)
         if self._comm.rank == 0:
@@ -143,7 +143,7 @@ def parts_of(bucket: Bucket, ratio: float) -> tuple[Bucket, Bucket]:
     def part(first: int, last: int) -> Bucket:
         owned = first, last
         return Bucket(
-            bucket.unit, bucket.dtype, bucket.group, bucket.params, bucket.layout, owned, bucket.trainable, bucket.kind
+            bucket.unit, bucket.dtype, bucket.group, bucket.params, bucket.layout, owned, bucket.trainable, bucket.state_format
         )
 
     return part(start, cut), part(cut, end)
@@ -157,7 +157,7 @@ def cuts_of(buckets: Iterable[Bucket], ratio: float) -> dict[Bucket, int]:
 
 def device_bytes(buckets: Iterable[Bucket], ratio: float) -> int:
     """Return the bytes of states that stay on the device, of buckets that have any."""
-    return sum(bucket.kind.nbytes(parts_of(bucket, ratio)[0].owned_numel) for bucket in buckets)
+    return sum(bucket.state_format.nbytes(parts_of(bucket, ratio)[0].owned_numel) for bucket in buckets)
 
 
 def scratch_bytes(parts: Iterable[Bucket]) -> int:
@@ -324,7 +324,7 @@ class SplitStore:
             here = list(of_bucket)
             places = [slice(span.start, span.start + span.numel) for span in here]
             weight = home[near].owned_weight
-            if near.kind.reads_weights:
+            if near.state_format.reads_weights:
                 for place in places:
                     self.copies.from_tier(near.owned_weight[place], weight[place]).wait()
             self.on_device.step(here, hypers)

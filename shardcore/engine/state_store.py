@@ -67,7 +67,7 @@ class StateStore(Protocol):
         """
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Return part of one of `bucket.kind.keys`, as state dicts show it; by default all of the owned range.
+        """Return part of one of `bucket.state_format.keys`, as state dicts show it; by default all of the owned range.
 
         (numel,) float32, or bfloat16 of bfloat16 moments; on any device, perhaps live: not to be written. The owned weights
         have to be as the last step, or `accept_weight_edits`, left them. Start and end as in optim/state_format.py.
@@ -117,7 +117,7 @@ class DeviceStore:
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
         self._views: dict[Bucket, _Views] = {}  # of the last step, by the bucket of the first span
         self._states: dict[Bucket, Kept] = {
-            bucket: bucket.kind.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
+            bucket: bucket.state_format.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
             for bucket in buckets
         }
 
@@ -138,7 +138,7 @@ class DeviceStore:
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         kept = range_of(self._states[bucket], start, values.numel())
-        for name, source in kept_values(bucket.kind, key, values).items():
+        for name, source in kept_values(bucket.state_format, key, values).items():
             kept[name].copy_(source)
 
     def take(self, bucket: Bucket, kept: Kept) -> None:
@@ -222,7 +222,7 @@ def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadP
 @torch.no_grad()
 def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
     """Set the part of a parameter and its master that this rank owns."""
-    master = bucket.kind.master is not None
+    master = bucket.state_format.master is not None
     for piece in bucket.pieces_of(managed):
         part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
         assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)

@@ -53,7 +53,7 @@ class OwnGrads:
         if norm_type is not None:
             self.part = norm_part([view for views in self._views.values() for view in views], norm_type)
             if not lifetimes.owns_everything:
-                rows = comm.tell(self.part, Traffic.READ, "a norm")
+                rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
                 self.part = join([rows[sorted(comm.sharers)]], norm_type)
 
     def scale(self, coefficient: float) -> None:
@@ -216,7 +216,7 @@ class Updater:
             ) from self._failure
 
     def count(self, plan: Plan) -> None:
-        """Learn that the plan's parameters are written, here or on the lazy step's worker."""
+        """Learn that the plan's parameters are written, here or on the overlapped step's worker."""
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
         for managed in plan.updated:
@@ -259,9 +259,9 @@ class Updater:
         said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._device_step is not None:
-            rows = self.comm.tell(said, Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(said, Traffic.STEP, "a step")
         else:
-            rows = self.comm.tell(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
             squares = rows[:, 3:].contiguous()
         if problems:
             raise problems.pop()
@@ -328,7 +328,7 @@ class Updater:
                 spans[-1] = Span(bucket, spans[-1].start, end - spans[-1].start, index)
             elif index is not None:
                 spans.append(Span(bucket, piece.start, piece.numel, index, (self._number[managed.param], piece.param_start)))
-            previous = None if bucket.kind.random else index
+            previous = None if bucket.state_format.random else index
         return spans
 
     @staticmethod
@@ -356,7 +356,7 @@ class Updater:
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
         for managed, piece, values in bucket.owned_views(bucket.owned_weight):
-            if managed in edited and bucket.kind.master is not None:
+            if managed in edited and bucket.state_format.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
                 _C.cast([rounded], [old])
@@ -373,7 +373,7 @@ class Updater:
         """
         lost = []
         for bucket in self.buckets:
-            if bucket.kind.master != "fp32":  # a split master changes with its weight
+            if bucket.state_format.master != "fp32":  # a split master changes with its weight
                 continue
             for managed, piece, values in bucket.owned_views(bucket.owned_weight):
                 master = self.store.read(bucket, "master", piece.start, piece.numel)

@@ -182,7 +182,7 @@ class _States(DeviceStore):
         """See StateStore."""
         for part, tier in zip(self._parts[bucket], ("device", self.tier), strict=True):
             if part.owned_numel:
-                states = bucket.kind.new(part.owned_numel, partial(allocate, device=_META))
+                states = bucket.state_format.new(part.owned_numel, partial(allocate, device=_META))
                 yield from ((tier, key, flat.nbytes) for key, flat in states.items())
 
 
@@ -260,7 +260,7 @@ class _Step:
             add("gather weights after the step", sharers, weights(b for b in self.buckets if b.group is not None))
         return tuple(sent.values())
 
-    # --- buffers, in the order of Weights, Reducer, Exchange and HostGrads --------------------------------------------
+    # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
 
     def fill_pools(self) -> None:
         """Take steps until the pools no longer grow. In the first pass over the weights no unit is known to be the next."""

@@ -148,7 +148,7 @@ def global_part(
 
 def _gather(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
     """Return the rows of all ranks of a group, on the CPU."""
-    return Comm(group).tell(row)
+    return Comm(group).all_gather_cpu(row)
 
 
 def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]) -> torch.Tensor | None:

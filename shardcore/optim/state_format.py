@@ -130,7 +130,7 @@ Kept = dict[str, torch.Tensor]  # a bucket's states as they are kept, or a range
 
 
 @dataclass(frozen=True)
-class StateKind:
+class StateFormat:
     """How states are kept, for weights of one dtype under the options of one group.
 
     master: "fp32", "split", or None where weights are their own. random: a step draws random bits, which are keyed by
@@ -168,10 +168,10 @@ class StateKind:
         return sum(flat.nbytes for flat in kept.values())
 
 
-NO_STATES = StateKind()  # of buckets that no optimizer group updates: never asked for any
+NO_STATES = StateFormat()  # of buckets that no optimizer group updates: never asked for any
 
 
-def kind_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateKind:
+def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateFormat:
     """Return how states of weights of `dtype` are kept by the options of `group`, which may be one of torch.optim.
 
     Sharded weights below float32 have float32 masters, unless the group asks for split ones, or for stochastic rounding,
@@ -180,7 +180,7 @@ def kind_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateKind:
     master = None
     if dtype in MASTERED_DTYPES and not group.get("stochastic_rounding", False):
         master = group.get("master") or "fp32"
-    return StateKind(master, group.get("state_dtype", "fp32"), bool(group["amsgrad"]), draws_random_bits(group))
+    return StateFormat(master, group.get("state_dtype", "fp32"), bool(group["amsgrad"]), draws_random_bits(group))
 
 
 def range_of(kept: Kept, start: int, numel: int) -> Kept:
@@ -194,10 +194,10 @@ def values_of(kept: Kept, key: str, weight: torch.Tensor) -> torch.Tensor:
     return joined_master(weight, kept["remainder"]) if key == "master" and "remainder" in kept else moment_values(kept, key)
 
 
-def kept_values(kind: StateKind, key: str, values: torch.Tensor) -> Kept:
+def kept_values(state_format: StateFormat, key: str, values: torch.Tensor) -> Kept:
     """Return what is to be copied to where a range of one state is kept, to keep `values` (any floating dtype)."""
-    if key == "master" and kind.master == "split":
+    if key == "master" and state_format.master == "split":
         return {"remainder": split_remainder(values.to(torch.float32), values.device)}
-    if key in SCALES and kind.state_dtype == "8bit":
-        return stored_moment(key, values, kind.state_dtype, values.device)[0]
+    if key in SCALES and state_format.state_dtype == "8bit":
+        return stored_moment(key, values, state_format.state_dtype, values.device)[0]
     return {key: values}

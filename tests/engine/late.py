@@ -1,4 +1,4 @@
-"""Schedules of the lazy step's worker that tests choose, so that a wait that is missing shows in the bits."""
+"""Schedules of the overlapped step's worker that tests choose, so that a wait that is missing shows in the bits."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.overlap_step import LazyStep
+from shardcore.engine.overlap_step import OverlapStep
 from tests.engine.models import Run, batch_of, loss_of, train
 
 
@@ -28,7 +28,7 @@ class _OnTheWorker:
 class LateStore:
     """A store on whose worker a bucket is updated only when someone waits for it, or for one behind it: as late as allowed."""
 
-    def __init__(self, lazy: LazyStep) -> None:
+    def __init__(self, lazy: OverlapStep) -> None:
         self._lazy, self._store, self._wait = lazy, lazy.store, lazy._wait_for_adam
         self._allowed: dict[int, threading.Event] = {}
         on_cpu = getattr(lazy.store, "on_cpu", lazy.store)
@@ -63,7 +63,7 @@ class LateStore:
 class SlowStore:
     """A store on whose worker each bucket takes a while."""
 
-    def __init__(self, lazy: LazyStep, seconds: float = 0.02) -> None:
+    def __init__(self, lazy: OverlapStep, seconds: float = 0.02) -> None:
         self._store, self._seconds = lazy.store, seconds
         lazy.store = self  # type: ignore[assignment]
 
@@ -81,7 +81,7 @@ def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Modul
     run = Run(**{**vars(run), "steps": 0, "shard": {**run.shard, "overlap_step": overlap}})
     model, optimizer, _ = train(rank, run, model)
     if overlap and late:
-        LateStore(optimizer._engine.lazy)
+        LateStore(optimizer._engine.overlap_step)
     return model, optimizer
 
 

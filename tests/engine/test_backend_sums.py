@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
 from shardcore.distributed.comm import Comm
-from shardcore.engine.reduce_scatter import Exchange
+from shardcore.engine.reduce_scatter import ReduceScatter
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.engine.test_fp16 import Ramp
 from tests.ranks import run_ranks
@@ -127,5 +127,5 @@ def test_other_backends_are_refused() -> None:
 
 def test_one_rank_alone_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ordered = hash_of_training(*train(0, Run(shard={"keep_fp32": [nn.LayerNorm]}))[:2])
-    monkeypatch.setattr(Exchange, "_start", lambda *_: pytest.fail("something was sent"))
+    monkeypatch.setattr(ReduceScatter, "_start", lambda *_: pytest.fail("something was sent"))
     assert hash_of_training(*train(0, Run(shard={"keep_fp32": [nn.LayerNorm], "reduction": "nccl"}))[:2]) == ordered

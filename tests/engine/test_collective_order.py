@@ -38,7 +38,7 @@ def _with_a_collective_in_forward(rank: int, world_size: int) -> tuple[list[str]
     with as_on_nccl() as patch:
         model, optimizer = start(rank, Run(stage=3, shard={"offload": OFFLOAD}), True, late=False)
         if rank == 1:
-            SlowStore(optimizer._engine.lazy)
+            SlowStore(optimizer._engine.overlap_step)
         # SyncBatchNorm, experts or a metric have one like this.
         model.blocks[1].register_forward_hook(lambda *_: dist.all_reduce(torch.ones(3)))
         log = _logged(patch)

@@ -339,7 +339,7 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
         counts, first, threads = [], None, threading.active_count()
         parts: dict[str, weakref.ref[Any]] = {}
         for _ in range(4):
-            model, optimizer, losses = train(rank, run)  # a lazy step is still on its way
+            model, optimizer, losses = train(rank, run)  # an overlapped step is still on its way
             parts = parts_of(model, optimizer)
             if failing:
                 fail(model, rank, backward=failing == "backward")

@@ -134,7 +134,7 @@ def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "on
         patch.setattr("shardcore.distributed.machine.quota", lambda: None)
         patch.setattr("shardcore.distributed.machine._here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
-    threads: WorkerThreads = optimizer._engine.lazy._worker.threads
+    threads: WorkerThreads = optimizer._engine.overlap_step._worker.threads
     return threads
 
 
@@ -177,7 +177,7 @@ def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
         )
         kept.append(model)
-        worker = optimizer._engine.lazy._worker
+        worker = optimizer._engine.overlap_step._worker
         worker.threads = WorkerThreads(worker.threads.count, (core,))
         before = _threads()
         loss_of(model, batch_of(0, 0, 0)).backward()

@@ -32,7 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 @contextmanager
 def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple[str, bool]]]:
-    """Replace the default group by one of NCCL's stand-in; counts gathers by backend, and whether they are `Comm.tell`'s."""
+    """Replace the default group by one of NCCL's stand-in; counts gathers by backend, and those of `Comm.all_gather_cpu`."""
     if not hasattr(dist.Backend, "STANDIN"):
         made = lambda *given: dist.ProcessGroupGloo(*given[:3], timeout=given[3])  # noqa: E731
         dist.Backend.register_backend("standin", made, devices=["cpu"])
@@ -41,19 +41,19 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     dist.init_process_group(
         "standin", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
     )
-    tell, all_gather = Comm.tell, comm_module._all_gather
-    counted, telling = Counter[tuple[str, bool]](), [False]
+    tell, all_gather = Comm.all_gather_cpu, comm_module._all_gather
+    counted, compare = Counter[tuple[str, bool]](), [False]
     hosts = lambda: [place.host for place in taken_slots()]  # noqa: E731
 
     def told(*given: Any) -> Any:
-        telling[0] = True
+        compare[0] = True
         try:
             return tell(*given)
         finally:
-            telling[0] = False
+            compare[0] = False
 
     def gathered(*given: Any, group: Any, **options: Any) -> Any:
-        counted["gloo" if group in hosts() else "standin", telling[0]] += 1
+        counted["gloo" if group in hosts() else "standin", compare[0]] += 1
         return all_gather(*given, group=group, **options)
 
     with as_on_nccl() as patch:
@@ -66,8 +66,8 @@ def _needs_no_device(comm: Comm) -> bool:
     """Whether the host would not wait for a GPU, where the stand-in's data lies."""
     comm.device, device = GPU, comm.device
     try:
-        assert decides_on_device(GPU, "device", comm, False, False) == (comm.tell_device == CPU)
-        return comm.tell_device == CPU
+        assert decides_on_device(GPU, "device", comm, False, False) == (comm.compare_device == CPU)
+        return comm.compare_device == CPU
     finally:
         comm.device = device
 
@@ -239,7 +239,7 @@ def _elsewhere(rank: int, world_size: int, store: str) -> tuple[str, str, list[s
             model.state_dict() if rank == 1 else optimizer.step()
         trained()
         with pytest.raises(RuntimeError) as backward:
-            optimizer._engine.comm.tell(torch.zeros(1000), Traffic.BACKWARD) if rank == 1 else optimizer.step()
+            optimizer._engine.comm.all_gather_cpu(torch.zeros(1000), Traffic.BACKWARD) if rank == 1 else optimizer.step()
         return str(read.value), str(backward.value), hashes
 
 

@@ -42,7 +42,7 @@ def test_what_has_left_is_added_behind_backward(waits: bool, monkeypatch: pytest
 
     monkeypatch.setattr(host_grads, "_add", late)
     model, optimizer = _one_bucket(offload=GRADS | {"ratio": 0.8})
-    host = optimizer._engine.reducer.host
+    host = optimizer._engine.reducer.host_grads
     arrive = host.arrive
 
     def opened() -> None:

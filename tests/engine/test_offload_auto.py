@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import shardcore
-from shardcore.engine.split_store import MEASURED_STEPS, Pace, SplitStore, choose_ratio
+from shardcore.engine.split_store import MEASURED_STEPS, RatioTuner, SplitStore, choose_ratio
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, hash_of_training, train
 from tests.engine.test_offload import tier_with
@@ -32,7 +32,7 @@ def _chosen(rank: int, world_size: int, stage: int, offload: Any, limit: int) ->
     ratios: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        patch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.3))
+        patch.setattr(RatioTuner, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.3))
         patch.setattr(SplitStore, "seconds", lambda store: calls.append(1) or len(calls) * 0.5 * (rank + 1))
         resplit = SplitStore.resplit
         patch.setattr(SplitStore, "resplit", lambda store, ratio: (ratios.append(ratio), resplit(store, ratio))[1])
@@ -71,17 +71,17 @@ def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) 
     engine = optimizer._engine
     kept = sum(line.bytes for line in shardcore.memory_report(model).lines if (line.kind, line.tier) == ("states", "device"))
     assert f"keeps {kept} bytes of states" in text
-    assert 0 < engine.pace._forward_s < 1
-    assert 0 < engine.pace._step_s < 1
+    assert 0 < engine.ratio_tuner._forward_s < 1
+    assert 0 < engine.ratio_tuner._step_s < 1
 
 
 def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """One chunk, so nothing overlaps: gradients and weights take 40 ms each to come, weights 40 to go back; forward 20."""
     (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets
     tier_with(monkeypatch, gigabytes_per_second=4 * bucket.owned_numel / 0.04 / 1e9)
-    monkeypatch.setattr(Pace, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
+    monkeypatch.setattr(RatioTuner, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
     shares = []
-    monkeypatch.setattr(Pace, "take", lambda pace: shares.append(pace._chosen))
+    monkeypatch.setattr(RatioTuner, "take", lambda pace: shares.append(pace._chosen))
     for lazy in ({}, {"overlap_step": True}):
         train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | lazy))
     assert all(0 < share <= 12 / 64 for share in shares if share is not None), shares
@@ -91,17 +91,17 @@ def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -
 def test_a_lazy_step_is_no_part_of_the_forward_that_is_timed() -> None:
     shard = {"offload": {"optimizer": "cpu"} | AUTO}
     model, optimizer = start(0, Run(shard=shard), True, late=False)
-    SlowStore(optimizer._engine.lazy, 0.04)
+    SlowStore(optimizer._engine.overlap_step, 0.04)
     for step in range(MEASURED_STEPS + 1):
         stepped(model, optimizer, 0, step)
-    assert 0 < optimizer._engine.pace._forward_s < 0.1, "of which each step takes 0.16"
+    assert 0 < optimizer._engine.ratio_tuner._forward_s < 0.1, "of which each step takes 0.16"
 
 
 def _fails_while_measured(rank: int, world_size: int) -> str:
     model, optimizer = start(rank, Run(1, shard={"offload": {"optimizer": "cpu"} | AUTO}), True, late=False)
     for step in range(MEASURED_STEPS):
         if rank == 1 and step == MEASURED_STEPS - 1:
-            optimizer._engine.lazy.store = None  # its worker fails at once
+            optimizer._engine.overlap_step.store = None  # its worker fails at once
         stepped(model, optimizer, rank, step)
     with pytest.raises((RuntimeError, ValueError)) as caught:
         optimizer.step()  # ranks choose

@@ -23,7 +23,7 @@ def test_weights_stream_from_host_memory() -> None:
     run = Run(stage=3, steps=2, precision="bf16", shard={"offload": PARAMS | GRADS})
     model, optimizer, _ = train(0, run, partly_frozen())
     engine = optimizer._engine
-    sizes = {unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.weights.units}
+    sizes = {unit.name: sum(2 * bucket.layout.numel for bucket in unit.buckets) for unit in engine.unsharder.units}
     in_weights = {"device": 0, "cpu": 0}
     for line in shardcore.memory_report(model).lines:
         if line.kind == "weights":

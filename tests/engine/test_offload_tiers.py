@@ -341,7 +341,7 @@ def test_a_product_that_is_rounded_before_it_is_added_changes_the_hash(rounds: b
     expected = hash_of_training(*train(0, run)[:2])
     run = Run(steps=0, accumulate=2, shard={"grad_dtype": "bf16", "offload": GRADS})
     model, optimizer, _ = train(0, run)
-    host = optimizer._engine.reducer.host
+    host = optimizer._engine.reducer.host_grads
     host._copies = _Rounding(host._copies) if rounds else host._copies
     for step in range(2):
         for micro in range(2):

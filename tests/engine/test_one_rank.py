@@ -14,7 +14,7 @@ from shardcore.engine import build
 from shardcore.engine import state_store as store
 from shardcore.engine import unshard as gather
 from shardcore.engine.engine import Engine
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from tests.engine.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -169,7 +169,7 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("planted")
 
-    places: list[tuple[Any, str]] = [(build, "allocate"), (store, "allocate"), (Engine, "__init__"), (Weights, "__init__")]
+    places: list[tuple[Any, str]] = [(build, "allocate"), (store, "allocate"), (Engine, "__init__"), (Unsharder, "__init__")]
     found = []
     for where, name in places:
         model = Net()

@@ -1,4 +1,4 @@
-"""The lazy step: the same bits as a step that is complete when it returns, and every read waits for what it reads."""
+"""The overlapped step: the same bits as a step that is complete when it returns, and every read waits for what it reads."""
 
 import copy
 import pickle
@@ -11,7 +11,7 @@ import torch
 
 import shardcore
 from shardcore.distributed.comm import Comm, wait_all
-from shardcore.engine.overlap_step import LazyStep, Waiting, WaitingGroup
+from shardcore.engine.overlap_step import OverlapStep, Waiting, WaitingGroup
 from tests.choice import combinations
 from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
 from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
@@ -25,7 +25,7 @@ def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[
     overlap = schedule is not None
     model, optimizer = start(rank, run, overlap, late=rank == 0 or schedule != "one late")
     if schedule == "the caller gathers":  # as on NCCL
-        optimizer._engine.lazy._worker_gathers = False
+        optimizer._engine.overlap_step._worker_gathers = False
     losses = []
     for step in range(run.steps):
         losses += micro_steps(model, optimizer, rank, step, run.accumulate, overflow=step == OVERFLOW and rank == 0)
@@ -37,7 +37,9 @@ def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[
         optimizer.zero_grad()
     assert optimizer.skipped_steps >= 1
     if overlap:
-        assert optimizer._engine.lazy.steps == run.steps - optimizer.skipped_steps > 0  # a skipped step hands nothing over
+        assert (
+            optimizer._engine.overlap_step.steps == run.steps - optimizer.skipped_steps > 0
+        )  # a skipped step hands nothing over
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
     return model, optimizer, losses
@@ -63,27 +65,27 @@ def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: st
 
 def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool) -> str:
     """Train while forward leaves out a wait for Adam (of one unit) or for gathers, which is then made at forward's end."""
-    wait, left = LazyStep.wait, []
+    wait, left = OverlapStep.wait, []
 
-    def but_for_one(self: LazyStep, buckets: Any) -> None:
+    def but_for_one(self: OverlapStep, buckets: Any) -> None:
         buckets = list(buckets)
         if {bucket.unit for bucket in buckets} != {"blocks.1"}:
             wait(self, buckets)
 
-    def finish(self: LazyStep) -> None:
+    def finish(self: OverlapStep) -> None:
         wait(self, list(self._pending))
         while left:
             wait_all(left.pop().gathers)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LazyStep, "finish", finish)
+        patch.setattr(OverlapStep, "finish", finish)
         if missing == "wait":
-            patch.setattr(LazyStep, "wait", but_for_one)
+            patch.setattr(OverlapStep, "wait", but_for_one)
         elif missing == "gather":
-            patch.setattr(LazyStep, "_wait_for_gather", lambda self, update: left.append(update))
+            patch.setattr(OverlapStep, "_wait_for_gather", lambda self, update: left.append(update))
         model, optimizer = start(rank, Run(stage=stage), overlap, late=missing == "wait")
         if missing == "gather" and rank == 1:
-            SlowStore(optimizer._engine.lazy)
+            SlowStore(optimizer._engine.overlap_step)
         losses = [loss for step in range(3) for loss in stepped(model, optimizer, rank, step)]
         optimizer.synchronize()
         return repr(losses)
@@ -177,7 +179,7 @@ def test_every_read_waits(stage: int, offload: Any, read: str, monkeypatch: pyte
 
 def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin of the test above."""
-    monkeypatch.setattr(LazyStep, "_let_wait", lambda self, reader: None)
+    monkeypatch.setattr(OverlapStep, "_let_wait", lambda self, reader: None)
     monkeypatch.setattr(WaitingGroup, "now", lambda group: group.own)
     for read in ("parameters", "param_groups", "all of a group", "an attribute", "a layer inside a unit", "deepcopy"):
         old = _after_a_step(read, 2, OFFLOAD, overlap=False, steps=1)
@@ -204,7 +206,7 @@ def _recurrent(overlap: bool, read: Callable[[Any], Any]) -> tuple[float, list[f
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=0.1)
     model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32", overlap_step=overlap)
     if overlap:
-        LateStore(optimizer._engine.lazy)
+        LateStore(optimizer._engine.overlap_step)
     for _ in range(2):
         model(torch.ones(3, 2, 4)).pow(2).sum().backward()
         optimizer.step()
@@ -226,7 +228,7 @@ def test_weights_behind_lists_and_hooks() -> None:
 
 def test_a_unit_waits_for_its_own_weights_only() -> None:
     model, optimizer = start(0, Run(stage=2), True)
-    lazy = optimizer._engine.lazy
+    lazy = optimizer._engine.overlap_step
     stepped(model, optimizer, 0, 0)
     next(model.blocks[0].parameters())
     assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1", "blocks.2"}
@@ -248,7 +250,7 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("tell", "gather_rows"):
         call = getattr(Comm, name)
         monkeypatch.setattr(
-            Comm, name, lambda *given, call=call, **o: (left.append(len(engine.lazy._pending)), call(*given, **o))[1]
+            Comm, name, lambda *given, call=call, **o: (left.append(len(engine.overlap_step._pending)), call(*given, **o))[1]
         )
     for step, call in enumerate((optimizer.step, model.state_dict)):
         stepped(model, optimizer, 0, step)
@@ -260,7 +262,7 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
 def test_schedulers_do_not_wait_for_weights() -> None:
     """Options of groups are read, set and added while a step is in flight; what holds "params" or all of a group waits."""
     model, optimizer = start(0, Run(stage=2), True)
-    lazy, own = optimizer._engine.lazy, list(optimizer.param_groups)
+    lazy, own = optimizer._engine.overlap_step, list(optimizer.param_groups)
     stepped(model, optimizer, 0, 0)
     optimizer._opt_called = True  # or the scheduler warns: it did not see that step
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
@@ -311,7 +313,7 @@ def _in_order(rank: int, world_size: int, stage: int, overlap: bool, differ: boo
         model(torch.ones(2, 4) + rank).sum().backward()
         with shardcore.full_params(model) if stage == 3 else nullcontext():
             optimizer.step()
-            order = [bucket.unit for bucket in optimizer._engine.lazy._pending] if overlap and stage < 3 else []
+            order = [bucket.unit for bucket in optimizer._engine.overlap_step._pending] if overlap and stage < 3 else []
             if stage == 3:  # held weights are brought in line by the step
                 order = [hash_of([param]) for param in optimizer.param_groups[0]["params"]]
         optimizer.zero_grad()

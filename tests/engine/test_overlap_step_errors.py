@@ -1,4 +1,4 @@
-"""The lazy step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
+"""The overlapped step when things go wrong: the worker fails, Ctrl-C, forks, exit; and two models at once."""
 
 import gc
 import os
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardcore.engine.overlap_step import LazyStep, Worker
+from shardcore.engine.overlap_step import OverlapStep, Worker
 from shardcore.engine.step import Updater
 from tests.engine.late import SlowStore, start, stepped
 from tests.engine.models import Run, batch_of, hash_of_training
@@ -26,7 +26,7 @@ X = batch_of(99, 0, 0)[0]
 
 
 class _Failing:
-    def __init__(self, owner: LazyStep | Updater, unit: str, count: int) -> None:
+    def __init__(self, owner: OverlapStep | Updater, unit: str, count: int) -> None:
         self._store, self._unit, self._left = owner.store, unit, count
         owner.store = self  # type: ignore[assignment]
 
@@ -47,7 +47,7 @@ def _failing(rank: int, world_size: int, stage: int, lazy: bool) -> list[str]:
     model, optimizer = start(rank, Run(stage=stage), lazy, late=False)
     engine = optimizer._engine
     if rank == 0:
-        _Failing(engine.lazy or engine.updater, "blocks.1", 2)
+        _Failing(engine.overlap_step or engine.updater, "blocks.1", 2)
     calls: list[Callable[[], Any]] = [lambda: stepped(model, optimizer, rank, 0), lambda: stepped(model, optimizer, rank, 1)]
     calls += [optimizer.step, optimizer.step, model.state_dict, optimizer.state_dict]
     if rank == 0:
@@ -65,7 +65,7 @@ def _failing(rank: int, world_size: int, stage: int, lazy: bool) -> list[str]:
 
 @pytest.mark.parametrize(("stage", "lazy"), [(0, True), (2, True), (3, True), (2, False)])
 def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, lazy: bool) -> None:
-    """A lazy step's at the next call, a complete one's at once; and no other rank waits for the weights that do not come."""
+    """An overlapped step's at the next call, else at once; and no other rank waits for the weights that do not come."""
     mine, others = run_ranks(2, _failing, stage, lazy)
     assert mine[: 1 + lazy] == others[:2][: 1 + lazy] == ["nothing"] * (1 + lazy)
     for text in mine[1 + lazy :]:
@@ -82,7 +82,7 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     """The cpu tier's steps go on by themselves, on a thread of their own: they have to be ended."""
     tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms a unit and more
     model, optimizer = start(0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
-    lazy = optimizer._engine.lazy
+    lazy = optimizer._engine.overlap_step
     updated: list[int] = []
 
     def gather(*_: Any) -> list[Any]:
@@ -110,7 +110,7 @@ def test_an_error_at_the_end_of_a_step_is_its_error() -> None:
         yield from steps(*arguments)
         raise OSError("planted")
 
-    optimizer._engine.lazy.store = type("FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)})()
+    optimizer._engine.overlap_step.store = type("FailsAtTheEnd", (), {"steps": staticmethod(fails_at_the_end)})()
     stepped(model, optimizer, 0, 0)
     with pytest.raises(RuntimeError, match=r"failed after step.. had returned .OSError: planted"):
         optimizer.synchronize()
@@ -121,7 +121,7 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
     for step in range(2):
         stepped(model, optimizer, rank, step)
     optimizer.synchronize()
-    lazy = optimizer._engine.lazy
+    lazy = optimizer._engine.overlap_step
     steps = lazy.store.steps
 
     def fails_late(parts: Any, hypers: Any) -> Iterator[Any]:
@@ -159,7 +159,7 @@ def test_ctrl_c_while_waiting_loses_nothing() -> None:
     model, optimizer = start(0, Run(stage=2), True, late=False)
     gate = threading.Event()
     steps = optimizer._engine.store.steps
-    optimizer._engine.lazy.store = type("Gate", (), {"steps": lambda self, *a: (gate.wait(30), steps(*a))[1]})()
+    optimizer._engine.overlap_step.store = type("Gate", (), {"steps": lambda self, *a: (gate.wait(30), steps(*a))[1]})()
     stepped(model, optimizer, 0, 0)
     main = threading.main_thread().ident
     assert main is not None
@@ -183,13 +183,13 @@ def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, boo
     assert main is not None
 
     def handler(*_: Any) -> None:
-        pending = overlap and len(optimizer._engine.lazy._pending) > 0
+        pending = overlap and len(optimizer._engine.overlap_step._pending) > 0
         assert list(model.parameters())
-        read.append(pending and not optimizer._engine.lazy._pending)
+        read.append(pending and not optimizer._engine.overlap_step._pending)
 
     old = signal.signal(signal.SIGUSR1, handler)
     if overlap:
-        SlowStore(optimizer._engine.lazy, 0.05)
+        SlowStore(optimizer._engine.overlap_step, 0.05)
     for step in range(3):
         stepped(model, optimizer, rank, step)
         timer = threading.Timer(0.02 * (step + 1), signal.pthread_kill, (main, signal.SIGUSR1))
@@ -280,7 +280,7 @@ def at_exit():
 
 
 atexit.register(at_exit)
-SlowStore(optimizer._engine.lazy, 0.02)
+SlowStore(optimizer._engine.overlap_step, 0.02)
 stepped(model, optimizer, 0, 0)
 child = os.fork()
 if child == 0:
@@ -306,7 +306,7 @@ def _forks_while_a_thread_waits() -> int:
     """A child is ended by its alarm if it waits for the thread that held the lock, which stayed with its parent."""
     torch.set_num_threads(1)
     model, optimizer = start(0, Run(stage=2), True, late=False)
-    lock, held, forked = optimizer._engine.lazy._lock, threading.Event(), threading.Event()
+    lock, held, forked = optimizer._engine.overlap_step._lock, threading.Event(), threading.Event()
 
     def waits() -> None:
         with lock:
@@ -332,7 +332,7 @@ def test_a_child_waits_for_no_thread_of_its_parent() -> None:
 def _forks_alone(rank: int, world_size: int, lazy: bool) -> str:
     model, optimizer = start(rank, Run(stage=1), lazy, late=False)
     if lazy:
-        optimizer._engine.lazy._worker_gathers = False  # as on NCCL
+        optimizer._engine.overlap_step._worker_gathers = False  # as on NCCL
     stepped(model, optimizer, rank, 0)
     if lazy and rank == 0:
         child = os.fork()
@@ -355,7 +355,7 @@ from tests.engine.models import Run
 from tests.engine.test_offload import tier_with
 tier_with(pytest.MonkeyPatch(), gigabytes_per_second=8e-5)  # 50 ms a unit and more
 model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
-lazy = optimizer._engine.lazy
+lazy = optimizer._engine.overlap_step
 stepped(model, optimizer, 0, 0)
 threading._register_atexit(_thread.interrupt_main)  # as the wait for its thread begins
 """
@@ -370,7 +370,7 @@ def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
     """Once the step in flight, which uses the engine, is through."""
     model, optimizer = start(rank, Run(stage=2), True, late=False)
     stepped(model, optimizer, rank, 0)
-    lazy = weakref.ref(optimizer._engine.lazy)
+    lazy = weakref.ref(optimizer._engine.overlap_step)
     dist.barrier()
     del model, optimizer
     workers, deadline = 1, time.monotonic() + 10

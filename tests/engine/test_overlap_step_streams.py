@@ -1,4 +1,4 @@
-"""What streams wait for in a lazy step, seen without a GPU."""
+"""What streams wait for in an overlapped step, seen without a GPU."""
 
 import threading
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
     _, optimizer = start(0, Run(stage=2, shard={"units": 10**9}), True, late=False)
     engine = optimizer._engine
-    lazy, steps = engine.lazy, engine.store.steps
+    lazy, steps = engine.overlap_step, engine.store.steps
     lazy._stream = _Stream(streams, "worker")
 
     def logged(parts: Any, hypers: Any) -> Iterator[Any]:

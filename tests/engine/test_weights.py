@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.ranks import run_ranks
 
@@ -29,21 +29,21 @@ class recording:  # noqa: N801 - a context manager, usable on ranks, where there
         self.patch, self.events = patch, []
 
     def __enter__(self) -> list[str]:
-        start, close = Weights._start, Weights._close
+        start, close = Unsharder._start, Unsharder._close
 
-        def logged_start(weights: Weights, unit: Any) -> None:
+        def logged_start(weights: Unsharder, unit: Any) -> None:
             if not unit.open and unit.gathers is None:
                 self.events.append(f"+{unit.name or 'root'}")
             start(weights, unit)
 
-        def logged_close(weights: Weights, unit: Any, keep: bool = False) -> None:
+        def logged_close(weights: Unsharder, unit: Any, keep: bool = False) -> None:
             was = unit.open or unit.gathers is not None
             close(weights, unit, keep)
             if was and not unit.open:
                 self.events.append(f"-{unit.name or 'root'}")
 
-        self.patch.setattr(Weights, "_start", logged_start)
-        self.patch.setattr(Weights, "_close", logged_close)
+        self.patch.setattr(Unsharder, "_start", logged_start)
+        self.patch.setattr(Unsharder, "_close", logged_close)
         return self.events
 
     def __exit__(self, *_: object) -> None:
@@ -87,7 +87,7 @@ def test_evaluation_leaves_nothing_whole(log: list[str]) -> None:
     for _ in range(2):
         with torch.no_grad():
             model(torch.ones(2, 10))
-        assert not any(unit.open or unit.gathers is not None for unit in model._shardcore_engine.weights.units)
+        assert not any(unit.open or unit.gathers is not None for unit in model._shardcore_engine.unsharder.units)
 
 
 class Reordered(Net):
@@ -121,7 +121,7 @@ def test_another_order_is_learned_anew(log: list[str]) -> None:
 def _pool_bytes(rank: int, world_size: int) -> list[int]:
     torch.manual_seed(0)
     model, _, _ = train(rank, Run(stage=3, steps=3), Net(depth=8))
-    weights = model._shardcore_engine.weights
+    weights = model._shardcore_engine.unsharder
     units = {unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets) for unit in weights.units}
     used = weights.pool.allocated_bytes
     with shardcore.full_params(model):
@@ -239,16 +239,16 @@ def test_ranks_run_forwards_of_their_own_inside_full_params(lazy: bool) -> None:
 
 def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(stage=3, steps=1))
-    units = model._shardcore_engine.weights.units
-    opening = Weights._open
+    units = model._shardcore_engine.unsharder.units
+    opening = Unsharder._open
 
-    def failing(weights: Weights, unit: Any) -> None:
+    def failing(weights: Unsharder, unit: Any) -> None:
         if unit is units[2]:
             raise MemoryError("no more")
         opening(weights, unit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Weights, "_open", failing)
+        patch.setattr(Unsharder, "_open", failing)
         with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
             pass
     assert not any(unit.open or unit.held for unit in units)
@@ -265,14 +265,14 @@ def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, i
     how: a `full_params` that fails on its way in, or a gather that nobody used, as a failed forward leaves it.
     """
     model, _, _ = train(rank, Run(stage=3, steps=1))
-    weights = model._shardcore_engine.weights
+    weights = model._shardcore_engine.unsharder
     shards = shardcore.sharded_state_dict(model)
     with shardcore.full_params(model), torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    before, opening = weights.pool.allocated_bytes, Weights._open
+    before, opening = weights.pool.allocated_bytes, Unsharder._open
 
-    def failing(weights: Weights, unit: Any) -> None:
+    def failing(weights: Unsharder, unit: Any) -> None:
         if unit is weights.units[2]:
             raise MemoryError("no more")
         opening(weights, unit)
@@ -281,7 +281,7 @@ def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, i
         weights._start(weights.units[2])
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Weights, "_open", failing)
+            patch.setattr(Unsharder, "_open", failing)
             with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
                 pass
         assert all(unit.gathers is None for unit in weights.units)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.unshard import Weights
+from shardcore.engine.unshard import Unsharder
 from tests.choice import combinations, some
 from tests.engine.models import hash_of_training
 from tests.ranks import run_ranks
@@ -172,17 +172,17 @@ def test_compiled_blocks() -> None:
 def _whole_bytes(rank: int, world_size: int, run: Training) -> tuple[int, int, int]:
     """The most bytes of whole weights at any time; those of the root and the two largest units; those of the model."""
     most = 0
-    start = Weights._start
+    start = Unsharder._start
 
-    def started(weights: Weights, unit: Any) -> None:
+    def started(weights: Unsharder, unit: Any) -> None:
         nonlocal most
         start(weights, unit)
         most = max(most, weights.pool.allocated_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Weights, "_start", started)
+        patch.setattr(Unsharder, "_start", started)
         model, _, _ = train(rank, world_size, run)
-    root, *rest = (sum(b.layout.numel * b.dtype.itemsize for b in u.buckets) for u in model._shardcore_engine.weights.units)
+    root, *rest = (sum(b.layout.numel * b.dtype.itemsize for b in u.buckets) for u in model._shardcore_engine.unsharder.units)
     return most, root + sum(sorted(rest)[-2:]), root + sum(rest)
 
 

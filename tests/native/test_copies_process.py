@@ -122,6 +122,6 @@ for thread in threads:
 
 
 def test_two_threads_let_go_of_tensors_whose_end_hands_the_gil_over():
-    """As the thread of a lazy step and the main thread do: each tensor ends once."""
+    """As the thread of an overlapped step and the main thread do: each tensor ends once."""
     result = run(TWO_THREADS)
     assert (result.returncode, result.stderr) == (0, "")
