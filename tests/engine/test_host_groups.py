@@ -45,7 +45,7 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     counted, compare = Counter[tuple[str, bool]](), [False]
     hosts = lambda: [place.host for place in taken_slots()]  # noqa: E731
 
-    def told(*given: Any) -> Any:
+    def counted_gather(*given: Any) -> Any:
         compare[0] = True
         try:
             return tell(*given)
@@ -57,7 +57,7 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
         return all_gather(*given, group=group, **options)
 
     with as_on_nccl() as patch:
-        patch.setattr(Comm, "tell", told)
+        patch.setattr(Comm, "all_gather_cpu", counted_gather)
         patch.setattr(comm_module, "_all_gather", gathered)
         yield counted
 
