@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,37 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.checkpoint import sharded as sharded_state
-from shardcore.checkpoint.materialize import Materialize, plan_materialize
+from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.distributed.machine import short_of_memory, worker_of
 from shardcore.engine import build
-from shardcore.engine import hooks as model_io
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
-from shardcore.engine.engine import Engine
-from shardcore.engine.host_gradients import GradHome, home_bytes
+from shardcore.engine.cpu_store import host_bytes, warn_of_pageable
+from shardcore.engine.engine import Engine, Plan
+from shardcore.engine.hooks import attach
+from shardcore.engine.host_gradients import home_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
-from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes, host_store, parts_of
-from shardcore.engine.state_store import DeviceStore, StateStore
+from shardcore.engine.overlap_step import WorkerThreads
+from shardcore.engine.split_store import host_store, parts_of
+from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer, CPUAdam, EngineRef, engine_of, joined_state, other_entries
 from shardcore.optim.clip import reach_shards
-from shardcore.options import (
-    DTYPES,
-    NoOptimizer,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-    replace_optimizer,
-)
+from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 
 
 def _engine_of(op: str, thing: Any) -> Engine:
@@ -279,7 +267,41 @@ def shard(
     """
     given: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may go alone
+        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may be offloaded alone
+    options = ShardOptions(
+        stage=stage,
+        units=units,
+        offload=offload,
+        precision=precision,
+        loss_scale=loss_scale,
+        keep_fp32=keep_fp32,
+        cast_inputs=cast_inputs,
+        grad_dtype=grad_dtype,
+        reduce_dtype=reduce_dtype,
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        sync_each=sync_each,
+        overlap_step=overlap_step,
+        reshard_after_forward=reshard_after_forward,
+        reduction=reduction,
+        broadcast=broadcast,
+        materialize=materialize,
+    )
+    plan, filler = _plan(model, given, options, process_group, ranks_per_node)
+    states, others = _allocate(plan, given, options.tiers)
+    _fill(plan, filler, given, states, options)
+    _start(plan, given, states, others, input_dtype=plan.builder.dtype if cast_inputs and precision != "fp32" else None)
+    return model, None if optimizer is None else plan.optimizer
+
+
+def _plan(
+    model: nn.Module,
+    given: Any,
+    options: ShardOptions,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    ranks_per_node: int | None,
+) -> tuple[Plan, FromInit | FromFiles | None]:
+    """Check everything on every rank and compare it; nothing changes. Returns the plan, and what gives values to weights."""
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
@@ -291,55 +313,46 @@ def shard(
             dist.get_rank(),
             dist.get_world_size(),
         )
-    options: dict[str, Any] = {
-        "stage": stage,
-        "offload": offload,
-        "precision": precision,
-        "loss_scale": loss_scale,
-        "grad_dtype": grad_dtype,
-        "reduce_dtype": reduce_dtype,
-        "clip_grad_norm": clip_grad_norm,
-        "accumulate": accumulate,
-        "sync_each": sync_each,
-        "cast_inputs": cast_inputs,
-        "overlap_step": overlap_step,
-        "reshard_after_forward": reshard_after_forward,
-        "reduction": reduction,
-        "broadcast": broadcast,
-        "ranks": repr(comm.topology),
-        "sharers": len(comm.sharers),
-        "backend_sums": comm.backend_sums,
-    }
-    # Check and plan on this rank; nothing changes before all ranks agree.
+    plan: Any = None
+    filler = None
     entries: list[Any] = []
     needed = 0
     try:
-        check_options(options)
+        options.check(len(comm.sharers), comm.backend_sums)
         build.check_model(model, alone=comm.world_size == 1)
-        adam = given if optimizer is None else accept_optimizer(given, offload)
+        trains = not isinstance(given, NoOptimizer)
+        adam = accept_optimizer(given, options.offload) if trains else given
         build.check_ownership(model, given)
-        device = _rank_device(comm, model, adam, offload)
-        specs = plan_units(model, units)
-        kept = build.kept_params(model, keep_fp32)
-        builder = build.Builder(
-            comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, device, optimizer is not None
-        )
+        device = _rank_device(comm, model, adam, options.offload)
+        specs = plan_units(model, options.units)
+        kept = build.kept_params(model, options.keep_fp32)
+        builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
         build.check_norms(model, builder)
         build.check_states(given, builder)
-        filler = plan_materialize(model, materialize)
+        filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, adam)
-        check_loss_scale(loss_scale, precision, {bucket.dtype for bucket in buckets})
-        updated = [bucket for bucket in buckets if bucket.group is not None]
-        tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
-        policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
-        far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
-        if tiers.optimizer is not None:
-            needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
-        if tiers.gradients is not None:
-            needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
-        if tiers.params is not None:
-            needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
-        entries = build.signature(model, specs, given, builder, options) + (filler.entries if filler is not None else [])
+        options.check_loss_scale({bucket.dtype for bucket in buckets})
+        policy, scaler, tiers = options.reduce_policy(comm.world_size), options.loss_scaler(), options.tiers
+        plan = Plan(
+            model,
+            adam,
+            comm,
+            builder,
+            build.units_of(specs, buckets),
+            buckets,
+            policy,
+            scaler,
+            options.clip_grad_norm,
+            options.overlap_step,
+            options.reshard_after_forward,
+            tiers.gradients is not None,
+            tiers.ratio,
+            tiers.device_memory_limit,
+        )
+        needed = _host_bytes(plan, tiers)
+        ranks = {"ranks": repr(comm.topology), "sharers": len(comm.sharers), "backend_sums": comm.backend_sums}
+        entries = build.signature(model, specs, given, builder, options.compared() | ranks)
+        entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
@@ -347,109 +360,97 @@ def shard(
         agree(comm, problem or short, entries)
     finally:
         problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
+    return plan, filler
 
-    # Take memory, on the device and in the tier.
+
+def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
+    """Return the bytes of host memory that offload takes on this rank."""
+    far, needed = [parts_of(bucket, tiers.ratio)[1] for bucket in plan.updated], 0
+    if tiers.optimizer is not None:
+        needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
+    if tiers.gradients is not None:
+        needed += home_bytes(far, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
+    if tiers.params is not None:
+        needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
+    return needed
+
+
+def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
+    comm = plan.comm
     comm.separate()
-    make_host = partial(
-        host_store,
-        updated,
-        device,
-        tiers.pin_memory,
-        tiers.pin_memory_limit,
-        ratio=tiers.ratio,
-        grads_leave=tiers.gradients is not None,
-        weights_here=tiers.params is not None,
-        changes=tiers.auto,
-    )
-    host: CpuStore | SplitStore | None
-    store: StateStore
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
-        host = make_host() if tiers.params is not None else None  # the shards of weights lie in its tier
-        for bucket in buckets:
-            builder.allocate(bucket, None if host is None else host.copies)
-        if tiers.optimizer is not None and host is None:
-            host = make_host()
-        store = DeviceStore(updated) if host is None else host
+        if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
+            plan.host = host_store(
+                plan.updated,
+                plan.device,
+                tiers.pin_memory,
+                tiers.pin_memory_limit,
+                ratio=tiers.ratio,
+                grads_leave=tiers.gradients is not None,
+                weights_here=tiers.params is not None,
+                changes=tiers.auto,
+            )
+        for bucket in plan.buckets:
+            plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
+        plan.store = DeviceStore(plan.updated) if plan.host is None else plan.host
         others = other_entries(given.state)
-        carried = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
-    # Move the weights into it.
-    if comm.rank == 0 and (conversions := builder.conversions(model)):
-        logger.info("shard: precision=%r converts parameters: %s", precision, conversions)
-    if adam is not given:
-        replace_optimizer(given, adam, speak=comm.rank == 0)
+        states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
+    works = plan.overlap_step or plan.offloads_gradients
+    plan.threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
+    return states, others
+
+
+def _fill(
+    plan: Plan, filler: FromInit | FromFiles | None, given: Any, states: Mapping[Any, Any], options: ShardOptions
+) -> None:
+    """Move the weights, or those that `filler` makes, into their memory. Collective."""
+    builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
+    if first and (conversions := builder.conversions(plan.model)):
+        logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
+    if plan.optimizer is not given:
+        replace_optimizer(given, plan.optimizer, speak=first)
     for bucket in buckets:
-        builder.fill(bucket, store, broadcast)
-    frozen = [(name, param) for name, param in model.named_parameters() if not builder.updates(param)]
+        builder.fill(bucket, plan.store, options.broadcast)
     idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
-    if idle and stage > 0 and comm.rank == 0:
+    if idle and not builder.lifetimes.owns_everything and first:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates them (from stage 1 on their "
             "gradients are in no p.grad that another optimizer could use; freeze them, or add them): %s",
             ", ".join(idle),
         )
-    lost = [name for name, param in frozen if param in carried]
-    if lost and comm.rank == 0:
+    lost = [name for name, param in plan.frozen if param in states]
+    if lost and first:
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
-    rest = [*(param for _, param in frozen if param not in sharded), *model.buffers()]
-    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], broadcast)
+    rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
+    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
-        filler.fill(builder, buckets, store, broadcast)
+        filler.fill(builder, buckets, plan.store, options.broadcast)
 
-    # Start the engine and hand it the optimizer's states.
-    parts = build.units_of(specs, buckets)
-    works = overlap_step or tiers.gradients is not None
-    threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
-    with build.together(comm, "starting the engine"):
-        overlapped: OverlapStep | None = None
-        if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-            overlapped = OverlapStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
-        unsharder: Unsharder | None = None
-        if not LIFETIMES[stage].full_weight_resident:
-            unsharder = Unsharder(parts, comm, device, reshard_after_forward, overlapped)
-        home: GradHome | None = None
-        if host is not None and tiers.gradients is not None:
-            home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        ratio_tuner, resplit = None, None
-        if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            ratio_tuner = RatioTuner(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
-            resplit = host.resplit
-        engine = Engine(
-            model,
-            buckets,
-            frozen,
-            store,
-            comm,
-            LIFETIMES[stage],
-            policy,
-            clip_grad_norm,
-            adam,
-            device,
-            unsharder,
-            scaler,
-            overlapped,
-            home,
-            ratio_tuner,
-            resplit,
-        )
-    with build.together(comm, "taking over the optimizer's states"):
+
+def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], input_dtype: torch.dtype | None) -> None:
+    """Start the engine and hand it the optimizer's states. Collective."""
+    adam: Any = plan.optimizer
+    with build.together(plan.comm, "starting the engine"):
+        engine = Engine(plan)
+    with build.together(plan.comm, "taking over the optimizer's states"):
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
-        engine.state_io.carry(carried)
+        engine.state_io.carry(states)
         engine.go_on_from(None)
-        if optimizer is not None:  # from now on the engine has that state
+        if plan.builder.trains:  # from now on the engine has that state
             adam._skipped, adam._device_state = adam.skipped_steps, None
-        model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
+        attach(plan.model, engine, input_dtype)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine
-        for name, param in frozen if optimizer is None else ():
+        for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
                 build.refuse_backward(name, param)
-    if stage > 0:
+    if not plan.builder.lifetimes.owns_everything:
         reach_shards()
-    if host is not None:
-        warn_of_pageable(host.copies)
-    return model, None if optimizer is None else adam
+    if plan.host is not None:
+        warn_of_pageable(plan.host.copies)
 
 
 # --- agreement between ranks -------------------------------------------------------------------------------------------

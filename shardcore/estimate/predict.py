@@ -9,7 +9,7 @@ Not predicted: activations, buffers of the model, and what shard() and state_dic
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,16 +31,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.options import (
-    DTYPES,
-    Offload,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-)
+from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
 
@@ -102,7 +93,7 @@ def predict(
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "backend_sums": True}
+    chosen = known | options | {"stage": stage}
     if chosen["process_group"] is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
@@ -115,18 +106,18 @@ def predict(
     if hybrid and per_node is None:
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
-    check_options(chosen | {"sharers": len(comm.sharers)})
+    wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
+    wanted.check(len(comm.sharers), backend_sums=True)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam, chosen["offload"])
+    accept_optimizer(adam, wanted.offload)
     build.check_ownership(model, adam)
 
-    specs = plan_units(model, chosen["units"])
-    kept = build.kept_params(model, chosen["keep_fp32"])
-    precision = chosen["precision"]
-    builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, _META)
+    specs = plan_units(model, wanted.units)
+    kept = build.kept_params(model, wanted.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
     buckets = builder.plan(model, specs, adam)
-    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
-    tiers = offload_options(chosen["offload"], stage)
+    wanted.check_loss_scale({bucket.dtype for bucket in buckets})
+    tiers = wanted.tiers
     for bucket in buckets:
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
@@ -138,9 +129,9 @@ def predict(
         buckets,
         build.units_of(specs, buckets),
         LIFETIMES[stage],
-        reduce_policy(chosen, world_size),
-        keepers_of(chosen["reshard_after_forward"]),
-        world_size == 1 and not loss_scaler(chosen).active,
+        wanted.reduce_policy(world_size),
+        keepers_of(wanted.reshard_after_forward),
+        world_size == 1 and not wanted.loss_scaler().active,
         cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
     )
     step.fill_pools()
@@ -161,7 +152,7 @@ def predict(
 class _States(DeviceStore):
     """States on meta, for what `tiers` says of their place."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: Offload) -> None:
+    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
         super().__init__([])
         self.tier, self._tiers = tiers.optimizer or "device", tiers
         self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
