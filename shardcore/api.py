@@ -153,117 +153,58 @@ def shard(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, Any]:
-    """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use. Collective.
+    """Partition the training state of `model` over ranks (ZeRO); returns the same model and the optimizer to use. Collective.
 
-    model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
-    optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
-        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
-        its options say, to the bits of the unsharded step. master=None is "fp32" here; with "split" the bfloat16 weights are
-        the upper half of the masters; with stochastic_rounding there is no master, and weights start rounded to nearest.
-        capturable=True (without offload): the device decides on each step, an lr tensor and step(grad_scale=) are read there,
-        and on one rank a whole iteration can be captured in a CUDA graph, after one without; a replay logs no skipped step,
-        and raises nothing at the minimum loss scale. Several ranks step outside of graphs, and do not compare such tensors.
-        None for a model that only runs forward (a teacher, a reward model), and None comes back: its weights are sharded at
-        stage 3, with offload={"params": "cpu"} in host memory, and whole on the device below. Gradients may flow through
-        it; where one reaches a parameter, backward raises RuntimeError.
+    The guide (docs/guide.md) has an example and says more of each option.
 
-    What is sharded:
+    Args:
+        model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay.
+        optimizer: FusedAdam or CPUAdam (returned), or torch's Adam or AdamW (replaced by a FusedAdam that shares its
+            param_groups). States that it has are carried into the shards. None for a model that only runs forward.
+        stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
+        units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
+            least number of parameters per unit.
+        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there; beside it
+            "gradients": "cpu" (stages 1 to 3), "params": "cpu" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
+            "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+        precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
+            masters, which start from the weights as given.
+        loss_scale: Of float16 weights: a LossScale, or a fixed number. None: `LossScale()` with "fp16", else no scaling.
+        keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
+        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype.
+        grad_dtype: "fp32" or "bf16", of the reduced gradient.
+        reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None: each parameter's own dtype.
+        clip_grad_norm: Clip to this global norm in every step.
+        accumulate: Backwards per step. Divide the loss by it yourself, as in torch.
+        sync_each: Reduce after each of these backwards (default at stages 2 and 3), or add locally and reduce once (at 0, 1).
+        overlap_step: `step()` returns before the weights are updated; each unit's forward waits for its own. Same bits.
+        reshard_after_forward: At stage 3, free full weights between forward and backward (True), keep them (False), or keep
+            them in parts on so many consecutive ranks (a number).
+        reduction: "ordered" adds gradients in rank order, in float32: the same bits on every backend and at every stage.
+            "nccl" leaves the sum to NCCL, in the dtype that is sent.
+        broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values, which nothing compares.
+        materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a callable that is given
+            each module, .safetensors files (a path, a list, a Hugging Face folder), or a list of files and a callable.
+        process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates over its first dimension and
+            shards over its second (hybrid sharding).
+        ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all placements, changes bits.
 
-    stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
-    units: what is gathered and reduced together: "auto" (the repeated blocks), a module class or several, a list of modules,
-        or the least number of parameters of a unit. The parts of torch's MultiheadAttention and TransformerEncoderLayer,
-        which read the weights of their parts without calling them, are no units of their own.
-    reshard_after_forward: at stage 3, True frees a unit's whole weights between its forward and its backward (fewer bytes),
-        False keeps them (one gather less); a number: so many consecutive ranks keep them together, a part each. At other
-        stages nothing is freed, and no number is accepted.
-    process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
-        shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
-        Of a part of the world: up to torch 2.13 its ranks must be in equally many process groups; with newer ones all ranks of
-        the world must have made equally many. Else ranks may wait for each other until the timeout.
-    ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
-        says). It is part of the numerics: other values give other bits; stage, mesh, tier and units do not.
+    Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient; from stage 1 on it is None,
+    `full_grad` returns it, and `zero_grad()` forgets it. `state_dict()` of model and optimizer are full, from the masters
+    (float32), and collective. A step with a non-finite gradient is skipped on every rank. Weights may be edited in place
+    (not through `p.data`); at stage 3 inside `full_params`. Every rank runs the same number of backwards, and at stage 3 of
+    forwards, with the same units in the same order.
 
-    Where it lives:
+    Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on streams of their own, which wait
+    for it and which it waits for.
 
-    offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and steps there, with up to 360 MiB
-        of staging a rank (20 bytes an element of the largest unit's shard; see `memory_report`). Beside it may stand
-        "gradients": "cpu" (from stage 1 on): reduced gradients leave for host memory during backward, and add up there.
-        "params": "cpu" (stage 3): so do the shards of weights, frozen ones too; each comes ahead of its unit's use.
-        "ratio": the share of each shard that the CPU updates, 0 to 1 (default 1), as DeepSpeed's; the device updates the
-        rest meanwhile. "auto" starts with 1, times three steps and forwards, and from the next zero_grad() that leaves
-        no gradients (set_to_none=True) on lets the device keep the least share that hides the CPU's part behind a forward
-        (with overlap_step), the same on all ranks, logged, and at most "device_memory_limit" bytes of states.
-        "pin_memory": page-lock the host buffers of copies to and from a GPU, so that copies overlap (default True);
-        "pin_memory_limit": at most so many bytes on this rank. What cannot be locked is pageable, with a warning.
-        "cpu_threads": of overlap_step's worker. Default: the machine's ranks keep one core each, and their workers share the
-        rest, at least one thread each. On Linux they stay on this rank's share of the cores, if it has one to spare.
-
-    Precision:
-
-    precision: None leaves every weight in its dtype; "bf16", "fp16" or "fp32" converts all of them (logged on rank 0, at level
-        INFO). bfloat16 and float16 weights have float32 masters, which start from the weights as given, before any
-        conversion. keep_fp32: module classes, or parameters by name, that are float32 in any case. cast_inputs: with "bf16"
-        or "fp16", cast floating inputs of the root forward to that dtype; outputs are not cast.
-    loss_scale: of float16 weights: backward runs on `optimizer.scale_loss(loss)`, and the reduction divides again, so every
-        gradient you see is unscaled. A LossScale follows the gradients; a number is fixed; 1.0 leaves scaling to you
-        (step(grad_scale=1 / s), or torch's GradScaler at stage 0). None is `LossScale()` with "fp16", else no scaling.
-    grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send (sums are
-        float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally. One rank alone
-        sends nothing, and its gradients stay as they are.
-    reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
-        leaves the sum to NCCL (reduce_scatter), in the dtype that travels and an order of its own, so its bits may depend
-        on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
-
-    Steps:
-
-    clip_grad_norm: global norm to clip to in every step.
-    accumulate: how many backwards make a step. sync_each: reduce each of them and add the results (default from stage 2 on);
-        False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
-    overlap_step: `step()` returns once norm, clipping and options are fixed, and weights are updated while training goes on,
-        unit by unit in the order of the last forward: the same bits. Each unit's forward waits for its own weights, backward
-        and the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict,
-        deepcopy, eval(), full_params, the "params" of `optimizer.param_groups`, ...). Only references to parameters taken
-        before the step need `optimizer.synchronize()`, and so does `destroy_process_group`. An error of such a step is
-        raised by every later call that waits. With states on a GPU steps are asynchronous anyway, and nothing changes. On
-        NCCL at stages 1 and 2 reading weights that are not gathered yet is an error, since one rank may read alone: every
-        rank calls `optimizer.synchronize()`, or runs forward, before.
-
-    How weights start:
-
-    broadcast: take rank 0's weights and buffers. If False, every rank must have the same values: nothing compares them.
-    materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
-        one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
-        their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
-        module that owns such parameters or buffers, on the rank's device and full of NaN, to fill in place; modules come in
-        the model's order, so one seed gives the bits of building there, unless the model draws in another order or
-        initializes again what its modules did. A tied weight takes what the first of its modules makes. Or .safetensors
-        files under the model's names: a path, a list, or a folder in Hugging Face's layout, the same on all ranks; each rank
-        reads what it keeps, and masters start from the files' values. What no file has must be in memory, or comes from a
-        callable in the list (`[folder, fill]`), as non-persistent buffers do (transformers models make those themselves).
-
-    Afterwards:
-
-    - Gradients are reduced during backward. At stage 0 `p.grad` is then the averaged gradient (not between micro-steps that
-      add locally), a view that the next backward reuses: clone what you keep, edit it in place, not through `.data`. From
-      stage 1 on it is None (`full_grad` gives it), and only `zero_grad()` of model or optimizer forgets gradients. Clip with
-      `clip_grad_norm`, `shardcore.clip_grad_norm_`, or torch.nn.utils' own functions on every rank: from the first `shard` at
-      stage 1 to 3 on these reach sharded parameters, unless they were imported by name before it. They clip what the step
-      uses: averaged, unscaled gradients. One that is not finite skips the step even if `clip_grad_value_` would hide it.
-    - Weights may be edited in place, not through `p.data`: float32 masters do not get that, and state dicts warn of it by name
-      (without masters it counts, at stage 3 in `full_params`). At stage 3 weights are whole only during their unit's forward
-      and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a split master's
-      weight is kept to the precision of bfloat16.
-    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters (float32), and collective. Frozen parameters
-      have no master, so they keep the dtype of the weights there.
-    - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
-      raises the error at the minimum loss scale.
-    - Every rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order.
-    - On CPUs BatchNorm's weights stay float32, as its statistics are: name it in `keep_fp32`.
-
-    Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that disagree;
-    NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where a machine's ranks
-    would take more host memory than it has free. RuntimeError on every rank if one cannot take memory (nothing changed, if
-    it says so), or fails in `materialize` or a copy: then the model is partly made, and to be built anew.
+    Raises:
+        ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where ranks disagree.
+        NotImplementedError: For what is not built yet.
+        OSError: For files that cannot be read.
+        MemoryError: Where the ranks of a machine would take more host memory than it has free.
+        RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in `materialize` or in a copy (the
+            model is partly made: build it anew).
     """
     given: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
