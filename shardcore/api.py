@@ -82,7 +82,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
     engine = _engine_of("full_params", next((p for p in params if engine_of(p) is not None), model))
-    with engine.unsharder.whole(params) if engine.unsharder is not None else nullcontext():
+    with engine.unsharder.full_params(params) if engine.unsharder is not None else nullcontext():
         yield
 
 
@@ -400,9 +400,9 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
 def _join(
     group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None, gpu: torch.device | None
 ) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node, gpu); or the way to those who wait for this rank, and what it must tell them.
+    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
 
-    A rank that `group` does not contain raises at once: nobody waits for it.
+    A rank that `group` does not contain raises at once: no other rank waits for it.
     """
     problem: Exception | None = None
     for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):

@@ -24,7 +24,7 @@ from shardcore.optim.state_format import NO_STATES, format_of
 def check_unwrapped(op: str, model: nn.Module) -> None:
     """Raise ValueError if `model`, or a module of it, is wrapped in what averages gradients over ranks by itself."""
     wrappers: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
-    # torch's replicate() makes the module's class one of these; where nobody has imported it, there is none.
+    # torch's replicate() makes the module's class one of these, if it was ever imported.
     composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
     if composable is not None:
         wrappers += (composable,)

@@ -225,7 +225,7 @@ class Engine:
         self.updater.raise_failure()
 
     def settle(self, counts: bool = False) -> None:
-        """Learn what became of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
+        """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
 
         Waits for the device if that decides on them.
         """
@@ -339,7 +339,7 @@ class Engine:
         """Begin a load_state_dict of a module that has `params`."""
         self.synchronize()
         if self.unsharder is not None:
-            self.unsharder.lend_scratch(params)
+            self.unsharder.begin_load(params)
 
     def end_load(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights."""
@@ -349,7 +349,7 @@ class Engine:
             else:
                 self.constant[param].note_load()
         if self.unsharder is not None:
-            self.unsharder.end_scratch()
+            self.unsharder.end_load()
 
     def knows(self, param: nn.Parameter) -> bool:
         """Whether the parameter was in the model when it was sharded."""
@@ -367,11 +367,11 @@ class Engine:
     ) -> Any:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards.
 
-        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised where all
-        ranks learn of it: an error that frames on its way held would hold them, and the model, in a cycle.
+        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
+        all ranks know that there is one: an error that a frame on its way held would hold the frame, and the model, in a cycle.
         """
         if grads is not None:
-            problems.append(ValueError("step: grads was given; expected None after shard() (gradients come from backward)"))
+            problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -391,7 +391,7 @@ class Engine:
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         if self.unsharder is not None:
-            self.unsharder.close_all()
+            self.unsharder.reshard_all()
         self.reducer.reduce_pending()
         if not capturing(self.device):  # which allows no question about events
             self.outcomes.poll()
@@ -411,7 +411,7 @@ class Engine:
             backwards = self.reducer.count
             outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways)
         except Exception as error:  # on every rank
-            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew before of what comes late
+            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew earlier of a late error
                 self.settle()
                 self.outcomes.raise_late()
             raise
@@ -659,11 +659,11 @@ def _interrupts_held_back() -> Iterator[None]:
     if not callable(old) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, old)
-        if came:
-            old(*came[0])
+        if caught:
+            old(*caught[0])

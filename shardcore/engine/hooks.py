@@ -83,7 +83,7 @@ class _ZeroGrad(_Method):
 
 
 class _Train(_Method):
-    """`model.train`, and so `model.eval`: whoever changes the mode finds new weights, also behind references held before."""
+    """`model.train`, and so `model.eval`: they wait for the step, so that references held before show the new weights."""
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if self.engine is not None and mode != self.model.training:

@@ -90,7 +90,7 @@ class ReduceScatter:
             self._give_back(flight)
 
     def abandon(self) -> None:
-        """Drop what is in flight, once it is here (where a wait has failed nothing comes any more)."""
+        """Wait for what is in flight and drop it; after a wait has failed, only drop it."""
         for flight in self._flights if not self.comm.broken else ():
             wait_all(flight.works)
             self._give_back(flight)

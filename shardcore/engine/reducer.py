@@ -75,9 +75,9 @@ class Boundary:
         self._callback, self._failed = None, False
 
     def end(self) -> None:
-        """Learn that the backward is at its end: it failed until `clear`, whoever holds its callback (a traceback does).
+        """End the backward. It counts as failed until `clear`, even if its callback is kept alive (by a traceback).
 
-        RuntimeError if one of another thread came between.
+        RuntimeError if one of another thread ran at the same time.
         """
         self._callback, self._failed = None, True
         if self._mixed:
@@ -151,7 +151,7 @@ def use_row_bytes(params: int) -> int:
 
 
 def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed], backwards: int) -> set[Managed]:
-    """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
+    """Set which parameters got a gradient on any rank (`has_grad`), and reset `used`. Collective.
 
     late: those with gradients that came after their bucket was sent; backwards: Reducer.count. Returns the parameters that are
     late on any rank; RuntimeError on every rank if the counts differ.
@@ -270,7 +270,7 @@ class Reducer:
         overlap_step: OverlapStep | None,
         home: GradHome | None,
     ) -> None:
-        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
+        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
 
         scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a step.
         home: where these go, if not here.
@@ -285,7 +285,7 @@ class Reducer:
         self.param_grads = ParamGrads(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
-        self._stepped = self._told = False  # a step used the gradients that are here; the user was told so
+        self._stepped = self._warned = False  # a step used the present gradients; a warning said so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
@@ -317,8 +317,8 @@ class Reducer:
         self.accept_user_grads("backward")
         if self.param_grads is not None:
             self.param_grads.drop()
-        elif self._stepped and not self._told:
-            self._told = True
+        elif self._stepped and not self._warned:
+            self._warned = True
             if self.comm.rank == 0:
                 warn_of_old_grads()
         self.boundary.begin(self._end_backward)
@@ -338,7 +338,7 @@ class Reducer:
         return 2 * self._number + self._local_sums
 
     def end_step(self) -> None:
-        """Learn that a step used the gradients, or was skipped."""
+        """Note that a step used the gradients, or was skipped."""
         self.scaler.end_step()
         self.backwards = self._number = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
@@ -355,7 +355,7 @@ class Reducer:
         self._wait_gathers()
         self.host_grads.abandon()
         if self.unsharder is not None:
-            self.unsharder.close_all()
+            self.unsharder.reshard_all()
         self.zero()
         self.dropped = True
 
@@ -391,7 +391,7 @@ class Reducer:
         while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
             self._launch_next()
 
-    @torch.no_grad()  # autograd calls it in the mode of whoever called backward
+    @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
     def _end_backward(self) -> None:
         self.boundary.end()
         if self.unsharder is not None:
@@ -568,7 +568,7 @@ class Reducer:
                 self.show_grads()
 
     def show_grads(self) -> None:
-        """Hand out `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
+        """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
         if self.param_grads is not None:
             self.param_grads.drop()
             self.param_grads.give(self._take_full)
