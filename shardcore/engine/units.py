@@ -239,7 +239,7 @@ class Unit:
 
     stays: it is the root or holds other units, so it stays unsharded through a backward (unshard.py, Note [Resharding in
         backward]).
-    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: the id of the inner module, called on its
+    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: id of the inner module, called on its
         own, for which alone it is unsharded; 0 for none.
     gathers: the collectives under way that have not been waited for, None if there are none.
     kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None if nothing is kept.

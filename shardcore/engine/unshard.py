@@ -246,7 +246,7 @@ class Unsharder:
         """Unshard the unit before the first node that made one of its outputs runs, once per backward.
 
         Hooks of nodes run after those of tensors: a unit that ends where this one begins is resharded first. An output that is
-        a view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of what it views is watched,
+        a view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of its base is watched,
         too, if this call made it.
         """
         last = -1
