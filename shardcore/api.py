@@ -19,7 +19,7 @@ from shardcore.checkpoint.materialize import Materialize, plan_materialize
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
-from shardcore.distributed.machine import short_of_memory, worker_of
+from shardcore.distributed.machine import plan_worker, short_of_memory
 from shardcore.engine import build
 from shardcore.engine import hooks as model_io
 from shardcore.engine.bucket import LIFETIMES
@@ -307,7 +307,7 @@ def shard(
         "reduction": reduction,
         "broadcast": broadcast,
         "ranks": repr(comm.topology),
-        "sharers": len(comm.sharers),
+        "shard_world_size": len(comm.shard_ranks),
         "backend_sums": comm.backend_sums,
     }
     # Check and plan on this rank; nothing changes before all ranks agree.
@@ -349,7 +349,7 @@ def shard(
         problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
 
     # Take memory, on the device and in the tier.
-    comm.separate()
+    comm.acquire_group()
     make_host = partial(
         host_store,
         updated,
@@ -399,7 +399,7 @@ def shard(
     # Start the engine and hand it the optimizer's states.
     parts = build.units_of(specs, buckets)
     works = overlap_step or tiers.gradients is not None
-    threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
+    threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     with build.together(comm, "starting the engine"):
         overlapped: OverlapStep | None = None
         if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves

@@ -62,12 +62,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
             "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
         )
-    reshard, sharers = options["reshard_after_forward"], options["sharers"]
+    reshard, shard_world_size = options["reshard_after_forward"], options["shard_world_size"]
     if not isinstance(reshard, int):
         raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
-    if _is_int(reshard) and (reshard < 1 or sharers % reshard):
+    if _is_int(reshard) and (reshard < 1 or shard_world_size % reshard):
         raise ValueError(
-            f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
+            f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size}, the ranks that share weights"
         )
     if not isinstance(reshard, bool) and stage != 3:
         raise ValueError(

@@ -36,7 +36,7 @@ from shardcore.distributed.groups import (
     slots_of,
     taken_slots,
 )
-from shardcore.distributed.launchers import warn_of_idle_tasks, world_told
+from shardcore.distributed.launchers import launched_world_size, warn_of_idle_tasks
 from shardcore.distributed.topology import topology_of
 
 _A_NUMBER = 1 << 4
@@ -125,7 +125,7 @@ class Comm:
             raise ValueError(
                 "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
             )
-        elif (told := world_told())[1] > 1:
+        elif (told := launched_world_size())[1] > 1:
             raise ValueError(
                 f"shard: {told[0]} is {told[1]} but torch.distributed is not initialized (each rank would train alone); "
                 "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
@@ -142,7 +142,7 @@ class Comm:
         self._on_way: list[Any] = []
         self._log: watchdog.Log | None = None
 
-    def separate(self) -> None:
+    def acquire_group(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
@@ -182,7 +182,7 @@ class Comm:
         """Where what ranks compare travels: the CPU, which waits for no device, wherever gloo is there for that."""
         return self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
 
-    def keeps(self, on_way: T) -> T:
+    def keep_alive(self, on_way: T) -> T:
         """Return `on_way`, a container of what travels: what is in it when this object goes stays with the group.
 
         Not on NCCL, which keeps the memory of what it was given itself.
@@ -209,9 +209,9 @@ class Comm:
         return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
     @property
-    def sharers(self) -> Sequence[int]:
-        """The ranks whose owned ranges, in this order, make a whole buffer."""
-        return self.topology.sharers(self.rank)
+    def shard_ranks(self) -> Sequence[int]:
+        """The ranks whose shards, in this order, are a full buffer."""
+        return self.topology.shard_ranks(self.rank)
 
     @property
     def backend_sums(self) -> bool:
@@ -262,7 +262,7 @@ class Comm:
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
 
     def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> list[Started]:
-        """Start adding `sent` over all ranks as the backend does it; `received` gets this rank's piece (Topology.place)."""
+        """Start the backend's own sum of `sent` over all ranks; `received` gets this rank's piece (Topology.piece_index)."""
         if sent.numel() == 0:
             return []
         operation = self._start(name)
@@ -270,7 +270,7 @@ class Comm:
             work = _reduce_scatter(received, sent, group=self.group, async_op=True)
         else:
             pieces = sent.chunk(self.world_size)
-            of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
+            of_ranks = [pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
         return self._started(operation, [work])
 

@@ -68,7 +68,7 @@ def elsewhere(points: Sequence[str]) -> RuntimeError:
     return different_ways("; ".join(lines))
 
 
-def uneven(counts: Sequence[int]) -> RuntimeError:
+def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
     """Return what every rank raises when ranks ran other numbers of backwards; `counts` are those of Reducer.count."""
 
     def said(count: int) -> str:
@@ -78,7 +78,7 @@ def uneven(counts: Sequence[int]) -> RuntimeError:
     return elsewhere([said(count) for count in counts])
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a value that ranks compare without torch: of a tensor its numbers."""
     return value.tolist() if isinstance(value, torch.Tensor) else value
 

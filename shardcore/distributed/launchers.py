@@ -24,11 +24,11 @@ _LAUNCHERS = {
 }
 
 
-def world_told() -> tuple[str, int]:
+def launched_world_size() -> tuple[str, int]:
     """Return how many ranks the environment says that there are, after the name of the variable; ("", 1) if nothing does."""
     for name in ("WORLD_SIZE", *_LAUNCHERS):
         if name in os.environ:
-            return name, whole_number(name)
+            return name, env_int(name)
     return "", 1
 
 
@@ -50,7 +50,7 @@ def follow_launcher(op: str) -> None:
     What is set already stays, and with RANK or WORLD_SIZE nothing is changed. Raises ValueError, with nothing changed, if the
     environment lacks what is needed.
     """
-    size_name, size = world_told()
+    size_name, size = launched_world_size()
     if "RANK" in os.environ or size_name not in _LAUNCHERS or size == 1:
         return
     rank_name, local_name, locals_name = _LAUNCHERS[size_name]
@@ -59,7 +59,7 @@ def follow_launcher(op: str) -> None:
             f"{op}: {size_name} is {size} but the environment has no {rank_name}; expected both, or RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT (start with torchrun), or WORLD_SIZE=1 for a process that trains alone"
         )
-    rank = whole_number(rank_name)
+    rank = env_int(rank_name)
     found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     by_srun = not size_name.startswith("OMPI") and os.environ.get("SLURM_STEP_NUM_TASKS") == str(size)
     if by_srun:
@@ -68,7 +68,7 @@ def follow_launcher(op: str) -> None:
     else:
         one_node = locals_name is not None and os.environ.get(locals_name) == str(size)
     if local_name in os.environ:
-        found["LOCAL_RANK"] = str(whole_number(local_name))
+        found["LOCAL_RANK"] = str(env_int(local_name))
     elif one_node:
         found["LOCAL_RANK"] = str(rank)
     nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST", "")
@@ -95,7 +95,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def whole_number(name: str) -> int:
+def env_int(name: str) -> int:
     """Return the value of an environment variable; ValueError if it is no whole number."""
     text = os.environ[name]
     try:

@@ -43,7 +43,7 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     return None
 
 
-def worker_of(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
+def plan_worker(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
     """Return how many threads a worker gets, `threads` if the user says so, and on which cores. Collective."""
     here = _here()
     rows = comm.gather_json([here, own_cores()])
