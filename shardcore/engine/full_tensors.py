@@ -27,7 +27,7 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
     """
     here = zlib.crc32(what.encode())
     row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
-    others = comm.all_gather_cpu(row, Traffic.READ, op, READS.index(op)).tolist()
+    others = comm.all_gather_cpu(row, Traffic.READ, op).tolist()
     if problem is not None:
         try:
             raise problem
