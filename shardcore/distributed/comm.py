@@ -36,7 +36,7 @@ from shardcore.distributed.groups import (
     slots_of,
     taken_slots,
 )
-from shardcore.distributed.launchers import launched_world_size, warn_of_idle_tasks
+from shardcore.distributed.launchers import launched_world_size
 from shardcore.distributed.topology import topology_of
 
 _A_NUMBER = 1 << 4
@@ -131,8 +131,6 @@ class Comm:
                 "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
                 "WORLD_SIZE=1 in the environment says that this process is to train alone"
             )
-        else:
-            warn_of_idle_tasks()
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
