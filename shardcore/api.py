@@ -18,7 +18,7 @@ from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, p
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
-from shardcore.distributed.machine import short_of_memory, worker_of
+from shardcore.distributed.machine import plan_worker, short_of_memory
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import host_bytes, warn_of_pageable
@@ -259,7 +259,7 @@ def _plan(
     entries: list[Any] = []
     needed = 0
     try:
-        options.check(len(comm.sharers), comm.backend_sums)
+        options.check(len(comm.shard_ranks), comm.backend_sums)
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(given, NoOptimizer)
         adam = accept_optimizer(given, options.offload) if trains else given
@@ -291,7 +291,7 @@ def _plan(
             tiers.device_memory_limit,
         )
         needed = _host_bytes(plan, tiers)
-        ranks = {"ranks": repr(comm.topology), "sharers": len(comm.sharers), "backend_sums": comm.backend_sums}
+        ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}
         entries = build.signature(model, specs, given, builder, options.compared() | ranks)
         entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
@@ -319,7 +319,7 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
 def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
-    comm.separate()
+    comm.acquire_group()
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             plan.host = host_store(
@@ -338,7 +338,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
         others = other_entries(given.state)
         states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
     works = plan.overlap_step or plan.offloads_gradients
-    plan.threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
+    plan.threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     return states, others
 
 

@@ -49,10 +49,10 @@ class ShardOptions:
     broadcast: bool
     materialize: Materialize | None
 
-    def check(self, sharers: int, backend_sums: bool) -> None:
+    def check(self, shard_world_size: int, backend_sums: bool) -> None:
         """Raise TypeError, ValueError or NotImplementedError for an option that cannot be followed.
 
-        sharers: how many ranks share weights; backend_sums: whether the process group can add gradients by itself.
+        shard_world_size: how many ranks share weights; backend_sums: whether the process group can add gradients by itself.
         """
         if not _is_int(self.stage):
             raise TypeError(f"shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")
@@ -92,9 +92,9 @@ class ShardOptions:
         reshard = self.reshard_after_forward
         if not isinstance(reshard, int):
             raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
-        if _is_int(reshard) and (reshard < 1 or sharers % reshard):
+        if _is_int(reshard) and (reshard < 1 or shard_world_size % reshard):
             raise ValueError(
-                f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
+                f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size} ranks that share weights"
             )
         if not isinstance(reshard, bool) and self.stage != 3:
             raise ValueError(

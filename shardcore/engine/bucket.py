@@ -310,9 +310,9 @@ class Bucket:
         assert self.grad is not None
         return self.grad
 
-    def piece_slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        """View one rank's piece (Topology.place) of a buffer of the owned range: all of it, unless others own that, too."""
-        start, end = self.layout.shard_range(place)
+    def piece_slice(self, flat: torch.Tensor, piece: int) -> torch.Tensor:
+        """View a rank's `piece` (Topology.piece_index) of a buffer of the owned range (all of it, unless replicated)."""
+        start, end = self.layout.shard_range(piece)
         return flat[start - self.owned[0] : end - self.owned[0]]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
@@ -320,9 +320,9 @@ class Bucket:
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.owned_numel - self.host_grad.numel(), self.host_grad)]
 
-    def own_grads(self, place: int) -> list[torch.Tensor]:
+    def own_grads(self, piece: int) -> list[torch.Tensor]:
         """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
-        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(place))
+        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(piece))
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.compare import plain
+from shardcore.distributed.compare import json_value
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -212,13 +212,13 @@ def signature(
     entries += [f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
     for index, group in enumerate(optimizer.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
-        entries += [f"param_groups[{index}].{key}={plain(value)}" for key, value in group.items() if key != "params"]
+        entries += [f"param_groups[{index}].{key}={json_value(value)}" for key, value in group.items() if key != "params"]
     return [*entries, f"optimizer {type(optimizer).__name__}"]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
     state = optimizer.state.get(param) or {}
-    return " ".join(f"{key}={plain(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
+    return " ".join(f"{key}={json_value(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
 
 
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
@@ -299,7 +299,7 @@ class Builder:
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
         if self.lifetimes.owns_everything:
             return 0, layout.numel
-        first, last = self.comm.topology.owned(self.comm.rank)
+        first, last = self.comm.topology.owned_pieces(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
     def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:

@@ -65,7 +65,7 @@ class ReduceScatter:
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: deque[_Flight] = comm.keeps(deque())
+        self._flights: deque[_Flight] = comm.keep_alive(deque())
 
     def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
         """Start with one bucket; those that are too many in flight are finished."""

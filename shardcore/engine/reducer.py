@@ -33,7 +33,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import uneven
+from shardcore.distributed.compare import uneven_backwards
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
 from shardcore.engine.host_gradients import GradHome, HostGrads
 from shardcore.engine.loss_scale import LossScaler
@@ -165,7 +165,7 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
     rows = comm.all_gather_cpu(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
     counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
     if len(set(counts)) > 1:
-        raise uneven(counts)
+        raise uneven_backwards(counts)
     is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
@@ -179,9 +179,9 @@ TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket], place: int) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds the piece `place`."""
-        self.buckets, self.place = buckets, place
+    def __init__(self, buckets: Sequence[Bucket], piece: int) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds its `piece`."""
+        self.buckets, self.piece = buckets, piece
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
 
@@ -237,7 +237,7 @@ class ParamGrads:
             if shown is not None:
                 self._versions[bucket] = shown._version
             if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.place)])
+                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.piece)])
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -282,7 +282,7 @@ class Reducer:
         self.pool = BufferPool(device, weakly(self._forget))
         self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
         self._reduce_scatter = ReduceScatter(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
-        self.param_grads = ParamGrads(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
+        self.param_grads = ParamGrads(self.buckets, comm.topology.piece_index(comm.rank)) if lifetimes.owns_everything else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
@@ -296,7 +296,7 @@ class Reducer:
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
-        self._gathers: list[Started] = comm.keeps([])
+        self._gathers: list[Started] = comm.keep_alive([])
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
@@ -518,13 +518,13 @@ class Reducer:
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             topology, rank = self.comm.topology, self.comm.rank
             with scope("sum", bucket.unit):
-                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
-            owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
-            if len(owners) > 1:
+                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.piece_index(rank)), bucket.reduced)
+            replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
+            if len(replicas) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, owners, of=number)
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, replicas, of=number)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)

@@ -74,7 +74,7 @@ class Gatherer:
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, device: torch.device) -> None:
         """Serve `buckets`, whose shards are in place."""
         tiered = any(bucket.tier is not None for bucket in buckets)
-        self._comm, self._alone = comm, len(comm.sharers) == 1
+        self._comm, self._alone = comm, len(comm.shard_ranks) == 1
         self.apart = tiered or not self._alone
         cuda = tiered and device.type == "cuda"
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
@@ -110,7 +110,7 @@ class Gatherer:
             if arrived is not None:
                 arrived.wait()
             name, number = f"the weights of {bucket.unit or 'the root'}", 2 * self._number[bucket]
-            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.sharers, of=number)
+            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.shard_ranks, of=number)
 
     def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
         """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
@@ -161,7 +161,7 @@ class Unsharder:
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
-        self._lost: list[Any] = comm.keeps([])  # gathers that no code waits for, and their memory
+        self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
@@ -402,7 +402,7 @@ class Unsharder:
     def _reshard(self, unit: Unit, keep: bool = False) -> None:
         if unit.held:
             return
-        if keep and unit.unsharded and unit.kept is None and len(self._keepers) > 1 and len(self.comm.sharers) > 1:
+        if keep and unit.unsharded and unit.kept is None and len(self._keepers) > 1 and len(self.comm.shard_ranks) > 1:
             self._keep_part(unit)
         if unit.gathers is not None:
             self._wait(unit)

@@ -107,7 +107,7 @@ def predict(
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
     wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
-    wanted.check(len(comm.sharers), backend_sums=True)
+    wanted.check(len(comm.shard_ranks), backend_sums=True)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
     accept_optimizer(adam, wanted.offload)
     build.check_ownership(model, adam)
@@ -196,7 +196,7 @@ class _Step:
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
         self._levels = [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
-        self._owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+        self._replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
@@ -218,7 +218,7 @@ class _Step:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Return what a step sends once the order of units is known."""
-        world, sharers, micros = self.comm.world_size, len(self.comm.sharers), self.policy.accumulate
+        world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
@@ -234,9 +234,9 @@ class _Step:
 
         if not self.lifetimes.full_weight_resident:
             freed = [bucket for unit in self._passing[:-1] for bucket in unit.buckets]  # backward begins with the last
-            add("gather weights in forward", sharers, weights(self.buckets) * micros)
+            add("gather weights in forward", sharing, weights(self.buckets) * micros)
             kept = ", of parts kept" if self.keepers else ""
-            add(f"gather weights in backward{kept}", self.keepers or sharers, weights(freed) * micros)
+            add(f"gather weights in backward{kept}", self.keepers or sharing, weights(freed) * micros)
         for bucket in self._order:
             numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
             for ranks in self._levels:
@@ -244,11 +244,11 @@ class _Step:
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
             later = bucket.owned_numel * torch.float32.itemsize if bucket in self.cuts else first
-            add("gather gradients", len(self._owners), [first] + [later] * (reductions - 1))
+            add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
-            add("gather weights after the step", sharers, weights(b for b in self.buckets if b.group is not None))
+            add("gather weights after the step", sharing, weights(b for b in self.buckets if b.group is not None))
         return tuple(sent.values())
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
@@ -265,7 +265,7 @@ class _Step:
                 bucket.reduced = False
 
     def _move_weights(self, known: bool) -> None:
-        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        apart = len(self.comm.shard_ranks) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
         if self.lifetimes.full_weight_resident or not apart:
             return
         for unit in self.units:
@@ -362,7 +362,7 @@ class _Step:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
             self._give(bucket, whole)
-        if len(self._owners) == 1:
+        if len(self._replicas) == 1:
             self._keep_rest()
 
     def _let_leave(self, keep: int) -> None:
