@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.distributed.compare import as_bytes
+from shardcore.distributed.comm import as_bytes
 from shardcore.layout import FlatLayout, Piece
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
@@ -312,8 +312,12 @@ class Bucket:
 
     def piece_slice(self, flat: torch.Tensor, piece: int) -> torch.Tensor:
         """View a rank's `piece` (Topology.piece_index) of a buffer of the owned range (all of it, unless replicated)."""
+        start, end = self._piece_range(piece)
+        return flat[start:end]
+
+    def _piece_range(self, piece: int) -> tuple[int, int]:
         start, end = self.layout.shard_range(piece)
-        return flat[start - self.owned[0] : end - self.owned[0]]
+        return start - self.owned[0], end - self.owned[0]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
@@ -322,7 +326,7 @@ class Bucket:
 
     def own_grads(self, piece: int) -> list[torch.Tensor]:
         """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
-        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(piece))
+        start, end = self._piece_range(piece)
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:

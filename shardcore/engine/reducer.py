@@ -281,8 +281,11 @@ class Reducer:
         self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
         self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._reduce_scatter = ReduceScatter(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
-        self.param_grads = ParamGrads(self.buckets, comm.topology.piece_index(comm.rank)) if lifetimes.owns_everything else None
+        self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
+        topology, all_own = comm.topology, lifetimes.owns_everything
+        self._piece = topology.piece_index(comm.rank)
+        self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
+        self.param_grads = ParamGrads(self.buckets, self._piece) if all_own else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
@@ -422,7 +425,7 @@ class Reducer:
     @torch.no_grad()
     def _reduce_rest(self) -> None:
         self._launch_rest()
-        self._reduce_scatter.drain()
+        self._drain()
         late = agree_on_use(self.comm, self.params, self._late_params, self.count)
         if late:
             self._wait_gathers()
@@ -431,12 +434,16 @@ class Reducer:
                     self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
-            self._reduce_scatter.drain()
+            self._drain()
         self._wait_gathers()
         self.host_grads.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
+
+    def _drain(self) -> None:
+        for sent in self._reduce_scatter.drain():
+            self._finish(*sent)
 
     def _wait_gathers(self) -> None:
         gathers = [*self._gathers]
@@ -486,7 +493,8 @@ class Reducer:
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-            self._reduce_scatter.send(bucket, whole)
+            for sent in self._reduce_scatter.send(bucket, whole):
+                self._finish(*sent)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
@@ -516,15 +524,13 @@ class Reducer:
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
                 bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
-            topology, rank = self.comm.topology, self.comm.rank
             with scope("sum", bucket.unit):
-                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.piece_index(rank)), bucket.reduced)
-            replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
-            if len(replicas) > 1:
+                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, self._piece), bucket.reduced)
+            if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, replicas, of=number)
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, self._replicas, of=number)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)
