@@ -589,12 +589,12 @@ def _refusals_refusal(rank, world_size, shape, refusing):
 @pytest.mark.parametrize(
     ("shape", "refusing"), [((2,), [1]), ((3,), [0]), ((3,), [2, 1]), ((2, 2), [1]), ((2, 2), [3, 2])], ids=str
 )
-def test_a_rank_that_refuses_tells_the_others(shape, refusing):
+def test_what_one_rank_refuses_is_an_error_on_the_others(shape, refusing):
     results = run_ranks(math.prod(shape), _refusals_refusal, shape, refusing)
     for rank, (texts, untouched, same) in enumerate(results):
         for case, own, text in zip(CASES, CASES.values(), texts, strict=True):
             op = "clip_grad_norm_" if "clip_grad_norm_" in own else "FusedAdam"
-            told = f"ValueError: {op}: rank {min(refusing)} refused, so no rank wrote anything; its own error says why"
-            assert text.startswith(own) if rank in refusing else text == told, (case.__name__, text)
+            expected = f"ValueError: {op}: rank {min(refusing)} refused, so no rank wrote anything; its own error says why"
+            assert text.startswith(own) if rank in refusing else text == expected, (case.__name__, text)
         assert all(untouched), [case.__name__ for case, ok in zip(CASES, untouched, strict=True) if not ok]
         assert same
