@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import cached_property
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
-from shardcore.distributed.compare import as_bytes
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -205,7 +205,7 @@ class Comm:
         """Return the collectives since the last call, for ranks to compare: on NCCL, where their order matters; else none."""
         return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
-    @property
+    @cached_property
     def shard_ranks(self) -> Sequence[int]:
         """The ranks whose shards, in this order, are a full buffer."""
         return self.topology.shard_ranks(self.rank)
@@ -391,6 +391,11 @@ class Comm:
                 "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
                 "model trains (save its state dicts before, and shard a model anew after init_process_group)"
             ) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as flat bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

@@ -19,11 +19,6 @@ READS = (
 )
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as flat bytes."""
-    return tensor.view(-1).view(torch.uint8)
-
-
 def json_value(value: Any) -> Any:
     """Return a value as JSON has it: a tensor as its numbers."""
     return value.tolist() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Whole weights, gradients and states for whoever reads them, gathered from the parts that ranks own.
+"""Full weights, gradients and states for reads, gathered from the parts that ranks own.
 
 Before any whole value is read, ranks exchange which read of what it is, and whether one refuses: a difference is an error on
 every rank, and no rank takes one value for another.

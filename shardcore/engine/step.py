@@ -202,7 +202,7 @@ class Updater:
                     gather_next()
         except Exception as error:
             self._failure = error
-            while left:  # other ranks wait for them, and learn at the next step that this one refuses
+            while left:  # other ranks wait for them; at the next step this one refuses
                 gather_next()
         wait_all(works)
         self.raise_failure()
@@ -216,7 +216,7 @@ class Updater:
             ) from self._failure
 
     def count(self, plan: Plan) -> None:
-        """Learn that the plan's parameters are written, here or on the overlapped step's worker."""
+        """Note that the plan's parameters are written, here or on the overlapped step's worker."""
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
         for managed in plan.updated:
@@ -254,14 +254,14 @@ class Updater:
         The squares are those of each rank; where the device decides those of this rank's buckets, and nothing waits for them.
         Raises on all ranks if one refuses or differs in its terms.
         """
-        told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
-        digest = zlib.crc32("\n".join(told).encode())
-        said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
+        compared = [*ways, *self._compared(terms)] if self.comm.world_size > 1 else []
+        digest = zlib.crc32("\n".join(compared).encode())
+        head = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._device_step is not None:
-            rows = self.comm.all_gather_cpu(said, Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(head, Traffic.STEP, "a step")
         else:
-            rows = self.comm.all_gather_cpu(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(torch.cat([head, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
             squares = rows[:, 3:].contiguous()
         if problems:
             raise problems.pop()
@@ -269,13 +269,13 @@ class Updater:
             refusing = rows[:, 0].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
         if (rows[:, 1] != digest).any():
-            difference = first_difference(self.comm.gather_json(told))
+            difference = first_difference(self.comm.gather_json(compared))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
         self.loaded = ""
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all())
 
-    def _told(self, terms: Mapping[str, object]) -> list[str]:
+    def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
         options = (
             f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else json_value(group[key])}"
@@ -301,7 +301,7 @@ class Updater:
             managed.changes = ""
 
     def changed(self) -> str:
-        """Tell how many weights were loaded or edited since the last step; "" for none."""
+        """Say how many weights were loaded or edited since the last step; "" for none."""
         count = sum(bool(managed.changes) for managed in self._every())
         return f" after {count} of its weights were loaded or edited" if count else ""
 

@@ -9,7 +9,7 @@ Not predicted: activations, the model's buffers, and temporary memory of shard()
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,30 +17,21 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.reduce_scatter import MAX_IN_FLIGHT
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.split_store import cuts_of, parts_of, scratch_bytes
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.options import (
-    DTYPES,
-    Offload,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-)
+from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
 
@@ -73,10 +64,28 @@ class Prediction:
 
 
 class _Rank(Comm):
-    """A rank without a process group."""
+    """A rank without a process group, whose collectives send nothing."""
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+        self.uses_nccl = True  # which keeps no buffers of others
+
+    def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
+        return []
+
+    reduce_scatter = all_to_all
+
+
+class _ReduceScatter(ReduceScatter):
+    """The engine's, with sums that compute nothing."""
+
+    def _parts(self, flight: Any) -> Parts:
+        return _Unsummed(**vars(super()._parts(flight)))
+
+
+class _Unsummed(Parts):
+    def add_up(self, scale: Any, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+        return out
 
 
 def predict(
@@ -100,7 +109,7 @@ def predict(
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "backend_sums": True}
+    chosen = known | options | {"stage": stage}
     if chosen["process_group"] is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
@@ -113,18 +122,18 @@ def predict(
     if hybrid and per_node is None:
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
-    check_options(chosen | {"shard_world_size": len(comm.shard_ranks)})
+    wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
+    wanted.check(len(comm.shard_ranks), backend_sums=True)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam, chosen["offload"])
+    accept_optimizer(adam, wanted.offload)
     build.check_ownership(model, adam)
 
-    specs = plan_units(model, chosen["units"])
-    kept = build.kept_params(model, chosen["keep_fp32"])
-    precision = chosen["precision"]
-    builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, _META)
+    specs = plan_units(model, wanted.units)
+    kept = build.kept_params(model, wanted.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
     buckets = builder.plan(model, specs, adam)
-    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
-    tiers = offload_options(chosen["offload"], stage)
+    wanted.check_loss_scale({bucket.dtype for bucket in buckets})
+    tiers = wanted.tiers
     for bucket in buckets:
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
@@ -136,9 +145,9 @@ def predict(
         buckets,
         build.units_of(specs, buckets),
         LIFETIMES[stage],
-        reduce_policy(chosen, world_size),
-        keepers_of(chosen["reshard_after_forward"]),
-        world_size == 1 and not loss_scaler(chosen).active,
+        wanted.reduce_policy(world_size),
+        keepers_of(wanted.reshard_after_forward),
+        world_size == 1 and not wanted.loss_scaler().active,
         cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
     )
     step.fill_pools()
@@ -159,7 +168,7 @@ def predict(
 class _States(DeviceStore):
     """States on the meta device, counted on the tiers of `tiers`."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: Offload) -> None:
+    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
         super().__init__([])
         self.tier, self._tiers = tiers.optimizer or "device", tiers
         self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
@@ -210,7 +219,7 @@ class _Step:
         arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
         self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
-        self._flights: deque[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = deque()
+        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._whole: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
@@ -312,7 +321,8 @@ class _Step:
             missing[bucket] -= 1
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
-        self._land(0)
+        for bucket, full, _ in self._reduce_scatter.drain():
+            self._finish(bucket, full)
         self._let_leave(0)
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
@@ -324,27 +334,8 @@ class _Step:
         if whole.dtype != self._sent_dtype(bucket):
             sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
-        if self.comm.world_size == 1:
-            self._finish(bucket, whole)
-        else:
-            self._land(MAX_IN_FLIGHT - 1)
-            self._send(bucket, whole, 0, whole)
-
-    def _send(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
-        parts = len(self._levels[level]) if self.policy.backend_sums else 1
-        self._flights.append((bucket, whole, level, sent, self.pool.take(sent.numel() // parts, sent.dtype)))
-
-    def _land(self, keep: int) -> None:
-        while len(self._flights) > keep:
-            bucket, whole, level, sent, received = self._flights.popleft()
-            if level + 1 == len(self._levels):
-                self._finish(bucket, whole)
-            else:
-                sums = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
-                self._send(bucket, whole, level + 1, sums)
-            self.pool.give(received)
-            if sent is not whole:
-                self.pool.give(sent)
+        for done, full, _ in self._reduce_scatter.send(bucket, whole):
+            self._finish(done, full)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
