@@ -365,7 +365,7 @@ def _fill(
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
-    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
+    builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
 

@@ -140,7 +140,7 @@ class Managed:
     grad_view: what stage 0 shows as `param.grad`.
     step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
         how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
-    place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    storage, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
     changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
         and a load makes up for what was before it.
     """
@@ -156,11 +156,11 @@ class Managed:
     tried: int = 0
     cohort: int = 0
     grad_view: torch.Tensor | None = None
-    place: tuple[int, int] = (0, 0)
+    storage: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
 
-    def place_now(self) -> tuple[int, int]:
+    def storage_now(self) -> tuple[int, int]:
         """Return the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
         return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
 
@@ -282,7 +282,7 @@ class Bucket:
     def check_in_place(self, op: str) -> None:
         """Raise ValueError if a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast)."""
         for managed in self.params:
-            if managed.place_now() != managed.place or managed.param.dtype != self.dtype:
+            if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(
                     f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
                     "(do not re-assign .data, move or cast a sharded model, as Accelerate's prepare() and Trainer do on "

@@ -313,13 +313,13 @@ class Engine:
         self.read_all("state_dict", name or "the model")
         self.updater.warn_of_lost_edits("state_dict")
         # By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.managed.values()}
+        param_at = {(*managed.storage, managed.param.shape): managed.param for managed in self.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}
         for key, value in state_dict.items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
-                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
-                if place in param_at:
-                    keys.setdefault(param_at[place], []).append(key)
+                at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+                if at in param_at:
+                    keys.setdefault(param_at[at], []).append(key)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
             fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
