@@ -205,11 +205,10 @@ class _Watch:
             time.sleep(PAUSE_S)
             try:
                 self.look()
-            except (RuntimeError, dist.DistError) as error:  # the store is gone, or the groups are being destroyed
-                logger.debug("the watchdog cannot look: %s", error)
-                self._written = None
-            except Exception:
-                logger.warning("the watchdog cannot look", exc_info=True)
+            except Exception as error:
+                # The store is gone, or the groups are being destroyed: RuntimeError, or ValueError from get_rank().
+                ends = isinstance(error, RuntimeError | dist.DistError) or not dist.is_initialized()
+                logger.log(logging.DEBUG if ends else logging.WARNING, "the watchdog cannot look", exc_info=True)
                 self._written = None
 
     # --- the store ----------------------------------------------------------------------------------------------------

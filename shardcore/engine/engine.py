@@ -33,7 +33,7 @@ from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
-from shardcore.engine.units import Unit, in_backward, tensors_in
+from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
 
@@ -253,12 +253,7 @@ class Engine:
         if (unsharder := self.active_unsharder) is not None:
             if torch.compiler.is_compiling():
                 unsharder.warn_of_compiling()
-            if self.reducer.boundary.under_way and not in_backward():
-                raise RuntimeError(
-                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
-                    " each gathers and frees weights"
-                )
-            unsharder.begin_forward(module)
+            unsharder.begin_forward()
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
                 self.synchronize()

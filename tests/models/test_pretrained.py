@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import shardcore
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers", reason="real architectures need transformers")
 pytest.importorskip("safetensors", reason="reading files needs safetensors")
 
-from tests.models.architectures import VOCAB  # noqa: E402
+from tests.support.architectures import VOCAB  # noqa: E402
 
 _LLAMA = {
     "vocab_size": VOCAB,
