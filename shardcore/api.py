@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from shardcore.engine.host_gradients import GradHome, home_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
-from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes, host_store, parts_of
+from shardcore.engine.split_store import RatioTuner, SplitStore, split
 from shardcore.engine.state_store import DeviceStore, StateStore
 from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import Unsharder
@@ -332,11 +332,11 @@ def shard(
         updated = [bucket for bucket in buckets if bucket.group is not None]
         tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
         policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
-        far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
         if tiers.optimizer is not None:
-            needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
+            split(updated, tiers.ratio)
+            needed = host_bytes(updated, tiers.gradients is not None, tiers.params is not None)
         if tiers.gradients is not None:
-            needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
+            needed += home_bytes(updated, policy, comm.world_size == 1 and not scaler.active)
         if tiers.params is not None:
             needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
         entries = build.signature(model, specs, given, builder, options) + (filler.entries if filler is not None else [])
@@ -350,16 +350,14 @@ def shard(
 
     # Take memory, on the device and in the tier.
     comm.separate()
-    make_host = partial(
-        host_store,
+    make_host: Callable[[], CpuStore | SplitStore] = partial(
+        SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore,
         updated,
         device,
         tiers.pin_memory,
         tiers.pin_memory_limit,
-        ratio=tiers.ratio,
         grads_leave=tiers.gradients is not None,
         weights_here=tiers.params is not None,
-        changes=tiers.auto,
     )
     host: CpuStore | SplitStore | None
     store: StateStore
@@ -369,7 +367,7 @@ def shard(
             builder.allocate(bucket, None if host is None else host.copies)
         if tiers.optimizer is not None and host is None:
             host = make_host()
-        store = DeviceStore(updated) if host is None else host
+        store = DeviceStore(updated, device) if host is None else host
         others = other_entries(given.state)
         carried = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
     # Move the weights into it.
@@ -409,11 +407,10 @@ def shard(
             unsharder = Unsharder(parts, comm, device, reshard_after_forward, overlapped)
         home: GradHome | None = None
         if host is not None and tiers.gradients is not None:
-            home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        ratio_tuner, resplit = None, None
+            home = GradHome(host.copies, updated, threads)
+        ratio_tuner: RatioTuner | None = None
         if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            ratio_tuner = RatioTuner(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
-            resplit = host.resplit
+            ratio_tuner = RatioTuner(comm, device, host, tiers.device_memory_limit)
         engine = Engine(
             model,
             buckets,
@@ -430,7 +427,6 @@ def shard(
             overlapped,
             home,
             ratio_tuner,
-            resplit,
         )
     with build.together(comm, "taking over the optimizer's states"):
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried

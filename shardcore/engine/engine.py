@@ -54,22 +54,20 @@ class Engine:
         overlap_step: OverlapStep | None,
         home: GradHome | None,
         ratio_tuner: RatioTuner | None,
-        resplit: Callable[[float], Mapping[Bucket, int]] | None,
     ) -> None:
         """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
 
         unsharder: gathers weights around their use, None where they always are whole. overlap_step: runs a step after it has
         returned, None where steps are complete then. home: see Reducer. ratio_tuner: chooses the share of the states that is
-        in host memory, which `resplit` moves; it returns where in each owned range that begins.
+        in host memory, None where it stays.
         """
         self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)  # both keep the engine
         self.buckets, self.unmanaged, self.store = list(buckets), list(unmanaged), store
-        self.unsharder, self.scaler, self.overlap_step, self.ratio_tuner, self._resplit = (
+        self.unsharder, self.scaler, self.overlap_step, self.ratio_tuner = (
             unsharder,
             scaler,
             overlap_step,
             ratio_tuner,
-            resplit,
         )
         self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
@@ -258,14 +256,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
-        if (
-            set_to_none
-            and self.ratio_tuner is not None
-            and self._resplit is not None
-            and (ratio := self.ratio_tuner.take()) is not None
-        ):
+        if set_to_none and self.ratio_tuner is not None and self.ratio_tuner.chosen is not None:
             self.synchronize()
-            self.reducer.host_grads.recut(self._resplit(ratio))
+            self.ratio_tuner.resplit()
+            self.reducer.host_grads.shrink()
         for _, param in self.unmanaged:
             param.grad = None
 

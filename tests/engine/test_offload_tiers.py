@@ -2,15 +2,13 @@
 
 import itertools
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import shardcore
 from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.split_store import SplitStore
-from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.state_store import DeviceStore, Span
 from shardcore.estimate import predict
 from tests.choice import some
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
@@ -208,24 +206,10 @@ def test_the_device_works_while_the_first_chunks_come(monkeypatch: pytest.Monkey
 def test_a_step_like_the_last_one_cuts_and_views_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
     store = optimizer._engine.store
-    kept = [*store.on_device._views.values(), *store.on_cpu._parts.values()]
-    monkeypatch.setattr(SplitStore, "_near", None)
+    kept = [*store.on_device._lists.values(), *store.on_cpu._parts.values()]
+    monkeypatch.setattr(Span, "part", None)
     _step(model, optimizer, 2)
-    assert all(a is b for a, b in zip([*store.on_device._views.values(), *store.on_cpu._parts.values()], kept, strict=True))
-
-
-def test_a_split_keeps_no_gradient_when_states_are_read_or_a_step_is_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, _ = train(0, Run(steps=1, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
-    store = optimizer._engine.store
-    parts = [part for both in store._parts.values() for part in both]
-    loss_of(model, batch_of(1, 0, 0)).backward()
-    for bucket in store._parts:
-        store.read(bucket, "exp_avg")
-    assert [part.grad for part in parts] == [None] * len(parts)
-    monkeypatch.setattr(DeviceStore, "step", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert [part.grad for part in parts] == [None] * len(parts)
+    assert all(a is b for a, b in zip([*store.on_device._lists.values(), *store.on_cpu._parts.values()], kept, strict=True))
 
 
 def _idle_device(patch: pytest.MonkeyPatch) -> None:
@@ -237,16 +221,8 @@ def _idle_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def _cut_elsewhere(patch: pytest.MonkeyPatch) -> None:
-    """The CPU's part of weights and gradients begins a block later than its states do."""
-    bring = SplitStore._bring_grads
-
-    def shifted(store: SplitStore, bucket: Any) -> None:
-        bring(store, bucket)
-        far = store._parts[bucket][1]
-        if bucket.grad is not None and far.owned_numel > 512:
-            far.grad = bucket.grad.roll(-256)[-far.owned_numel :]
-
-    patch.setattr(SplitStore, "_bring_grads", shifted)
+    """The CPU's part of gradients begins a block later than its states do."""
+    patch.setattr("shardcore.engine.cpu_store._grad_of", lambda bucket: (bucket.grad.roll(-256), 0))
 
 
 @pytest.mark.parametrize("twin", [_idle_device, _idle_cpu, _cut_elsewhere])

@@ -247,7 +247,7 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
     """The worker's gathers and another collective would be on one group, from two threads."""
     model, optimizer = start(0, Run(stage=2), True)
     engine, left = optimizer._engine, []
-    for name in ("tell", "gather_rows"):
+    for name in ("all_gather_cpu", "gather_rows"):
         call = getattr(Comm, name)
         monkeypatch.setattr(
             Comm, name, lambda *given, call=call, **o: (left.append(len(engine.overlap_step._pending)), call(*given, **o))[1]
