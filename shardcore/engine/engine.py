@@ -198,8 +198,8 @@ class Engine:
                 self.ratio_tuner.updated = True
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
-        if plan is not None and self.overlap_step is not None:  # last: a signal handler may raise while it waits for the worker
-            self.overlap_step.hand_over(plan.spans, plan.hypers, plan.same_order)
+        if plan is not None and self.overlap_step is not None:  # last: it waits until the worker begins
+            self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
         if plan is not None and self.unsharder is not None:
             self.unsharder.renew()
 

@@ -24,7 +24,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
-from shardcore.engine.overlap_step import Worker, WorkerThreads, use_own_threads
+from shardcore.engine.overlap_step import Worker, WorkerThreads
 from shardcore.engine.reduce_scatter import Parts
 
 IN_FLIGHT = 2
@@ -101,7 +101,6 @@ class _Sum:
 
 @torch.no_grad()
 def _add(
-    threads: WorkerThreads | None,
     arrived: _C.CopyEvent,
     part: torch.Tensor,
     first: torch.Tensor,
@@ -110,7 +109,6 @@ def _add(
     own: torch.Tensor | None,
 ) -> torch.Tensor:
     """Add `part`, when it has arrived, to `first` in `total`; returns the squared norm of `own`, by default of `total`."""
-    use_own_threads(threads)
     arrived.synchronize()
     if first is not total:
         _C.cast([total], [first])
@@ -153,7 +151,7 @@ class HostGrads:
         place_bytes = adding_bytes(buckets, policy) // IN_FLIGHT
         self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = Worker("shardcore-add", None if home is None else home.threads, pool.device)
+        self._worker = Worker("shardcore-add", WorkerThreads(1) if home is None else home.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = comm.keeps(deque())
@@ -331,9 +329,11 @@ class HostGrads:
             bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
         total = bucket.host_grad
         own = bucket.own_grads(self._place)[-1] if len(self._owners) > 1 else None  # each takes the norm of its piece
-        far = self._worker.submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own)
-        self._adding[self._turn % IN_FLIGHT] = far
-        self._sums[bucket] = _Sum(far)
+        submit = self._worker.submit
+        far = self._watch("adding", lambda: submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own))
+        if far is not None:
+            self._adding[self._turn % IN_FLIGHT] = far
+            self._sums[bucket] = _Sum(far)
 
     def _end(self, leaving: _Leaving) -> None:
         """Give the device memory of one that has left back; what is added to the device's part is there."""
