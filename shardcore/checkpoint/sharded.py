@@ -198,13 +198,13 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
-        if engine.unsharder is not None and any(unit.open for unit in engine.unsharder.units):
+        if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
             raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
         return "that of the model"
 
     engine.together(_OP, check)
     if engine.unsharder is not None:
-        engine.unsharder.close_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
+        engine.unsharder.reshard_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
     name_of = {tensor: name for name, tensor in named.items()}
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
@@ -215,7 +215,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
         if engine.lifetimes.gathers_new_weights:
-            works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.sharers)
+            works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
         torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
         for managed in bucket.params:
             managed.version = managed.param._version

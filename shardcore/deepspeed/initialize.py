@@ -23,7 +23,7 @@ from shardcore.deepspeed.config import BatchSizes, Config, read_config
 from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
-from shardcore.distributed.launchers import follow_launcher, whole_number, world_told
+from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
 
 logger = logging.getLogger("shardcore")
@@ -123,7 +123,7 @@ def _start_process_group() -> None:
     """Start torch.distributed if the environment says how. It stays, whatever is raised afterwards."""
     follow_launcher(_OP)
     device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
-    if "RANK" not in os.environ and world_told()[1] == 1:
+    if "RANK" not in os.environ and launched_world_size()[1] == 1:
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
@@ -132,7 +132,7 @@ def _start_process_group() -> None:
             "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        whole_number(name)
+        env_int(name)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
 
 

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import cached_property
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -23,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.distributed import compare, watchdog
-from shardcore.distributed.compare import as_bytes
+from shardcore.distributed import watchdog
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -36,7 +36,7 @@ from shardcore.distributed.groups import (
     slots_of,
     taken_slots,
 )
-from shardcore.distributed.launchers import warn_of_idle_tasks, world_told
+from shardcore.distributed.launchers import launched_world_size
 from shardcore.distributed.topology import topology_of
 
 _A_NUMBER = 1 << 4
@@ -125,14 +125,12 @@ class Comm:
             raise ValueError(
                 "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
             )
-        elif (told := world_told())[1] > 1:
+        elif (told := launched_world_size())[1] > 1:
             raise ValueError(
                 f"shard: {told[0]} is {told[1]} but torch.distributed is not initialized (each rank would train alone); "
                 "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
                 "WORLD_SIZE=1 in the environment says that this process is to train alone"
             )
-        else:
-            warn_of_idle_tasks()
         self.topology = topology_of(self.world_size, ranks_per_node, sharded)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
@@ -142,7 +140,7 @@ class Comm:
         self._on_way: list[Any] = []
         self._log: watchdog.Log | None = None
 
-    def separate(self) -> None:
+    def acquire_group(self) -> None:
         """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
 
         Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
@@ -182,7 +180,7 @@ class Comm:
         """Where what ranks compare travels: the CPU, which waits for no device, wherever gloo is there for that."""
         return self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
 
-    def keeps(self, on_way: T) -> T:
+    def keep_alive(self, on_way: T) -> T:
         """Return `on_way`, a container of what travels: what is in it when this object goes stays with the group.
 
         Not on NCCL, which keeps the memory of what it was given itself.
@@ -208,10 +206,10 @@ class Comm:
         """Return, for ranks to compare, which collectives ran since the last call: on NCCL, where their order counts."""
         return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
-    @property
-    def sharers(self) -> Sequence[int]:
-        """The ranks whose owned ranges, in this order, make a whole buffer."""
-        return self.topology.sharers(self.rank)
+    @cached_property
+    def shard_ranks(self) -> Sequence[int]:
+        """The ranks whose shards, in this order, are a full buffer."""
+        return self.topology.shard_ranks(self.rank)
 
     @property
     def backend_sums(self) -> bool:
@@ -262,7 +260,7 @@ class Comm:
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
 
     def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> list[Started]:
-        """Start adding `sent` over all ranks as the backend does it; `received` gets this rank's piece (Topology.place)."""
+        """Start the backend's own sum of `sent` over all ranks; `received` gets this rank's piece (Topology.piece_index)."""
         if sent.numel() == 0:
             return []
         operation = self._start(name)
@@ -270,7 +268,7 @@ class Comm:
             work = _reduce_scatter(received, sent, group=self.group, async_op=True)
         else:
             pieces = sent.chunk(self.world_size)
-            of_ranks = [pieces[self.topology.place(rank)] for rank in range(self.world_size)]
+            of_ranks = [pieces[self.topology.piece_index(rank)] for rank in range(self.world_size)]
             work = dist.reduce_scatter(received, of_ranks, group=self.group, async_op=True)
         return self._started(operation, [work])
 
@@ -286,7 +284,10 @@ class Comm:
         if len(ranks) == 1 or whole.numel() == 0:
             return []
         if self.uses_nccl and in_order:
-            return self._gather_into(whole, self.group, name)
+            self._global(0)  # raises if the group is gone
+            flat = as_bytes(whole)
+            own = flat.chunk(self.world_size)[self.rank]
+            return self._started(self._start(name), [_all_gather(flat, own, group=self.group, async_op=True)])
         places = _pieces(whole, len(ranks))
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, of)
 
@@ -294,16 +295,6 @@ class Comm:
         """Start filling parts[i] from ranks[i], this rank's own already in place. Their sizes may differ, and be zero."""
         places = [as_bytes(part) for part in parts]
         return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, None)
-
-    def _gather_into(self, whole: torch.Tensor, group: dist.ProcessGroup | None, name: str) -> list[Started]:
-        self._global(0)  # raises if the group is gone
-        flat = as_bytes(whole)
-        size = flat.numel() // self.world_size
-        own = flat.narrow(0, self.rank * size, size)
-        if group is self.group:
-            return self._started(self._start(name), [_all_gather(flat, own, group=group, async_op=True)])
-        assert group is not None
-        return [Started(watchdog.log_of(group).start(name), [_all_gather(flat, own, group=group, async_op=True)])]
 
     def _exchange(
         self,
@@ -313,59 +304,64 @@ class Comm:
         name: str,
         ranks: Sequence[int],
         of: int | None,
+        host: dist.ProcessGroup | None = None,
     ) -> list[Started]:
-        """Start sending sent[i] to every other one of `ranks` and receiving received[i] from it, under a tag of its own.
+        """Start sending sent[i] to ranks[i] and receiving received[i] from it, for all other ranks, with a tag of its own.
 
-        What is empty is not sent.
+        Empty tensors are not sent. host: send over this gloo group instead.
         """
-        tag = self.tags.next(kind, of)
+        tag, group = self.tags.next(kind, of), host or self.group
         me, size = ranks.index(self.rank), len(ranks)
-        operations: list[tuple[Any, torch.Tensor, int]] = []
+        messages: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
             for call, data, rank in ((dist.irecv, received[source], ranks[source]), (dist.isend, sent[target], ranks[target])):
                 peer = self._global(rank)
                 if data.numel() > 0:
-                    operations.append((call, data, peer))
-        operation = self._start(name, ranks)
-        if self.uses_nccl and operations:  # as one group of calls: NCCL would wait for them one after the other
-            works = dist.batch_isend_irecv([dist.P2POp(call, data, peer, self.group) for call, data, peer in operations])
-            return self._started(operation, works)
+                    messages.append((call, data, peer))
+        if host is not None:
+            operation = watchdog.log_of(host).start(name)
+        else:
+            operation = self._start(name, ranks)
+            if self.uses_nccl and messages:  # as one group of calls: NCCL would wait for them one after the other
+                calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
+                return self._started(operation, dist.batch_isend_irecv(calls))
         with _explained(operation):
-            works = [call(data, peer, group=self.group, tag=tag) for call, data, peer in operations]
-        return self._started(operation, works)
+            works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
+        return [Started(operation, works)] if works else []
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
-        """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device."""
+        """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device.
+
+        kind: None before an engine exists, when ranks need not have sent the same messages before.
+        """
         if self.world_size == 1:
             return row.unsqueeze(0)
-        whole = torch.empty((self.world_size, *row.shape), dtype=row.dtype, device=row.device)
+        rows = row.repeat(self.world_size, *(1,) * row.ndim)
         if kind is None and not self.uses_nccl:
             operation = self._start(name)
             with _explained(operation):
-                work = dist.all_gather(list(whole.unbind(0)), row.contiguous(), group=self.group, async_op=True)
+                work = dist.all_gather(list(rows.unbind(0)), row.contiguous(), group=self.group, async_op=True)
             wait_all(self._started(operation, [work]))
         else:  # NCCL would copy each row of a list by a kernel of its own
-            whole[self.rank].copy_(row)
-            wait_all(self.all_gather(whole, kind or Traffic.READ, name))
-        return whole
+            wait_all(self.all_gather(rows, kind or Traffic.READ, name))
+        return rows
 
-    def all_gather_cpu(
-        self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT, read: int = 0
-    ) -> torch.Tensor:
-        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It travels on `compare_device`.
+    def all_gather_cpu(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
+        """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It is sent on `compare_device`.
 
-        name: see all_to_all. read: which of compare.READS this is for, for the error of ranks that are elsewhere.
+        kind, name: see gather_rows and all_to_all.
         """
         if self._slot.host is None:
             rows = self.gather_rows(row.to(self.compare_device, non_blocking=True), kind, name).cpu()
             self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
             return rows
-
-        def gather_on_host(whole: torch.Tensor) -> None:
-            wait_all(self._gather_into(whole, self._slot.host, name))
-
-        return compare.all_gather_cpu(row, kind or 0, read, self.rank, self.world_size, gather_on_host)
+        rows = row.repeat(self.world_size, *(1,) * row.ndim)
+        pieces, ranks = _pieces(rows, self.world_size), range(self.world_size)
+        wait_all(
+            self._exchange([pieces[self.rank]] * len(ranks), pieces, kind or Traffic.READ, name, ranks, None, self._slot.host)
+        )
+        return rows
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
@@ -396,6 +392,11 @@ class Comm:
                 "the process group of this sharded model is gone (destroy_process_group); expected it to stay as long as the "
                 "model trains (save its state dicts before, and shard a model anew after init_process_group)"
             ) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as flat bytes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:

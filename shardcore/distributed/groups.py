@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardcore.distributed.launchers import whole_number
+from shardcore.distributed.launchers import env_int
 
 logger = logging.getLogger("shardcore")
 
@@ -65,7 +65,7 @@ def own_gpu() -> torch.device:
     chosen, count = torch.cuda.current_device(), torch.cuda.device_count()
     if chosen != 0 or "LOCAL_RANK" not in os.environ or count == 1:
         return torch.device("cuda", chosen)
-    local = whole_number("LOCAL_RANK")
+    local = env_int("LOCAL_RANK")
     if not 0 <= local < count:
         raise ValueError(
             f"LOCAL_RANK is {local} but this machine has {count} CUDA devices; expected a process for each device at most"

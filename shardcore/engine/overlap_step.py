@@ -198,9 +198,9 @@ class OverlapStep:
         self._lock = threading.RLock()
         self.step_count = 0
         self._failure: tuple[str, BaseException] | None = None
-        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
+        self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._worker_gathers = self._gathers and not comm.uses_nccl
-        self._unfinished: list[_Update] = comm.keeps([])
+        self._unfinished: list[_Update] = comm.keep_alive([])
         # Modules that have parameters of their own, with the buckets of these.
         self._modules: list[tuple[weakref.ref[nn.Module], list[Bucket]]] = []
         self._modules_of: dict[Bucket, list[int]] = {bucket: [] for unit in units for bucket in unit.buckets}
@@ -366,7 +366,7 @@ class OverlapStep:
 
 def _gather(comm: Comm, bucket: Bucket) -> list[Started]:
     with scope("gather", bucket.unit):
-        return comm.all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", comm.sharers)
+        return comm.all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", comm.shard_ranks)
 
 
 @torch.no_grad()

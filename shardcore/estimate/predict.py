@@ -9,7 +9,7 @@ Not predicted: activations, buffers of the model, and what shard() and state_dic
 import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,16 +31,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.options import (
-    DTYPES,
-    Offload,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-)
+from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
 
@@ -102,7 +93,7 @@ def predict(
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "backend_sums": True}
+    chosen = known | options | {"stage": stage}
     if chosen["process_group"] is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
@@ -115,18 +106,18 @@ def predict(
     if hybrid and per_node is None:
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
-    check_options(chosen | {"sharers": len(comm.sharers)})
+    wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
+    wanted.check(len(comm.shard_ranks), backend_sums=True)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam, chosen["offload"])
+    accept_optimizer(adam, wanted.offload)
     build.check_ownership(model, adam)
 
-    specs = plan_units(model, chosen["units"])
-    kept = build.kept_params(model, chosen["keep_fp32"])
-    precision = chosen["precision"]
-    builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, _META)
+    specs = plan_units(model, wanted.units)
+    kept = build.kept_params(model, wanted.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
     buckets = builder.plan(model, specs, adam)
-    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
-    tiers = offload_options(chosen["offload"], stage)
+    wanted.check_loss_scale({bucket.dtype for bucket in buckets})
+    tiers = wanted.tiers
     for bucket in buckets:
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
@@ -140,9 +131,9 @@ def predict(
         buckets,
         build.units_of(specs, buckets),
         LIFETIMES[stage],
-        reduce_policy(chosen, world_size),
-        keepers_of(chosen["reshard_after_forward"]),
-        world_size == 1 and not loss_scaler(chosen).active,
+        wanted.reduce_policy(world_size),
+        keepers_of(wanted.reshard_after_forward),
+        world_size == 1 and not wanted.loss_scaler().active,
         {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
     )
     step.fill_pools()
@@ -163,7 +154,7 @@ def predict(
 class _States(DeviceStore):
     """States on meta, for what `tiers` says of their place."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: Offload) -> None:
+    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
         super().__init__([], _META)
         if tiers.optimizer is not None:
             self.tier = tiers.optimizer
@@ -199,7 +190,7 @@ class _Step:
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
         self._levels = [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
-        self._owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+        self._replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
@@ -221,7 +212,7 @@ class _Step:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Return what a step sends once the order of units is known."""
-        world, sharers, micros = self.comm.world_size, len(self.comm.sharers), self.policy.accumulate
+        world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
@@ -237,9 +228,9 @@ class _Step:
 
         if not self.lifetimes.full_weight_resident:
             freed = [bucket for unit in self._passing[:-1] for bucket in unit.buckets]  # backward begins with the last
-            add("gather weights in forward", sharers, weights(self.buckets) * micros)
+            add("gather weights in forward", sharing, weights(self.buckets) * micros)
             kept = ", of parts kept" if self.keepers else ""
-            add(f"gather weights in backward{kept}", self.keepers or sharers, weights(freed) * micros)
+            add(f"gather weights in backward{kept}", self.keepers or sharing, weights(freed) * micros)
         for bucket in self._order:
             numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
             for ranks in self._levels:
@@ -247,11 +238,11 @@ class _Step:
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
             later = bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
-            add("gather gradients", len(self._owners), [first] + [later] * (reductions - 1))
+            add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
-            add("gather weights after the step", sharers, weights(b for b in self.buckets if b.group is not None))
+            add("gather weights after the step", sharing, weights(b for b in self.buckets if b.group is not None))
         return tuple(sent.values())
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
@@ -268,7 +259,7 @@ class _Step:
                 bucket.reduced = False
 
     def _move_weights(self, known: bool) -> None:
-        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        apart = len(self.comm.shard_ranks) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
         if self.lifetimes.full_weight_resident or not apart:
             return
         for unit in self.units:
@@ -365,7 +356,7 @@ class _Step:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
             self._give(bucket, whole)
-        if len(self._owners) == 1:
+        if len(self._replicas) == 1:
             self._keep_rest()
 
     def _let_leave(self, keep: int) -> None:

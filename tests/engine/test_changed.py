@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardcore
-from shardcore.engine.build import Membership
+from shardcore.engine.engine import Membership
 from tests.engine.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.ranks import run_ranks
 

@@ -248,13 +248,15 @@ def test_a_group_of_all_ranks_can_be_made_after_one_of_some() -> None:
 def test_every_piece_is_reduced_once_and_owned_ranges_make_the_whole(nodes: int, per_node: int, replicate: bool) -> None:
     world = nodes * per_node
     topology = Topology(world, per_node, replicate)
-    assert sorted(topology.place(rank) for rank in range(world)) == list(range(world))
+    assert sorted(topology.piece_index(rank) for rank in range(world)) == list(range(world))
     for rank in range(world):
         held = list(range(world))
         for ranks in topology.levels(rank):
             size = len(held) // len(ranks)
             held = held[ranks.index(rank) * size :][:size]
-        assert held == [topology.place(rank)], "cutting level by level ends at the rank's piece"
-        ranges = [topology.owned(other) for other in topology.sharers(rank)]
+        assert held == [topology.piece_index(rank)], "cutting level by level ends at the rank's piece"
+        ranges = [topology.owned_pieces(other) for other in topology.shard_ranks(rank)]
         assert [piece for first, last in ranges for piece in range(first, last)] == list(range(world))
-        assert [topology.place(other) for other in topology.owners(rank)] == list(range(*topology.owned(rank)))
+        assert [topology.piece_index(other) for other in topology.replica_ranks(rank)] == list(
+            range(*topology.owned_pieces(rank))
+        )

@@ -13,7 +13,7 @@ import torch
 
 import shardcore
 from shardcore._native import _C
-from shardcore.distributed.machine import free_address_bytes, free_bytes
+from shardcore.distributed.machine import free_bytes
 from shardcore.engine.cpu_store import CpuStore, staging_bytes
 from shardcore.estimate import predict
 from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
@@ -314,19 +314,6 @@ def test_free_memory_of_the_older_groups(machine: Callable[[str, str], Path]) ->
     machine("sys/fs/cgroup/memory/memory.usage_in_bytes", "8000\n")
     machine("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 100\n")
     assert free_bytes(root) == 1100
-
-
-def test_a_limit_of_the_process_itself(machine: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "Max address space         {:<20} unlimited            bytes\n"
-    root = machine("proc/self/limits", "Max cpu time  unlimited  unlimited  seconds\n" + line.format("unlimited"))
-    assert free_address_bytes(root) is None
-    machine("proc/self/limits", line.format(10 * mmap.PAGESIZE))
-    machine("proc/self/statm", "7 3 2 1 0 4 0\n")
-    assert free_address_bytes(root) == 3 * mmap.PAGESIZE
-    monkeypatch.setattr("shardcore.distributed.machine.free_address_bytes", lambda: 3000)
-    with pytest.raises(MemoryError, match=r"for this rank, whose address space .`ulimit -v`. has 3000 bytes .* free; expected"):
-        train(0, Run(steps=0, shard={"offload": CPU_TIER}))
-    train(0, Run(steps=0))
 
 
 def test_free_memory_of_this_machine_is_known() -> None:

@@ -283,7 +283,7 @@ def _disagree(rank: int, world_size: int, how: str) -> str:
         ("nodes", ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
         ("group", ["process_group is 'all'; expected a process group"]),
         ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
-        ("tiers", ["offload=Offload(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
+        ("tiers", ["offload=OffloadOptions(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
         ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
         ("amsgrad", ["amsgrad=True", "amsgrad=False"]),
         ("state", ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),

@@ -275,7 +275,7 @@ def _group_of_a_left_backward(rank: int, world_size: int) -> list[bool]:
     free = []
     for left, again in ((False, False), (True, False), (True, True)):
         one = comm.Comm()
-        one.separate()
+        one.acquire_group()
         slot = one._slot
         one.start_backward()
         if again:

@@ -231,7 +231,8 @@ def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
 
 def _all_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "shardcore.distributed.topology.Topology.owned", lambda topology, rank: (topology.place(rank), topology.place(rank) + 1)
+        "shardcore.distributed.topology.Topology.owned_pieces",
+        lambda topology, rank: (topology.piece_index(rank), topology.piece_index(rank) + 1),
     )
 
 

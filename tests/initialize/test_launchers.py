@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.distributed.launchers import first_host, follow_launcher, warn_of_idle_tasks
+from shardcore.distributed.launchers import first_host, follow_launcher
 from tests.engine.models import hash_of_training, make_net
 from tests.initialize.test_engine import ds_config, start, train
 from tests.ranks import context, free_port, run_ranks
@@ -114,10 +114,7 @@ def test_what_torchrun_would_have_set(
         of_srun(3, 4) | {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"},
     ],
 )
-def test_one_process_of_a_job_trains_alone(
-    environment: pytest.MonkeyPatch, variables: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_idle_tasks.cache_clear()
+def test_one_process_of_a_job_trains_alone(environment: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     for name, value in variables.items():
         environment.setenv(name, value)
     if "RANK" in variables:
@@ -127,8 +124,6 @@ def test_one_process_of_a_job_trains_alone(
         assert dist.is_initialized() == ("RANK" in variables)
         model = make_net()
         shardcore.shard(model, shardcore.FusedAdam(model.parameters()))
-        in_batch_script = variables.get("SLURM_NTASKS") == "8"
-        assert caplog.text.count("SLURM_NTASKS is 8 but srun did not start this process") == in_batch_script
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
