@@ -134,7 +134,7 @@ def keepers_of(reshard_after_forward: bool | int) -> int:
 logger = logging.getLogger("shardcore")
 # Shown by torch.compile, too, where it must not cut the graph (fullgraph=True).
 _COMPILE_BLOCKS = (
-    "at stage 3 each unit gathers and frees weights, which a graph cannot hold, so it is cut there; compile the blocks "
+    "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut there; compile the blocks "
     "(for block in model.blocks: block.compile()), without fullgraph=True"
 )
 

@@ -1,9 +1,9 @@
-"""What a rank keeps in memory and sends in a step, computed from shapes: nothing is allocated and no other rank is needed.
+"""The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is allocated, no rank is started.
 
-Units, buckets, layouts and states are those that `shard` would make, on the meta device. Messages are formulas over the buckets
-(`_Step.transfers`). How large a buffer pool becomes depends on the order in which buffers are taken and given back, so
-`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate/test_predict.py compares all with real ranks.
-Not predicted: activations, buffers of the model, and what shard() and state_dict() need besides while they run.
+Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas over the buckets
+(`_Step.transfers`). The size of a buffer pool depends on the order in which buffers are taken and given back, so
+`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate compares all with real ranks.
+Not predicted: activations, the model's buffers, and temporary memory of shard() and state_dict().
 """
 
 import inspect
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.reduce_scatter import MAX_IN_FLIGHT
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.split_store import split, weight_scratch_bytes
 from shardcore.engine.state_store import DeviceStore
@@ -38,7 +38,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one step sends for one purpose: so many collectives, and `bytes` from this rank (it receives as many)."""
+    """The collectives of a step for one purpose, and the `bytes` that this rank sends (and receives) in them."""
 
     purpose: str
     collectives: int
@@ -47,10 +47,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
+    """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
-    resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the peak.
-    transfers: of one step.
+    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
     """
 
     numel: int
@@ -60,15 +59,33 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step."""
+        """Bytes that this rank sends per step."""
         return sum(transfer.bytes for transfer in self.transfers)
 
 
 class _Rank(Comm):
-    """A rank of a world that need not exist."""
+    """A rank without a process group, whose collectives send nothing."""
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+        self.uses_nccl = True  # which keeps no buffers of others
+
+    def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
+        return []
+
+    reduce_scatter = all_to_all
+
+
+class _ReduceScatter(ReduceScatter):
+    """The engine's, with sums that compute nothing."""
+
+    def _parts(self, flight: Any) -> Parts:
+        return _Unsummed(**vars(super()._parts(flight)))
+
+
+class _Unsummed(Parts):
+    def add_up(self, scale: Any, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+        return out
 
 
 def predict(
@@ -81,13 +98,12 @@ def predict(
     hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
-    """Return what `rank` of `world_size` ranks will keep and send after shard(model, optimizer, stage, **options).
+    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer, stage, **options).
 
-    model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
-    parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
-    ratio "auto" is predicted as it begins, as 1.
-    Raises ValueError or TypeError for what shard would refuse.
+    model: not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable parameters.
+    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over nodes.
+    Assumes that each parameter is used once per backward, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as 1, its start. Raises ValueError or TypeError as shard does.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
     for name in options:
@@ -152,7 +168,7 @@ def predict(
 
 
 class _States(DeviceStore):
-    """States on meta, for what `tiers` says of their place."""
+    """States on the meta device, counted on the tiers of `tiers`."""
 
     def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
         super().__init__([], _META)
@@ -197,7 +213,7 @@ class _Step:
         arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
         self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
-        self._flights: deque[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = deque()
+        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._whole: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
@@ -211,13 +227,13 @@ class _Step:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return what a step sends once the order of units is known."""
+        """Return what a step sends, once the order of units is known."""
         world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
         def add(purpose: str, ranks: int, sizes: Sequence[int]) -> None:
-            """Count a collective of `ranks` for each size, in bytes of the whole: a rank sends all but one of equal parts."""
+            """Count a collective of `ranks` per size, in bytes of the full buffer, of which a rank sends all parts but one."""
             parts = [size // ranks * (ranks - 1) for size in sizes if size and ranks > 1]
             if parts:
                 so_far = sent.get(purpose, Transfer(purpose, 0, 0))
@@ -248,7 +264,7 @@ class _Step:
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
 
     def fill_pools(self) -> None:
-        """Take steps until the pools no longer grow. In the first pass over the weights no unit is known to be the next."""
+        """Run steps until the pools no longer grow. The order of units is unknown in the first pass."""
         known, held = False, -1
         while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
             for micro in range(1, self.policy.accumulate + 1):
@@ -299,7 +315,8 @@ class _Step:
             missing[bucket] -= 1
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
-        self._land(0)
+        for bucket, full, _ in self._reduce_scatter.drain():
+            self._finish(bucket, full)
         self._let_leave(0)
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
@@ -311,27 +328,8 @@ class _Step:
         if whole.dtype != self._sent_dtype(bucket):
             sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
-        if self.comm.world_size == 1:
-            self._finish(bucket, whole)
-        else:
-            self._land(MAX_IN_FLIGHT - 1)
-            self._send(bucket, whole, 0, whole)
-
-    def _send(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
-        parts = len(self._levels[level]) if self.policy.backend_sums else 1
-        self._flights.append((bucket, whole, level, sent, self.pool.take(sent.numel() // parts, sent.dtype)))
-
-    def _land(self, keep: int) -> None:
-        while len(self._flights) > keep:
-            bucket, whole, level, sent, received = self._flights.popleft()
-            if level + 1 == len(self._levels):
-                self._finish(bucket, whole)
-            else:
-                sums = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
-                self._send(bucket, whole, level + 1, sums)
-            self.pool.give(received)
-            if sent is not whole:
-                self.pool.give(sent)
+        for done, full, _ in self._reduce_scatter.send(bucket, whole):
+            self._finish(done, full)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.step import Updater
-from tests.engine.late import SlowStore, start, stepped
-from tests.engine.models import Run, batch_of, hash_of_training
-from tests.engine.test_offload import tier_with
-from tests.ranks import run_ranks
+from tests.support.models import Run, batch_of, hash_of_training, stepped
+from tests.support.ranks import run_ranks
+from tests.support.schedules import SlowStore, start
+from tests.support.tiers import tier_with
 
 X = batch_of(99, 0, 0)[0]
 
@@ -225,8 +225,8 @@ def test_two_models_at_once() -> None:
 
 _SCRIPT = """
 import atexit, os, sys, torch
-from tests.engine.late import SlowStore, start, stepped
-from tests.engine.models import Run, hash_of
+from tests.support.schedules import SlowStore, start
+from tests.support.models import Run, hash_of, stepped
 
 plain, other = start(0, Run(stage=2), False)
 for step in range(3):

@@ -5,8 +5,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardcore.optim import CPUAdam
-
-from .helpers import params_of
+from tests.support.params import params_of
 
 
 def stepped(steps=3, make=CPUAdam):
