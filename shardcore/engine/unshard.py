@@ -285,7 +285,7 @@ class Unsharder:
         if unit.unsharded or unit.gathers is not None:
             return
         if self.overlap_step is not None:
-            self.overlap_step.wait(unit.buckets)
+            self.overlap_step.wait_for(unit.buckets)
         self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
@@ -405,7 +405,7 @@ class Unsharder:
         try:
             for unit in held:
                 if self.overlap_step is not None:
-                    self.overlap_step.wait(unit.buckets)
+                    self.overlap_step.wait_for(unit.buckets)
                 self._gather(unit)
             for unit in held:
                 self._wait(unit)
