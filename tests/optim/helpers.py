@@ -2,7 +2,6 @@
 
 import torch
 
-from shardcore.optim import step as batch
 from shardcore.optim.options import CheckedOptions
 
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.
@@ -40,5 +39,4 @@ def snapshot(optimizer):
 
 def plant_scalars(monkeypatch, hyper):
     """Let every step on the host, the long way and the short one, make its scalars by hyper(group, step, grad_scale)."""
-    monkeypatch.setattr(batch, "hyper_of", hyper)
     monkeypatch.setattr(CheckedOptions, "hyper", lambda self, *arguments: hyper(*arguments))

@@ -34,7 +34,7 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
     def wrong_rows(op, name, p):
         rows = rows_of(op, name, p)
         groups = {"replicas added": tuple(mesh.get_group(i) for i in range(mesh.ndim)), "own shard only": ()}[twin]
-        return dtensor.Rows(**{**rows.__dict__, "ranks": dtensor.Ranks(groups, ())})
+        return dtensor.Rows(**{**rows.__dict__, "groups": groups})
 
     with mock.patch.object(dtensor, "rows_of", wrong_rows) if twin else nullcontext():
         norm = shardcore.clip_grad_norm_(other.parameters(), max_norm).item()
