@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,37 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.checkpoint import sharded as sharded_state
-from shardcore.checkpoint.materialize import Materialize, plan_materialize
+from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
-from shardcore.distributed.machine import short_of_memory, worker_of
+from shardcore.distributed.machine import plan_worker, short_of_memory
 from shardcore.engine import build
-from shardcore.engine import hooks as model_io
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
-from shardcore.engine.engine import Engine
-from shardcore.engine.host_gradients import GradHome, home_bytes
+from shardcore.engine.cpu_store import host_bytes, warn_of_pageable
+from shardcore.engine.engine import Engine, Plan
+from shardcore.engine.hooks import attach
+from shardcore.engine.host_gradients import home_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
-from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes, host_store, parts_of
-from shardcore.engine.state_store import DeviceStore, StateStore
+from shardcore.engine.overlap_step import WorkerThreads
+from shardcore.engine.split_store import host_store, parts_of
+from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer, CPUAdam, EngineRef, engine_of, joined_state, other_entries
 from shardcore.optim.clip import reach_shards
-from shardcore.options import (
-    DTYPES,
-    NoOptimizer,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-    replace_optimizer,
-)
+from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 
 
 def _engine_of(op: str, thing: Any) -> Engine:
@@ -94,7 +82,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
     engine = _engine_of("full_params", next((p for p in params if engine_of(p) is not None), model))
-    with engine.unsharder.whole(params) if engine.unsharder is not None else nullcontext():
+    with engine.unsharder.full_params(params) if engine.unsharder is not None else nullcontext():
         yield
 
 
@@ -165,121 +153,96 @@ def shard(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, Any]:
-    """Partition the training state of `model` over the ranks; returns the same model and the optimizer to use. Collective.
+    """Partition the training state of `model` over ranks (ZeRO); returns the same model and the optimizer to use. Collective.
 
-    model: changed in place; class, parameter names and Parameter objects stay. It moves to the rank's device.
-    optimizer: FusedAdam or CPUAdam (the same object comes back), or torch's Adam or AdamW (a new FusedAdam comes back, which
-        shares its param_groups, so that schedulers made before go on working). Its state is carried into the shards, kept as
-        its options say, to the bits of the unsharded step. master=None is "fp32" here; with "split" the bfloat16 weights are
-        the upper half of the masters; with stochastic_rounding there is no master, and weights start rounded to nearest.
-        capturable=True (without offload): the device decides on each step, an lr tensor and step(grad_scale=) are read there,
-        and on one rank a whole iteration can be captured in a CUDA graph, after one without; a replay logs no skipped step,
-        and raises nothing at the minimum loss scale. Several ranks step outside of graphs, and do not compare such tensors.
-        None for a model that only runs forward (a teacher, a reward model), and None comes back: its weights are sharded at
-        stage 3, with offload={"params": "cpu"} in host memory, and whole on the device below. Gradients may flow through
-        it; where one reaches a parameter, backward raises RuntimeError.
+    The guide (docs/guide.md) has an example and says more of each option.
 
-    What is sharded:
+    Args:
+        model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay.
+        optimizer: FusedAdam or CPUAdam (returned), or torch's Adam or AdamW (replaced by a FusedAdam that shares its
+            param_groups). States that it has are carried into the shards. None for a model that only runs forward.
+        stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
+        units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
+            least number of parameters per unit.
+        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there; beside it
+            "gradients": "cpu" (stages 1 to 3), "params": "cpu" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
+            "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+        precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
+            masters, which start from the weights as given.
+        loss_scale: Of float16 weights: a LossScale, or a fixed number. None: `LossScale()` with "fp16", else no scaling.
+        keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
+        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype.
+        grad_dtype: "fp32" or "bf16", of the reduced gradient.
+        reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None: each parameter's own dtype.
+        clip_grad_norm: Clip to this global norm in every step.
+        accumulate: Backwards per step. Divide the loss by it yourself, as in torch.
+        sync_each: Reduce after each of these backwards (default at stages 2 and 3), or add locally and reduce once (at 0, 1).
+        overlap_step: `step()` returns before the weights are updated; each unit's forward waits for its own. Same bits.
+        reshard_after_forward: At stage 3, free full weights between forward and backward (True), keep them (False), or keep
+            them in parts on so many consecutive ranks (a number).
+        reduction: "ordered" adds gradients in rank order, in float32: the same bits on every backend and at every stage.
+            "nccl" leaves the sum to NCCL, in the dtype that is sent.
+        broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values, which nothing compares.
+        materialize: Fills a model on the meta device: None (`reset_parameters()` of each module), a callable that is given
+            each module, .safetensors files (a path, a list, a Hugging Face folder), or a list of files and a callable.
+        process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates over its first dimension and
+            shards over its second (hybrid sharding).
+        ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all placements, changes bits.
 
-    stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (ZeRO; arXiv:1910.02054).
-    units: what is gathered and reduced together: "auto" (the repeated blocks), a module class or several, a list of modules,
-        or the least number of parameters of a unit. The parts of torch's MultiheadAttention and TransformerEncoderLayer,
-        which read the weights of their parts without calling them, are no units of their own.
-    reshard_after_forward: at stage 3, True frees a unit's whole weights between its forward and its backward (fewer bytes),
-        False keeps them (one gather less); a number: so many consecutive ranks keep them together, a part each. At other
-        stages nothing is freed, and no number is accepted.
-    process_group: the ranks that share the model (default: all). A DeviceMesh of two dimensions replicates over the first and
-        shards over the second (hybrid sharding): whole weights never leave a node, gradients are added over both.
-        Of a part of the world: up to torch 2.13 its ranks must be in equally many process groups; with newer ones all ranks of
-        the world must have made equally many. Else ranks may wait for each other until the timeout.
-    ranks_per_node: add gradients over the ranks of a node, then over nodes (default: over all ranks in order, or as the mesh
-        says). It is part of the numerics: other values give other bits; stage, mesh, tier and units do not.
+    Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient; from stage 1 on it is None,
+    `full_grad` returns it, and `zero_grad()` forgets it. `state_dict()` of model and optimizer are full, from the masters
+    (float32), and collective. A step with a non-finite gradient is skipped on every rank. Weights may be edited in place
+    (not through `p.data`); at stage 3 inside `full_params`. Every rank runs the same number of backwards, and at stage 3 of
+    forwards, with the same units in the same order.
 
-    Where it lives:
+    Streams: a rank's work is queued on the current CUDA stream; collectives and copies run on streams of their own, which wait
+    for it and which it waits for.
 
-    offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and steps there, with up to 360 MiB
-        of staging a rank (20 bytes an element of the largest unit's shard; see `memory_report`). Beside it may stand
-        "gradients": "cpu" (from stage 1 on): reduced gradients leave for host memory during backward, and add up there.
-        "params": "cpu" (stage 3): so do the shards of weights, frozen ones too; each comes ahead of its unit's use.
-        "ratio": the share of each shard that the CPU updates, 0 to 1 (default 1), as DeepSpeed's; the device updates the
-        rest meanwhile. "auto" starts with 1, times three steps and forwards, and from the next zero_grad() that leaves
-        no gradients (set_to_none=True) on lets the device keep the least share that hides the CPU's part behind a forward
-        (with overlap_step), the same on all ranks, logged, and at most "device_memory_limit" bytes of states.
-        "pin_memory": page-lock the host buffers of copies to and from a GPU, so that copies overlap (default True);
-        "pin_memory_limit": at most so many bytes on this rank. What cannot be locked is pageable, with a warning.
-        "cpu_threads": of overlap_step's worker. Default: the machine's ranks keep one core each, and their workers share the
-        rest, at least one thread each. On Linux they stay on this rank's share of the cores, if it has one to spare.
-
-    Precision:
-
-    precision: None leaves every weight in its dtype; "bf16", "fp16" or "fp32" converts all of them (logged on rank 0, at level
-        INFO). bfloat16 and float16 weights have float32 masters, which start from the weights as given, before any
-        conversion. keep_fp32: module classes, or parameters by name, that are float32 in any case. cast_inputs: with "bf16"
-        or "fp16", cast floating inputs of the root forward to that dtype; outputs are not cast.
-    loss_scale: of float16 weights: backward runs on `optimizer.scale_loss(loss)`, and the reduction divides again, so every
-        gradient you see is unscaled. A LossScale follows the gradients; a number is fixed; 1.0 leaves scaling to you
-        (step(grad_scale=1 / s), or torch's GradScaler at stage 0). None is `LossScale()` with "fp16", else no scaling.
-    grad_dtype: "fp32" or "bf16", of the reduced gradient. reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send (sums are
-        float32 always); None sends each parameter's own dtype, and float32 for micro-steps added locally. One rank alone
-        sends nothing, and its gradients stay as they are.
-    reduction: "ordered" adds gradients in float32, in rank order: the same bits on every backend and at every stage. "nccl"
-        leaves the sum to NCCL (reduce_scatter), in the dtype that travels and an order of its own, so its bits may depend
-        on NCCL, the machines, stage and units. float16 is divided by the number of ranks first.
-
-    Steps:
-
-    clip_grad_norm: global norm to clip to in every step.
-    accumulate: how many backwards make a step. sync_each: reduce each of them and add the results (default from stage 2 on);
-        False adds locally in float32 and reduces once. Divide the loss by `accumulate` yourself, as in torch.
-    overlap_step: `step()` returns once norm, clipping and options are fixed, and weights are updated while training goes on,
-        unit by unit in the order of the last forward: the same bits. Each unit's forward waits for its own weights, backward
-        and the next step for all; so does what asks the model or the optimizer for values (parameters(), state_dict,
-        deepcopy, eval(), full_params, the "params" of `optimizer.param_groups`, ...). Only references to parameters taken
-        before the step need `optimizer.synchronize()`, and so does `destroy_process_group`. An error of such a step is
-        raised by every later call that waits. With states on a GPU steps are asynchronous anyway, and nothing changes. On
-        NCCL at stages 1 and 2 reading weights that are not gathered yet is an error, since one rank may read alone: every
-        rank calls `optimizer.synchronize()`, or runs forward, before.
-
-    How weights start:
-
-    broadcast: take rank 0's weights and buffers. If False, every rank must have the same values: nothing compares them.
-    materialize: fills a model built under `torch.device("meta")` (and the optimizer over it) straight into shards, with at most
-        one unit in memory beside them. Default: each module's `reset_parameters()`, in models of the transformers package
-        their `_init_weights` (their folders are read as `from_pretrained` reads them). Or a callable, which is given each
-        module that owns such parameters or buffers, on the rank's device and full of NaN, to fill in place; modules come in
-        the model's order, so one seed gives the bits of building there, unless the model draws in another order or
-        initializes again what its modules did. A tied weight takes what the first of its modules makes. Or .safetensors
-        files under the model's names: a path, a list, or a folder in Hugging Face's layout, the same on all ranks; each rank
-        reads what it keeps, and masters start from the files' values. What no file has must be in memory, or comes from a
-        callable in the list (`[folder, fill]`), as non-persistent buffers do (transformers models make those themselves).
-
-    Afterwards:
-
-    - Gradients are reduced during backward. At stage 0 `p.grad` is then the averaged gradient (not between micro-steps that
-      add locally), a view that the next backward reuses: clone what you keep, edit it in place, not through `.data`. From
-      stage 1 on it is None (`full_grad` gives it), and only `zero_grad()` of model or optimizer forgets gradients. Clip with
-      `clip_grad_norm`, `shardcore.clip_grad_norm_`, or torch.nn.utils' own functions on every rank: from the first `shard` at
-      stage 1 to 3 on these reach sharded parameters, unless they were imported by name before it. They clip what the step
-      uses: averaged, unscaled gradients. One that is not finite skips the step even if `clip_grad_value_` would hide it.
-    - Weights may be edited in place, not through `p.data`: float32 masters do not get that, and state dicts warn of it by name
-      (without masters it counts, at stage 3 in `full_params`). At stage 3 weights are whole only during their unit's forward
-      and backward, in calls of modules that lie in no unit but the root, and in `full_params`. An edit of a split master's
-      weight is kept to the precision of bfloat16.
-    - `model.state_dict()` and `optimizer.state_dict()` are whole, from the masters (float32), and collective. Frozen parameters
-      have no master, so they keep the dtype of the weights there.
-    - A step with a non-finite gradient is skipped on every rank; on a GPU without offload a later step logs it, or
-      raises the error at the minimum loss scale.
-    - Every rank runs the same number of backwards; at stage 3 also of forwards, with the same units in the same order.
-    - On CPUs BatchNorm's weights stay float32, as its statistics are: name it in `keep_fp32`.
-
-    Raises ValueError or TypeError on every rank, with nothing changed, for bad arguments and for ranks that disagree;
-    NotImplementedError for what is not built yet; OSError for files that are not there; MemoryError where a machine's ranks
-    would take more host memory than it has free. RuntimeError on every rank if one cannot take memory (nothing changed, if
-    it says so), or fails in `materialize` or a copy: then the model is partly made, and to be built anew.
+    Raises:
+        ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where ranks disagree.
+        NotImplementedError: For what is not built yet.
+        OSError: For files that cannot be read.
+        MemoryError: Where the ranks of a machine would take more host memory than it has free.
+        RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in `materialize` or in a copy (the
+            model is partly made: build it anew).
     """
     given: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may go alone
+        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may be offloaded alone
+    options = ShardOptions(
+        stage=stage,
+        units=units,
+        offload=offload,
+        precision=precision,
+        loss_scale=loss_scale,
+        keep_fp32=keep_fp32,
+        cast_inputs=cast_inputs,
+        grad_dtype=grad_dtype,
+        reduce_dtype=reduce_dtype,
+        clip_grad_norm=clip_grad_norm,
+        accumulate=accumulate,
+        sync_each=sync_each,
+        overlap_step=overlap_step,
+        reshard_after_forward=reshard_after_forward,
+        reduction=reduction,
+        broadcast=broadcast,
+        materialize=materialize,
+    )
+    plan, filler = _plan(model, given, options, process_group, ranks_per_node)
+    states, others = _allocate(plan, given, options.tiers)
+    _fill(plan, filler, given, states, options)
+    _start(plan, given, states, others, input_dtype=plan.builder.dtype if cast_inputs and precision != "fp32" else None)
+    return model, None if optimizer is None else plan.optimizer
+
+
+def _plan(
+    model: nn.Module,
+    given: Any,
+    options: ShardOptions,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    ranks_per_node: int | None,
+) -> tuple[Plan, FromInit | FromFiles | None]:
+    """Check everything on every rank and compare it; nothing changes. Returns the plan, and what gives values to weights."""
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
@@ -291,55 +254,46 @@ def shard(
             dist.get_rank(),
             dist.get_world_size(),
         )
-    options: dict[str, Any] = {
-        "stage": stage,
-        "offload": offload,
-        "precision": precision,
-        "loss_scale": loss_scale,
-        "grad_dtype": grad_dtype,
-        "reduce_dtype": reduce_dtype,
-        "clip_grad_norm": clip_grad_norm,
-        "accumulate": accumulate,
-        "sync_each": sync_each,
-        "cast_inputs": cast_inputs,
-        "overlap_step": overlap_step,
-        "reshard_after_forward": reshard_after_forward,
-        "reduction": reduction,
-        "broadcast": broadcast,
-        "ranks": repr(comm.topology),
-        "sharers": len(comm.sharers),
-        "backend_sums": comm.backend_sums,
-    }
-    # Check and plan on this rank; nothing changes before all ranks agree.
+    plan: Any = None
+    filler = None
     entries: list[Any] = []
     needed = 0
     try:
-        check_options(options)
+        options.check(len(comm.shard_ranks), comm.backend_sums)
         build.check_model(model, alone=comm.world_size == 1)
-        adam = given if optimizer is None else accept_optimizer(given, offload)
+        trains = not isinstance(given, NoOptimizer)
+        adam = accept_optimizer(given, options.offload) if trains else given
         build.check_ownership(model, given)
-        device = _rank_device(comm, model, adam, offload)
-        specs = plan_units(model, units)
-        kept = build.kept_params(model, keep_fp32)
-        builder = build.Builder(
-            comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, device, optimizer is not None
-        )
+        device = _rank_device(comm, model, adam, options.offload)
+        specs = plan_units(model, options.units)
+        kept = build.kept_params(model, options.keep_fp32)
+        builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
         build.check_norms(model, builder)
         build.check_states(given, builder)
-        filler = plan_materialize(model, materialize)
+        filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, adam)
-        check_loss_scale(loss_scale, precision, {bucket.dtype for bucket in buckets})
-        updated = [bucket for bucket in buckets if bucket.group is not None]
-        tiers = options["offload"] = offload_options(offload, stage)  # ranks may spell it differently
-        policy, scaler = reduce_policy(options, comm.world_size), loss_scaler(options)
-        far = [parts_of(bucket, tiers.ratio)[1] for bucket in updated]
-        if tiers.optimizer is not None:
-            needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
-        if tiers.gradients is not None:
-            needed += home_bytes(far, policy, comm.world_size == 1 and not scaler.active)
-        if tiers.params is not None:
-            needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in buckets)
-        entries = build.signature(model, specs, given, builder, options) + (filler.entries if filler is not None else [])
+        options.check_loss_scale({bucket.dtype for bucket in buckets})
+        policy, scaler, tiers = options.reduce_policy(comm.world_size), options.loss_scaler(), options.tiers
+        plan = Plan(
+            model,
+            adam,
+            comm,
+            builder,
+            build.units_of(specs, buckets),
+            buckets,
+            policy,
+            scaler,
+            options.clip_grad_norm,
+            options.overlap_step,
+            options.reshard_after_forward,
+            tiers.gradients is not None,
+            tiers.ratio,
+            tiers.device_memory_limit,
+        )
+        needed = _host_bytes(plan, tiers)
+        ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}
+        entries = build.signature(model, specs, given, builder, options.compared() | ranks)
+        entries += filler.entries if filler is not None else []
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
@@ -347,109 +301,97 @@ def shard(
         agree(comm, problem or short, entries)
     finally:
         problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
+    return plan, filler
 
-    # Take memory, on the device and in the tier.
-    comm.separate()
-    make_host = partial(
-        host_store,
-        updated,
-        device,
-        tiers.pin_memory,
-        tiers.pin_memory_limit,
-        ratio=tiers.ratio,
-        grads_leave=tiers.gradients is not None,
-        weights_here=tiers.params is not None,
-        changes=tiers.auto,
-    )
-    host: CpuStore | SplitStore | None
-    store: StateStore
+
+def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
+    """Return the bytes of host memory that offload takes on this rank."""
+    far, needed = [parts_of(bucket, tiers.ratio)[1] for bucket in plan.updated], 0
+    if tiers.optimizer is not None:
+        needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
+    if tiers.gradients is not None:
+        needed += home_bytes(far, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
+    if tiers.params is not None:
+        needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
+    return needed
+
+
+def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
+    comm = plan.comm
+    comm.acquire_group()
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
-        host = make_host() if tiers.params is not None else None  # the shards of weights lie in its tier
-        for bucket in buckets:
-            builder.allocate(bucket, None if host is None else host.copies)
-        if tiers.optimizer is not None and host is None:
-            host = make_host()
-        store = DeviceStore(updated) if host is None else host
+        if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
+            plan.host = host_store(
+                plan.updated,
+                plan.device,
+                tiers.pin_memory,
+                tiers.pin_memory_limit,
+                ratio=tiers.ratio,
+                grads_leave=tiers.gradients is not None,
+                weights_here=tiers.params is not None,
+                changes=tiers.auto,
+            )
+        for bucket in plan.buckets:
+            plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
+        plan.store = DeviceStore(plan.updated) if plan.host is None else plan.host
         others = other_entries(given.state)
-        carried = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
-    # Move the weights into it.
-    if comm.rank == 0 and (conversions := builder.conversions(model)):
-        logger.info("shard: precision=%r converts parameters: %s", precision, conversions)
-    if adam is not given:
-        replace_optimizer(given, adam, speak=comm.rank == 0)
+        states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
+    works = plan.overlap_step or plan.offloads_gradients
+    plan.threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
+    return states, others
+
+
+def _fill(
+    plan: Plan, filler: FromInit | FromFiles | None, given: Any, states: Mapping[Any, Any], options: ShardOptions
+) -> None:
+    """Move the weights, or those that `filler` makes, into their memory. Collective."""
+    builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
+    if first and (conversions := builder.conversions(plan.model)):
+        logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
+    if plan.optimizer is not given:
+        replace_optimizer(given, plan.optimizer, speak=first)
     for bucket in buckets:
-        builder.fill(bucket, store, broadcast)
-    frozen = [(name, param) for name, param in model.named_parameters() if not builder.updates(param)]
+        builder.fill(bucket, plan.store, options.broadcast)
     idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
-    if idle and stage > 0 and comm.rank == 0:
+    if idle and not builder.lifetimes.owns_everything and first:
         logger.warning(
             "shard: no group of the optimizer has these trainable parameters, so nothing updates them (from stage 1 on their "
             "gradients are in no p.grad that another optimizer could use; freeze them, or add them): %s",
             ", ".join(idle),
         )
-    lost = [name for name, param in frozen if param in carried]
-    if lost and comm.rank == 0:
+    lost = [name for name, param in plan.frozen if param in states]
+    if lost and first:
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
-    rest = [*(param for _, param in frozen if param not in sharded), *model.buffers()]
-    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], broadcast)
+    rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
+    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
-        filler.fill(builder, buckets, store, broadcast)
+        filler.fill(builder, buckets, plan.store, options.broadcast)
 
-    # Start the engine and hand it the optimizer's states.
-    parts = build.units_of(specs, buckets)
-    works = overlap_step or tiers.gradients is not None
-    threads = WorkerThreads(*worker_of(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
-    with build.together(comm, "starting the engine"):
-        overlapped: OverlapStep | None = None
-        if overlap_step and (device.type == "cpu" or store.tier != "device"):  # else steps are asynchronous by themselves
-            overlapped = OverlapStep(model, parts, store, comm, LIFETIMES[stage], device, threads, adam.param_groups)
-        unsharder: Unsharder | None = None
-        if not LIFETIMES[stage].full_weight_resident:
-            unsharder = Unsharder(parts, comm, device, reshard_after_forward, overlapped)
-        home: GradHome | None = None
-        if host is not None and tiers.gradients is not None:
-            home = GradHome(host.copies, cuts_of(updated, tiers.ratio), threads)
-        ratio_tuner, resplit = None, None
-        if isinstance(host, SplitStore) and tiers.device_memory_limit is not None:
-            ratio_tuner = RatioTuner(comm, device, host.seconds, tiers.device_memory_limit, partial(device_bytes, updated))
-            resplit = host.resplit
-        engine = Engine(
-            model,
-            buckets,
-            frozen,
-            store,
-            comm,
-            LIFETIMES[stage],
-            policy,
-            clip_grad_norm,
-            adam,
-            device,
-            unsharder,
-            scaler,
-            overlapped,
-            home,
-            ratio_tuner,
-            resplit,
-        )
-    with build.together(comm, "taking over the optimizer's states"):
+
+def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], input_dtype: torch.dtype | None) -> None:
+    """Start the engine and hand it the optimizer's states. Collective."""
+    adam: Any = plan.optimizer
+    with build.together(plan.comm, "starting the engine"):
+        engine = Engine(plan)
+    with build.together(plan.comm, "taking over the optimizer's states"):
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
         adam._repeat = None  # it holds the whole states
-        engine.state_io.carry(carried)
+        engine.state_io.carry(states)
         engine.go_on_from(None)
-        if optimizer is not None:  # from now on the engine has that state
+        if plan.builder.trains:  # from now on the engine has that state
             adam._skipped, adam._device_state = adam.skipped_steps, None
-        model_io.attach(model, engine, builder.dtype if cast_inputs and precision != "fp32" else None)
+        attach(plan.model, engine, input_dtype)
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine
-        for name, param in frozen if optimizer is None else ():
+        for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
                 build.refuse_backward(name, param)
-    if stage > 0:
+    if not plan.builder.lifetimes.owns_everything:
         reach_shards()
-    if host is not None:
-        warn_of_pageable(host.copies)
-    return model, None if optimizer is None else adam
+    if plan.host is not None:
+        warn_of_pageable(plan.host.copies)
 
 
 # --- agreement between ranks -------------------------------------------------------------------------------------------
@@ -458,9 +400,9 @@ def shard(
 def _join(
     group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None, gpu: torch.device | None
 ) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node, gpu); or the way to those who wait for this rank, and what it must tell them.
+    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
 
-    A rank that `group` does not contain raises at once: nobody waits for it.
+    A rank that `group` does not contain raises at once: no other rank waits for it.
     """
     problem: Exception | None = None
     for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):

@@ -8,6 +8,7 @@ The boundary is also the block of the norm and of 8-bit states, so no block is e
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 BLOCK = 256
 
@@ -47,7 +48,7 @@ class FlatLayout:
     world_size: int
     shard_numel: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Length of the whole buffer in elements, padding included."""
         return self.shard_numel * self.world_size

@@ -3,14 +3,17 @@
 import logging
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
+from shardcore.engine.units import UnitPolicy
 from shardcore.optim import AdamOptimizer, FusedAdam, check_capturable
 
 logger = logging.getLogger("shardcore")
@@ -24,99 +27,136 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise TypeError, ValueError or NotImplementedError for an option of shard that it cannot follow."""
-    stage = options["stage"]
-    if not _is_int(stage):
-        raise TypeError(f"shard: stage is {stage!r}; expected 0, 1, 2 or 3")
-    if stage not in LIFETIMES:
-        raise ValueError(f"shard: stage is {stage}; expected 0, 1, 2 or 3")
-    for name, choices in CHOICES.items():
-        if options[name] not in choices:
-            expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
-            raise ValueError(f"shard: {name} is {options[name]!r}; expected {expected}")
-    for name in ("cast_inputs", "broadcast", "overlap_step"):
-        if not isinstance(options[name], bool):
-            raise TypeError(f"shard: {name} is {options[name]!r}; expected True or False")
-    if options["sync_each"] is not None and not isinstance(options["sync_each"], bool):
-        raise TypeError(f"shard: sync_each is {options['sync_each']!r}; expected True, False or None")
-    clip = options["clip_grad_norm"]
-    if clip is not None:
-        if isinstance(clip, bool) or not isinstance(clip, int | float):
-            raise TypeError(f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip")
-        if not clip > 0 or sys.float_info.max < clip < math.inf:  # an int may be too large for a float
-            raise ValueError(f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to clip")
-    accumulate = options["accumulate"]
-    if not _is_int(accumulate):
-        raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
-    if accumulate < 1:
-        raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
-    if options["reduction"] == "nccl" and not options["backend_sums"]:
-        raise ValueError(
-            'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on every '
-            'backend), or init_process_group("nccl")'
-        )
-    threads = offload_options(options["offload"], stage).cpu_threads
-    if threads is not None and not options["overlap_step"]:
-        raise ValueError(
-            f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
-            "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
-        )
-    reshard, sharers = options["reshard_after_forward"], options["sharers"]
-    if not isinstance(reshard, int):
-        raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
-    if _is_int(reshard) and (reshard < 1 or sharers % reshard):
-        raise ValueError(
-            f"shard: reshard_after_forward is {reshard}; expected a divisor of {sharers}, the ranks that share weights"
-        )
-    if not isinstance(reshard, bool) and stage != 3:
-        raise ValueError(
-            f"shard: reshard_after_forward is {reshard} at stage {stage}, which keeps them; expected stage 3, or no number"
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """The options of shard, under its names and as given; `check` refuses what cannot be followed."""
+
+    stage: int
+    units: UnitPolicy
+    offload: Mapping[str, Any] | None
+    precision: str | None
+    loss_scale: LossScale | float | None
+    keep_fp32: Sequence[Any]
+    cast_inputs: bool
+    grad_dtype: str
+    reduce_dtype: str | None
+    clip_grad_norm: float | None
+    accumulate: int
+    sync_each: bool | None
+    overlap_step: bool
+    reshard_after_forward: bool | int
+    reduction: str
+    broadcast: bool
+    materialize: Materialize | None
+
+    def check(self, shard_world_size: int, backend_sums: bool) -> None:
+        """Raise TypeError, ValueError or NotImplementedError for an option that cannot be followed.
+
+        shard_world_size: how many ranks share weights; backend_sums: whether the process group can add gradients by itself.
+        """
+        if not _is_int(self.stage):
+            raise TypeError(f"shard: stage is {self.stage!r}; expected 0, 1, 2 or 3")
+        if self.stage not in LIFETIMES:
+            raise ValueError(f"shard: stage is {self.stage}; expected 0, 1, 2 or 3")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+                raise ValueError(f"shard: {name} is {getattr(self, name)!r}; expected {expected}")
+        for name in ("cast_inputs", "broadcast", "overlap_step"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"shard: {name} is {getattr(self, name)!r}; expected True or False")
+        if self.sync_each is not None and not isinstance(self.sync_each, bool):
+            raise TypeError(f"shard: sync_each is {self.sync_each!r}; expected True, False or None")
+        clip = self.clip_grad_norm
+        if clip is not None:
+            if isinstance(clip, bool) or not isinstance(clip, int | float):
+                raise TypeError(f"shard: clip_grad_norm is {clip!r}; expected a number, or None not to clip")
+            if not clip > 0 or sys.float_info.max < clip < math.inf:  # an int may be too large for a float
+                raise ValueError(f"shard: clip_grad_norm is {clip}; expected a positive number, or None not to clip")
+        accumulate = self.accumulate
+        if not _is_int(accumulate):
+            raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
+        if accumulate < 1:
+            raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
+        if self.reduction == "nccl" and not backend_sums:
+            raise ValueError(
+                'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on '
+                'every backend), or init_process_group("nccl")'
+            )
+        threads = self.tiers.cpu_threads
+        if threads is not None and not self.overlap_step:
+            raise ValueError(
+                f'shard: offload["cpu_threads"] is {threads} but overlap_step is False; expected None (a step that is complete '
+                "when it returns uses torch's threads: torch.set_num_threads), or overlap_step=True"
+            )
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, int):
+            raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
+        if _is_int(reshard) and (reshard < 1 or shard_world_size % reshard):
+            raise ValueError(
+                f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size}, the ranks that share "
+                "weights"
+            )
+        if not isinstance(reshard, bool) and self.stage != 3:
+            raise ValueError(
+                f"shard: reshard_after_forward is {reshard} at stage {self.stage}, which keeps them; expected stage 3, or no "
+                "number"
+            )
+
+    def check_loss_scale(self, dtypes: Collection[torch.dtype]) -> None:
+        """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights of these dtypes."""
+        if self.loss_scale is None:
+            return
+        if self.precision != "fp16" and torch.float16 not in dtypes:
+            given = "None" if self.precision is None else f'"{self.precision}"'
+            raise ValueError(
+                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight is float16; expected None, or "
+                "float16 weights"
+            )
+        if isinstance(self.loss_scale, LossScale):
+            return
+        if isinstance(self.loss_scale, bool) or not isinstance(self.loss_scale, int | float):
+            raise TypeError(f"shard: loss_scale is {self.loss_scale!r}; expected a number, shardcore.LossScale(...) or None")
+        if not 0.0 < self.loss_scale <= sys.float_info.max:
+            raise ValueError(f"shard: loss_scale is {self.loss_scale}; expected a positive number")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What `precision` converts weights to; None leaves them as they are."""
+        return None if self.precision is None else DTYPES[self.precision]
+
+    @cached_property
+    def tiers(self) -> "OffloadOptions":
+        """What `offload` asks for."""
+        return offload_options(self.offload, self.stage)
+
+    def reduce_policy(self, world_size: int) -> ReducePolicy:
+        """How gradients are reduced over this many ranks."""
+        return ReducePolicy(
+            self.accumulate,
+            self.stage >= 2 if self.sync_each is None else self.sync_each,
+            DTYPES[self.grad_dtype],
+            None if self.reduce_dtype is None or world_size == 1 else DTYPES[self.reduce_dtype],
+            backend_sums=self.reduction == "nccl",
         )
 
+    def loss_scaler(self) -> LossScaler:
+        """What scales losses, and gradients back."""
+        default = LossScale() if self.precision == "fp16" else None
+        return LossScaler(default if self.loss_scale is None else self.loss_scale)
 
-def check_loss_scale(loss_scale: object, precision: str | None, dtypes: Collection[torch.dtype]) -> None:
-    """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights of these dtypes."""
-    if loss_scale is None:
-        return
-    if precision != "fp16" and torch.float16 not in dtypes:
-        given = "None" if precision is None else f'"{precision}"'
-        raise ValueError(
-            f"shard: loss_scale is {loss_scale!r} with precision={given}, and no weight is float16; expected None, or float16 "
-            "weights"
-        )
-    if isinstance(loss_scale, LossScale):
-        return
-    if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
-        raise TypeError(f"shard: loss_scale is {loss_scale!r}; expected a number, shardcore.LossScale(...) or None")
-    if not 0.0 < loss_scale <= sys.float_info.max:
-        raise ValueError(f"shard: loss_scale is {loss_scale}; expected a positive number")
+    def compared(self) -> dict[str, Any]:
+        """The options that have to be equal on all ranks; of the others what follows from them has to be."""
+        names = [field.name for field in fields(self) if field.name not in ("units", "keep_fp32", "materialize")]
+        return {name: getattr(self, name) for name in names} | {"offload": self.tiers}
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def reduce_policy(options: Mapping[str, Any], world_size: int) -> ReducePolicy:
-    """Return how gradients are reduced under options that `check_options` has passed."""
-    stage, sync_each, reduce_dtype = options["stage"], options["sync_each"], options["reduce_dtype"]
-    return ReducePolicy(
-        options["accumulate"],
-        stage >= 2 if sync_each is None else sync_each,
-        DTYPES[options["grad_dtype"]],
-        None if reduce_dtype is None or world_size == 1 else DTYPES[reduce_dtype],
-        backend_sums=options["reduction"] == "nccl",
-    )
-
-
-def loss_scaler(options: Mapping[str, Any]) -> LossScaler:
-    """Return what scales losses under options that `check_options` has passed."""
-    default = LossScale() if options["precision"] == "fp16" else None
-    return LossScaler(default if options["loss_scale"] is None else options["loss_scale"])
-
-
 @dataclass(frozen=True)
-class Offload:
+class OffloadOptions:
     """What is kept in host memory, and how.
 
     optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
@@ -139,13 +179,13 @@ class Offload:
     cpu_threads: int | None = None
 
 
-def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
+def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOptions:
     """Return what shard's `offload` asks for at this stage; raise for anything else."""
     if offload is None:
-        return Offload()
+        return OffloadOptions()
     if not isinstance(offload, Mapping):
         raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
-    known = tuple(field.name for field in fields(Offload) if field.name != "auto")
+    known = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
         if key not in known:
             others = ", ".join(f'"{name}"' for name in known[1:])
@@ -190,7 +230,7 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> Offload:
         )
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     threads = _threads_of(offload.get("cpu_threads"))
-    return Offload(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
+    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
 
 
 def _threads_of(threads: Any) -> int | None:

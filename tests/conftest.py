@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from tests import ranks
+from tests.support import ranks
 
 FIRST = "tests/test_cpp.py"  # the longest single test; last, it would run alone
 
@@ -33,7 +33,7 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest test first; mark the files that import from tests/ranks.py.
+    """Put the longest test first; mark the files that import from tests/support/ranks.py.
 
     Skip tests marked gpu without a CUDA device or a build for it, and say which is missing.
     """

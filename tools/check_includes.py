@@ -3,6 +3,7 @@
 - Each room of csrc/ includes its own headers and those of the rooms that ROOMS allows it; only csrc/bind sees torch.
 - No source file has more than 700 lines.
 - No import inside a function in shardcore/ (it would hide a circle from import-linter).
+- Each test file is named after a module of the package that its folder mirrors, and imports from no other test file.
 - No flag that lets a compiler change results or tie a build to one machine.
 """
 
@@ -27,6 +28,16 @@ ROOMS: dict[str, set[str]] = {
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
     "bind": {"core", "adam", "norm", "reduce", "copy", "offload"},
+}
+# What test files are named after: modules of shardcore/<folder>, or where it is listed here of these folders, and these words.
+TESTED: dict[str, tuple[str, ...]] = {
+    "": ("shardcore/", "cpp"),
+    "build": ("ci", "native", "optional_packages", "pip", "sdist"),
+    "examples": ("examples/", "benchmarks/", "benchmarks", "readme"),
+    "models": ("architectures", "libraries", "pretrained"),
+    "native": ("csrc/bind/",),
+    "support": ("tests/support/",),
+    "tools": ("tools/",),
 }
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
 NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP
@@ -75,6 +86,25 @@ def check_function_imports(path: Path, text: str) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: imports inside {function.name}(); expected imports at the top of the file"
 
 
+def check_test(path: Path, text: str, root: Path) -> Iterator[str]:
+    """The name and the imports of one test file (tests/<folder>/test_<module>_<subject>.py)."""
+    for node in ast.walk(ast.parse(text)):
+        found = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module or ''}.{name}" for name in found]
+        for name in found:
+            if any(part.startswith("test_") for part in name.split(".")):
+                yield f"{path}:{node.lineno}: imports {name}; expected what tests share in tests/support"
+    folder = path.parts[1] if len(path.parts) > 2 else ""
+    names = set()
+    for word in TESTED.get(folder, (f"shardcore/{folder}/",)):
+        files = [file.stem for file in (root / word).glob("*") if file.is_file()] if word.endswith("/") else [word]
+        names |= {name.removeprefix("bind_").lstrip("_") for name in files if name != "__init__"}
+    if not any(f"{path.stem}_".startswith(f"test_{name}_") for name in names):
+        expected = "expected test_<module>.py or test_<module>_<subject>.py"
+        yield f"{path}: is named after none of {', '.join(sorted(names))}; {expected}"
+
+
 def check_flags(path: Path, text: str) -> Iterator[str]:
     for number, line in enumerate(text.splitlines(), 1):
         code = line.split("#")[0]
@@ -96,6 +126,8 @@ def problems(root: Path = ROOT) -> Iterable[str]:
                 yield from check_room(path, text)
             if folder == "shardcore" and file.suffix == ".py":
                 yield from check_function_imports(path, text)
+            if folder == "tests" and file.match("test_*.py"):
+                yield from check_test(path, text, root)
     for name in FLAG_FILES:
         if (root / name).exists():
             yield from check_flags(Path(name), (root / name).read_text())

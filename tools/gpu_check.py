@@ -35,7 +35,7 @@ WORK = ROOT / "build/gpu_check"
 PART_LIMIT_S = 460  # with the start and the last step's end still under 8 minutes
 NOT_DONE = 3  # the exit status of a step whose tool is missing (tools/sanitize.py)
 NO_GPU = 2
-OFFLOAD = "tests/engine/test_cuda_offload.py"  # a part of its own runs it
+OFFLOAD = "tests/engine/test_cpu_store_cuda.py"  # a part of its own runs it
 INTERRUPT_S = 10  # what a step that ran too long has to write what it has
 ENDING_S = 25  # what a step that keeps to a time ({seconds}) has around it: to start, to end what it has begun
 

@@ -1,22 +1,17 @@
-"""What the launcher of this process (torchrun, mpirun, srun) says in the environment: which rank of how many it is.
+"""Which rank of how many this process is, from the environment that its launcher (torchrun, mpirun, srun) sets.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch.distributed reads. RANK or WORLD_SIZE come
-before all others. Open MPI sets OMPI_COMM_WORLD_*; MPICH, Intel MPI and `srun --mpi=pmi2` set PMI_*. These come before SLURM's
-variables, since mpirun starts its helpers on other nodes by srun, and ranks inherit what that set: a step of one task per node.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which torch.distributed reads; RANK and WORLD_SIZE take
+precedence over all others. Open MPI sets OMPI_COMM_WORLD_*; MPICH, Intel MPI and `srun --mpi=pmi2` set PMI_*. These precede
+SLURM's variables, since mpirun starts its helpers on other nodes by srun, whose variables the ranks inherit.
 
-In a batch script and in an interactive shell one process runs, perhaps a torchrun of its own. SLURM sets SLURM_NTASKS there,
-the tasks that the job asked for, and SLURM_PROCID=0. Only srun sets SLURM_STEP_NUM_TASKS, the tasks of this step; the shell of
-salloc, where it is a step itself, has one. So that variable counts. (srun(1) and sbatch(1), "output environment variables".)
+In a batch script SLURM sets SLURM_NTASKS and SLURM_PROCID=0 for the one process that runs there. Only srun sets
+SLURM_STEP_NUM_TASKS, the tasks of this step, so that variable counts. (srun(1) and sbatch(1), "output environment variables".)
 """
 
-import logging
 import os
 import re
-from functools import cache
 
-logger = logging.getLogger("shardcore")
-
-# How many processes there are; each one's rank; its rank in its node; how many are in its node, where that is said.
+# The variable with the number of processes: those with the rank, the local rank and (if any) the local world size.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "PMI_SIZE": ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -24,33 +19,21 @@ _LAUNCHERS = {
 }
 
 
-def world_told() -> tuple[str, int]:
-    """Return how many ranks the environment says that there are, after the name of the variable; ("", 1) if nothing does."""
+def launched_world_size() -> tuple[str, int]:
+    """Return the variable that has the number of ranks, and its value; ("", 1) without one."""
     for name in ("WORLD_SIZE", *_LAUNCHERS):
         if name in os.environ:
-            return name, whole_number(name)
+            return name, env_int(name)
     return "", 1
 
 
-@cache
-def warn_of_idle_tasks() -> None:
-    """Say once that the job has several tasks, of which this process is none: in a batch script without srun, say."""
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if tasks != "1" and "SLURM_PROCID" in os.environ and not {"WORLD_SIZE", *_LAUNCHERS} & set(os.environ):
-        logger.warning(
-            "SLURM_NTASKS is %s but srun did not start this process, so it trains alone; expected srun python ... or torchrun "
-            "to train over several ranks (WORLD_SIZE=1 says that one is meant)",
-            tasks,
-        )
-
-
 def follow_launcher(op: str) -> None:
-    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun would, if mpirun or srun started several ranks.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, if mpirun or srun started several ranks.
 
-    What is set already stays, and with RANK or WORLD_SIZE nothing is changed. Raises ValueError, with nothing changed, if the
-    environment lacks what is needed.
+    Variables that are set are kept, and if RANK or WORLD_SIZE is set nothing changes. Raises ValueError, with nothing changed,
+    if the environment lacks what is needed.
     """
-    size_name, size = world_told()
+    size_name, size = launched_world_size()
     if "RANK" in os.environ or size_name not in _LAUNCHERS or size == 1:
         return
     rank_name, local_name, locals_name = _LAUNCHERS[size_name]
@@ -59,7 +42,7 @@ def follow_launcher(op: str) -> None:
             f"{op}: {size_name} is {size} but the environment has no {rank_name}; expected both, or RANK, WORLD_SIZE, "
             "MASTER_ADDR and MASTER_PORT (start with torchrun), or WORLD_SIZE=1 for a process that trains alone"
         )
-    rank = whole_number(rank_name)
+    rank = env_int(rank_name)
     found = {"RANK": str(rank), "WORLD_SIZE": str(size)}
     by_srun = not size_name.startswith("OMPI") and os.environ.get("SLURM_STEP_NUM_TASKS") == str(size)
     if by_srun:
@@ -68,7 +51,7 @@ def follow_launcher(op: str) -> None:
     else:
         one_node = locals_name is not None and os.environ.get(locals_name) == str(size)
     if local_name in os.environ:
-        found["LOCAL_RANK"] = str(whole_number(local_name))
+        found["LOCAL_RANK"] = str(env_int(local_name))
     elif one_node:
         found["LOCAL_RANK"] = str(rank)
     nodes = os.environ.get("SLURM_STEP_NODELIST" if by_srun else "SLURM_JOB_NODELIST", "")
@@ -81,7 +64,7 @@ def follow_launcher(op: str) -> None:
             f"{op}: {size_name} is {size}, over several nodes, but the environment has no MASTER_ADDR; expected the host name "
             "of rank 0 in it (Open MPI: mpirun -x MASTER_ADDR=host ...; Intel MPI and MPICH: mpirun -genv MASTER_ADDR host ...)"
         )
-    # As torchrun; in a job of SLURM a port of the step's own, since other jobs may run on the same node.
+    # torchrun's default; in a SLURM job a port per step, since other jobs may run on the same node.
     job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "") if by_srun else "0"
     found["MASTER_PORT"] = str(15000 + (10 * int(job) + int(step)) % 10000) if job.isdigit() and step.isdigit() else "29500"
     for name, value in found.items():
@@ -89,14 +72,14 @@ def follow_launcher(op: str) -> None:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name in a list of nodes as SLURM writes it: "gpu[003-007,9],login1" begins with gpu003."""
+    """Return the first host in a SLURM node list: gpu003 of "gpu[003-007,9],login1"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
-def whole_number(name: str) -> int:
-    """Return the value of an environment variable; ValueError if it is no whole number."""
+def env_int(name: str) -> int:
+    """Return an environment variable as an int; ValueError if it is not a whole number."""
     text = os.environ[name]
     try:
         return int(text)

@@ -1,10 +1,9 @@
-"""The machine that this rank runs on: its cores, its memory, and what control groups and the other ranks there leave of both.
+"""The machine that this rank runs on: its cores and its memory, less what control groups and the machine's other ranks take.
 
-Only Linux tells of memory, quotas and which cores are neighbours; elsewhere nothing is known of them. Memory that files fill
-and the kernel can take back counts as free. `root`, where the system's files lie, is for tests.
+Memory, quotas and the topology of cores are read on Linux only. Reclaimable file cache counts as free. `root`, the folder of
+the system's files, is for tests.
 """
 
-import mmap
 import os
 import re
 import socket
@@ -17,40 +16,39 @@ from shardcore.distributed.comm import Comm
 
 
 def _here() -> list[str]:
-    """Return what only ranks with the same memory and cores have in common.
+    """Identify the machine: ranks that share its memory and cores return the same.
 
-    Machines may all have one name ("localhost"), so the kernel's number for its start belongs to it. The name stays: containers
-    of one machine differ in it, and have limits of their own.
+    Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays, since containers of one machine
+    differ in it and have limits of their own.
     """
     return [socket.gethostname(), read_text(Path("/proc/sys/kernel/random/boot_id")).strip()]
 
 
 def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
-    """Say whether this rank, or this machine's, need more host memory than is free; `needed`: bytes, of this rank."""
-    here = _here()
-    neighbours = [count for host, count in comm.gather_json([here, needed]) if host == here]
-    limits = (
-        (needed, free_address_bytes(), "this rank, whose address space (`ulimit -v`)"),
-        (sum(neighbours), free_bytes(), f"the {len(neighbours)} ranks of {here[0]}, which"),
+    """Return an error if the ranks of this machine need more host memory than is free. Collective.
+
+    needed: bytes, of this rank.
+    """
+    here, free = _here(), free_bytes()
+    neighbors = [count for host, count in comm.gather_json([here, needed]) if host == here]
+    wanted = sum(neighbors)
+    if not needed or free is None or wanted <= free:
+        return None
+    return MemoryError(
+        f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for the {len(neighbors)} ranks of "
+        f"{here[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the "
+        "memory limit of the container, use more machines or a higher stage, or do not offload)"
     )
-    for wanted, free, whose in limits:
-        if needed and free is not None and wanted > free:
-            return MemoryError(
-                f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for {whose} has {free} bytes "
-                f"({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the memory limit of the "
-                "container, use more machines or a higher stage, or do not offload)"
-            )
-    return None
 
 
-def worker_of(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
-    """Return how many threads a worker gets, `threads` if the user says so, and on which cores. Collective."""
+def plan_worker(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on. Collective."""
     here = _here()
     rows = comm.gather_json([here, own_cores()])
-    neighbours = [rank for rank, (host, _) in enumerate(rows) if host == here]
-    of_ranks = [rows[rank][1] for rank in neighbours]
+    neighbors = [rank for rank, (host, _) in enumerate(rows) if host == here]
+    of_ranks = [rows[rank][1] for rank in neighbors]
     count = worker_threads(of_ranks, quota()) if threads is None else threads
-    return count, tuple(worker_cores(of_ranks, neighbours.index(comm.rank), count))
+    return count, tuple(worker_cores(of_ranks, neighbors.index(comm.rank), count))
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------
@@ -64,7 +62,7 @@ def own_cores() -> list[int]:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """Return how many cores' time the control groups of this process leave it, None for no limit."""
+    """Return the CPU quota of this process's control groups, in cores; None without a limit."""
     return min(_quotas(root), default=None)
 
 
@@ -79,9 +77,9 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def worker_threads(of_ranks: Sequence[Sequence[int]], limit: float | None) -> int:
-    """Return the threads of each rank's worker: what the main threads leave of the cores, which ranks share.
+    """Return the number of threads of each rank's worker: an equal share of the cores that the main threads leave.
 
-    of_ranks: the cores that each rank of the machine may run on; limit: how many cores' time they have together.
+    of_ranks: the cores that each rank of the machine may run on; limit: their CPU quota together, in cores.
     """
     cores, ranks = len({core for cores in of_ranks for core in cores}), len(of_ranks)
     usable = cores if limit is None else min(cores, int(limit))
@@ -89,23 +87,22 @@ def worker_threads(of_ranks: Sequence[Sequence[int]], limit: float | None) -> in
 
 
 def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, root: Path = Path("/")) -> list[int]:
-    """Return the cores that the worker of of_ranks[rank] stays on: this rank's share of its cores, nobody else's; [] for all.
+    """Return the cores that the worker of of_ranks[rank] is pinned to, its exclusive share; [] for no pinning.
 
-    Ranks with the same cores divide them evenly, neighbours (of a package, then of a physical core) together. All may be used
-    where a share has no core more than `threads`, one for the rank's main thread, or where ranks have some cores in common
-    and others not, so that nobody can say whose they are.
+    Ranks with the same cores divide them evenly, neighbors (by package, then by physical core) together. Nothing is pinned if
+    a share has not at least one core more than `threads`, for the rank's main thread, or if ranks share only some cores.
     """
     own = set(of_ranks[rank])
     sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == own]
     if any(own & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
         return []
-    place, cores = sharing.index(rank), sorted(own, key=lambda core: _place_of(core, root))
-    share = cores[place * len(cores) // len(sharing) : (place + 1) * len(cores) // len(sharing)]
+    index, cores = sharing.index(rank), sorted(own, key=lambda core: _topology_of(core, root))
+    share = cores[index * len(cores) // len(sharing) : (index + 1) * len(cores) // len(sharing)]
     return sorted(share) if len(share) > threads else []
 
 
-def _place_of(core: int, root: Path) -> tuple[int, int, int]:
-    """Return what cores are ordered by: package, first core of the same physical one, core. Zeros where Linux does not tell."""
+def _topology_of(core: int, root: Path) -> tuple[int, int, int]:
+    """Return (package, first core of the same physical core, core), zeros where unknown."""
     folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
     numbers = (re.match(r"\d+", read_text(folder / name)) for name in ("physical_package_id", "thread_siblings_list"))
     package, first = (int(found[0]) if found else 0 for found in numbers)
@@ -116,18 +113,9 @@ def _place_of(core: int, root: Path) -> tuple[int, int, int]:
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process can still take, or None where the system does not say."""
+    """Return the bytes of memory that this process can still allocate, or None where unknown."""
     limits = [*_available(root), *_left_in_groups(root)]
     return max(0, min(limits)) if limits else None
-
-
-def free_address_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes that this process alone may still map (`ulimit -v`), or None for no limit."""
-    for line in read_text(root / "proc/self/limits").splitlines():
-        if line.startswith("Max address space") and (most := line.split()[3]).isdigit():
-            pages = int(read_text(root / "proc/self/statm").split()[0])
-            return max(0, int(most) - pages * mmap.PAGESIZE)
-    return None
 
 
 def _available(root: Path) -> Iterator[int]:
@@ -137,7 +125,7 @@ def _available(root: Path) -> Iterator[int]:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield what is left in each group that limits memory."""
+    """Yield the free bytes of each control group that limits memory."""
     for folder, unified in group_folders(root, "memory"):
         if unified:
             limit, used, cached = "memory.max", "memory.current", "inactive_file"
@@ -153,14 +141,14 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of each group that may limit this process by `controller`, from its own up; whether it is version 2."""
+    """Yield (folder, whether it is version 2) of each control group that may limit `controller`, inner first."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         unified = controllers == ""
         if not unified and controller not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" if unified else root / "sys/fs/cgroup" / controller
-        # In a container the path may be that outside, and the group itself lies at the top.
+        # In a container the path may be the one outside, and the group itself is at the top.
         inner = top / path.strip("/")
         for folder in dict.fromkeys([inner, *inner.parents, top]):
             if folder.is_relative_to(top):
@@ -168,7 +156,7 @@ def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def read_text(path: Path) -> str:
-    """Return what a file says; nothing if it is not there."""
+    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,8 +1,8 @@
-"""How ranks lie in nodes, who reduces which piece of a buffer, and who holds it afterwards. Pure: no torch, no communication.
+"""Which ranks share a node, which rank reduces which piece of a buffer, and which ranks hold it afterwards. Pure arithmetic.
 
-A buffer has as many equal pieces as there are ranks. Reduction goes over levels: each level's ranks cut what they hold into
-equal parts, one for each of them, and add what they get in rank order; first the ranks of a node, then the nodes. So the
-bits depend on `ranks_per_node` and on nothing else, and each rank ends with one piece (`place`), reduced over all ranks.
+A buffer has as many equal pieces as there are ranks. Reduction runs in levels: the ranks of a level cut what they hold into
+equal parts, one per rank, and each adds the parts that it receives in rank order; first within a node, then across nodes. The
+bits depend on `ranks_per_node` alone, and each rank ends with one piece (`piece_index`), reduced over all ranks.
 """
 
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """`world_size` ranks, `ranks_per_node` consecutive ones a node.
+    """`world_size` ranks, `ranks_per_node` consecutive ranks per node.
 
-    replicate: every node holds everything, sharded over its ranks (hybrid sharding), instead of sharded over all ranks.
+    replicate: shard within each node and replicate across nodes (hybrid sharding), instead of sharding over all ranks.
     """
 
     world_size: int
@@ -22,51 +22,53 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """Return the number of nodes."""
         return self.world_size // self.ranks_per_node
 
-    def mates(self, rank: int) -> Sequence[int]:
+    def node_ranks(self, rank: int) -> Sequence[int]:
         """Return the ranks of the rank's node."""
         first = rank - rank % self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
-    def twins(self, rank: int) -> Sequence[int]:
-        """Return the ranks that have the rank's number within their nodes, one a node."""
+    def cross_node_ranks(self, rank: int) -> Sequence[int]:
+        """Return the ranks with the same local rank, one per node."""
         return range(rank % self.ranks_per_node, self.world_size, self.ranks_per_node)
 
     def levels(self, rank: int) -> list[Sequence[int]]:
-        """Return the ranks that the rank exchanges gradients with, itself included, level by level."""
-        return [ranks for ranks in (self.mates(rank), self.twins(rank)) if len(ranks) > 1]
+        """Return the ranks, itself included, that the rank exchanges gradients with at each level."""
+        return [ranks for ranks in (self.node_ranks(rank), self.cross_node_ranks(rank)) if len(ranks) > 1]
 
-    def place(self, rank: int) -> int:
-        """Return which piece the rank has after the last level."""
+    def piece_index(self, rank: int) -> int:
+        """Return the index of the piece that the rank has after the last level."""
         return rank % self.ranks_per_node * self.nodes + rank // self.ranks_per_node
 
-    def owned(self, rank: int) -> tuple[int, int]:
-        """Return the range of pieces that the rank keeps: its own one, or its share of what its node keeps."""
-        place = self.place(rank)
-        return (place - place % self.nodes, place - place % self.nodes + self.nodes) if self.replicate else (place, place + 1)
+    def owned_pieces(self, rank: int) -> tuple[int, int]:
+        """Return the range (first, end) of pieces in the rank's shard: its own piece, or with `replicate` one per node."""
+        piece = self.piece_index(rank)
+        return (piece - piece % self.nodes, piece - piece % self.nodes + self.nodes) if self.replicate else (piece, piece + 1)
 
-    def everyone(self) -> Sequence[int]:
+    def ranks_by_piece(self) -> Sequence[int]:
         """Return all ranks in the order of their pieces."""
-        return sorted(range(self.world_size), key=self.place) if self.nodes > 1 else range(self.world_size)
+        return sorted(range(self.world_size), key=self.piece_index) if self.nodes > 1 else range(self.world_size)
 
-    def sharers(self, rank: int) -> Sequence[int]:
-        """Return the ranks whose owned ranges, in this order, make a whole buffer."""
-        return self.mates(rank) if self.replicate else self.everyone()
+    def shard_ranks(self, rank: int) -> Sequence[int]:
+        """Return the ranks whose shards, in this order, are a full buffer."""
+        return self.node_ranks(rank) if self.replicate else self.ranks_by_piece()
 
-    def owners(self, rank: int) -> Sequence[int]:
-        """Return the ranks that own the same range as the rank, in the order of their pieces."""
-        return self.twins(rank) if self.replicate else (rank,)
+    def replica_ranks(self, rank: int) -> Sequence[int]:
+        """Return the ranks that have the same shard as the rank, in the order of their pieces."""
+        return self.cross_node_ranks(rank) if self.replicate else (rank,)
 
 
-def topology_of(world_size: int, ranks_per_node: int | None, sharded: int | None) -> Topology:
-    """Return how ranks lie; `sharded`: the size of a mesh's second dimension. Raises ValueError or TypeError."""
+def topology_of(world_size: int, ranks_per_node: int | None, shard_dim: int | None) -> Topology:
+    """Return the topology; shard_dim: the size of a two-dimensional mesh's second dimension. Raises ValueError or TypeError."""
     if ranks_per_node is not None and (isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int)):
         raise TypeError(f"shard: ranks_per_node is {ranks_per_node!r}; expected a whole number, or None")
-    if None not in (ranks_per_node, sharded) and ranks_per_node != sharded:
-        raise ValueError(f"shard: ranks_per_node is {ranks_per_node}; expected {sharded}, the mesh's second dimension, or None")
-    size = sharded or (world_size if ranks_per_node is None else ranks_per_node)
+    if None not in (ranks_per_node, shard_dim) and ranks_per_node != shard_dim:
+        raise ValueError(
+            f"shard: ranks_per_node is {ranks_per_node}; expected {shard_dim}, the mesh's second dimension, or None"
+        )
+    size = shard_dim or (world_size if ranks_per_node is None else ranks_per_node)
     if size < 1 or world_size % size:
         raise ValueError(f"shard: ranks_per_node is {size}; expected a divisor of the {world_size} ranks")
-    return Topology(world_size, size, replicate=sharded is not None)
+    return Topology(world_size, size, replicate=shard_dim is not None)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.distributed.compare import as_bytes
+from shardcore.distributed.comm import as_bytes
 from shardcore.layout import FlatLayout, Piece
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
@@ -26,14 +26,14 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 class BufferPool:
-    """Lends a few buffers to many buckets, whatever their sizes, and counts what exists.
+    """Lends a few buffers to many buckets, whatever their sizes, and counts their bytes.
 
-    A buffer is lent to whoever fits in; where none is large enough, the largest free one makes room for a larger one. So
-    there are as many as are in use at once, and none is larger than the largest use.
+    The smallest free buffer that is large enough is lent; where there is none, the largest free one is replaced by a larger
+    one. So there are as many as are in use at once, and none is larger than the largest use.
     """
 
     def __init__(self, device: torch.device, dropped: Callable[[torch.Tensor], None] = lambda memory: None) -> None:
-        """Make an empty pool of buffers on `device`. `dropped` is told of memory that is given up: views keep it alive."""
+        """Make an empty pool of buffers on `device`. `dropped` is called with memory that is given up: views keep it alive."""
         self.device, self._dropped = device, dropped
         self._free: list[torch.Tensor] = []  # bytes
         self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by storage (on meta there are no addresses)
@@ -137,7 +137,7 @@ class Managed:
 
     index: its number in `model.parameters()`. group: its optimizer group, None for none. offset: of its slot in the bucket.
     used: this rank contributed to its gradient since the last reduction. has_grad: some rank did since zero_grad.
-    grad_view: what stage 0 handed out as `param.grad`.
+    grad_view: what stage 0 shows as `param.grad`.
     step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
         how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
     place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
@@ -161,20 +161,20 @@ class Managed:
     changes: str = ""
 
     def place_now(self) -> tuple[int, int]:
-        """Tell the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
+        """Return the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
         return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
 
     @property
     def edited(self) -> bool:
-        """Whether someone else wrote to the parameter since the engine did."""
+        """Whether others than the engine wrote to the parameter since the engine did."""
         return self.param._version != self.version
 
     def note_load(self) -> None:
-        """Learn that its weights were set, whole."""
+        """Note that all its weights were set."""
         self.changes, self.version = ", loaded", self.param._version
 
     def note_edit(self) -> None:
-        """Learn that someone wrote to its weights."""
+        """Note that its weights were edited."""
         self.changes = self.changes.removesuffix(", edited") + ", edited"
         self.version = self.param._version
 
@@ -209,7 +209,7 @@ class Bucket:
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
     weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
-    host_grad: the end of it where gradients leave for host memory (engine/host_gradients.py); `grad` is what comes before.
+    host_grad: the end of it where gradients are offloaded (engine/host_gradients.py); `grad` is what lies before.
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
@@ -264,16 +264,16 @@ class Bucket:
         weight, self.weight = self.weight, _NOWHERE
         return weight
 
-    def lend(self) -> None:
-        """Let the parameters use their slots of `weight`."""
+    def to_unsharded(self) -> None:
+        """Make the parameters views of their slots of `weight`."""
         _C.lend(self._lent[0], self.weight, self._lent[1])
 
-    def withdraw(self) -> None:
-        """Close the parameters."""
+    def to_sharded(self) -> None:
+        """Make the parameters raise an error when they are read."""
         _C.withdraw(self._lent[0], self._closed)
 
     def take_edits(self) -> None:
-        """Bring the owned weights in line with whole ones that lie elsewhere and that someone edited."""
+        """Bring the owned weights in line with full ones that lie elsewhere and were edited."""
         if self.tier is not None and self.weight.numel():
             self.tier.to_tier(self.owned_weight, self.owned_slice(self.weight)).synchronize()
         elif self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
@@ -310,19 +310,23 @@ class Bucket:
         assert self.grad is not None
         return self.grad
 
-    def piece_slice(self, flat: torch.Tensor, place: int) -> torch.Tensor:
-        """View one rank's piece (Topology.place) of a buffer of the owned range: all of it, unless others own that, too."""
-        start, end = self.layout.shard_range(place)
-        return flat[start - self.owned[0] : end - self.owned[0]]
+    def piece_slice(self, flat: torch.Tensor, piece: int) -> torch.Tensor:
+        """View a rank's `piece` (Topology.piece_index) of a buffer of the owned range (all of it, unless replicated)."""
+        start, end = self._piece_range(piece)
+        return flat[start:end]
+
+    def _piece_range(self, piece: int) -> tuple[int, int]:
+        start, end = self.layout.shard_range(piece)
+        return start - self.owned[0], end - self.owned[0]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.owned_numel - self.host_grad.numel(), self.host_grad)]
 
-    def own_grads(self, place: int) -> list[torch.Tensor]:
+    def own_grads(self, piece: int) -> list[torch.Tensor]:
         """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
-        start, end = (bound - self.owned[0] for bound in self.layout.shard_range(place))
+        start, end = self._piece_range(piece)
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:
@@ -354,7 +358,7 @@ class Bucket:
         return views
 
     def forget_views(self, memory: torch.Tensor) -> None:
-        """Let go of a buffer that is given up."""
+        """Forget the views of a buffer that is given up."""
         for key in [key for key in self._views if key[0] == memory.data_ptr()]:
             del self._views[key]
 

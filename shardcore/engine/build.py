@@ -1,16 +1,9 @@
-"""From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling.
-
-Whether the model still has the Parameters that it was sharded with is asked by each step (`Membership.check`): others would
-silently not be trained. While nothing was registered, replaced or removed that is a comparison of what each module
-holds and is, by identity, a microsecond a module; names are looked at only if something was.
-"""
+"""From a model to buckets with weights in place: the checks, the signature that ranks compare, the layout, the filling."""
 
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.compare import plain
+from shardcore.distributed.compare import json_value
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -31,7 +24,7 @@ from shardcore.optim.state_format import NO_STATES, format_of
 def check_unwrapped(op: str, model: nn.Module) -> None:
     """Raise ValueError if `model`, or a module of it, is wrapped in what averages gradients over ranks by itself."""
     wrappers: tuple[type, ...] = (nn.parallel.DistributedDataParallel,)
-    # torch's replicate() makes the module's class one of these; where nobody has imported it, there is none.
+    # torch's replicate() makes the module's class one of these, if it was ever imported.
     composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
     if composable is not None:
         wrappers += (composable,)
@@ -43,65 +36,6 @@ def check_unwrapped(op: str, model: nn.Module) -> None:
                 f"{op}: {name or 'the model'} is wrapped in {inside}, which would average gradients a second time; expected "
                 f"the plain module{plain}"
             )
-
-
-class Membership:
-    """The names and Parameters of a model, as they were when this was made."""
-
-    def __init__(self, model: nn.Module) -> None:
-        """Remember what `model` has now."""
-        self._model = weakref.ref(model)  # it keeps this, by its hooks
-        self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._remember(model)
-
-    def _remember(self, model: nn.Module) -> None:
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._held = self._look()
-
-    def _look(self) -> list[int]:
-        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        params = chain.from_iterable(module._parameters.values() for module in modules)
-        children = chain.from_iterable(module._modules.values() for module in modules)
-        return [*map(id, chain(params, children, map(type, modules)))]
-
-    def check(self, op: str) -> None:
-        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
-
-        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
-        gradients by themselves are refused as well.
-        """
-        model = self._model()
-        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
-            return
-        check_unwrapped(op, model)
-        changes = list(self._changes(model))
-        if changes:
-            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-            raise ValueError(
-                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
-                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
-                "place or with load_state_dict)"
-            )
-        self._remember(model)
-
-    def _changes(self, model: nn.Module) -> Iterator[str]:
-        first_names: dict[nn.Parameter, str] = {}
-        for name, param in self._params.items():
-            first_names.setdefault(param, name)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for name, param in now.items():
-            before = self._params.get(name)
-            if param not in first_names:
-                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
-            elif before is not None and before is not param:
-                yield f"{name} is {first_names[param]} now"
-        present = set(now.values())
-        replaced = {self._params[name] for name in now if name in self._params}
-        for param, name in first_names.items():
-            if param not in present and param not in replaced:
-                yield f"{name} was removed"
 
 
 def check_model(model: nn.Module, alone: bool) -> None:
@@ -278,13 +212,13 @@ def signature(
     entries += [f"buffer {name} {tuple(buffer.shape)} {dtype_name(buffer.dtype)}" for name, buffer in model.named_buffers()]
     for index, group in enumerate(optimizer.param_groups):
         entries.append(f"param_groups[{index}] of {len(group['params'])} parameters")
-        entries += [f"param_groups[{index}].{key}={plain(value)}" for key, value in group.items() if key != "params"]
+        entries += [f"param_groups[{index}].{key}={json_value(value)}" for key, value in group.items() if key != "params"]
     return [*entries, f"optimizer {type(optimizer).__name__}"]
 
 
 def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
     state = optimizer.state.get(param) or {}
-    return " ".join(f"{key}={plain(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
+    return " ".join(f"{key}={json_value(state[key])}" if key == "step" else key for key in sorted(state)) or "none"
 
 
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
@@ -320,11 +254,11 @@ class Builder:
         trains: if not, the model only runs forward, and every parameter is treated as frozen.
         """
         self.comm, self.lifetimes, self.dtype, self.kept, self.device = comm, lifetimes, dtype, kept, device
-        self._trains = trains
+        self.trains = trains
 
     def updates(self, param: torch.Tensor) -> bool:
         """Whether the parameter is trainable."""
-        return self._trains and param.requires_grad
+        return self.trains and param.requires_grad
 
     def dtype_of(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter is to have; frozen integers and the like stay as they are."""
@@ -365,7 +299,7 @@ class Builder:
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
         if self.lifetimes.owns_everything:
             return 0, layout.numel
-        first, last = self.comm.topology.owned(self.comm.rank)
+        first, last = self.comm.topology.owned_pieces(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
     def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:

@@ -9,7 +9,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -17,83 +19,187 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Comm
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, ReducePolicy
-from shardcore.engine.build import Membership
+from shardcore.engine.bucket import Bucket, Managed, ReducePolicy
+from shardcore.engine.build import Builder, check_unwrapped
+from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
 from shardcore.engine.host_gradients import GradHome
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from shardcore.engine.overlap_step import OverlapStep
+from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.split_store import RatioTuner
+from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
+from shardcore.engine.units import Unit, in_backward, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+
+
+@dataclass
+class Plan:
+    """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
+
+    builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
+    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward: see shard. ratio: the share of the states in
+    `host`; device_memory_limit: of the others, where the ratio is to be chosen. host: what offload keeps in host memory, if
+    anything; store: what the step works on. threads: of the workers.
+    """
+
+    model: nn.Module
+    optimizer: AdamOptimizer
+    comm: Comm
+    builder: Builder
+    units: Sequence[Unit]
+    buckets: Sequence[Bucket]
+    policy: ReducePolicy
+    scaler: LossScaler
+    max_norm: float | None
+    overlap_step: bool
+    reshard_after_forward: bool | int
+    offloads_gradients: bool
+    ratio: float
+    device_memory_limit: int | None
+    host: CpuStore | SplitStore | None = None
+    store: StateStore = field(init=False)
+    threads: WorkerThreads = field(init=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.builder.device
+
+    @property
+    def updated(self) -> list[Bucket]:
+        """The buckets that the optimizer updates."""
+        return [bucket for bucket in self.buckets if bucket.group is not None]
+
+    @property
+    def frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that do not train, with their names."""
+        return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
+
+
+class Membership:
+    """The names and Parameters of a model, as they were when this was made. Others would silently not be trained.
+
+    While nothing was registered, replaced or removed a check compares what each module holds and is, by identity: a
+    microsecond per module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Remember what `model` has now."""
+        self._model = weakref.ref(model)  # it keeps this, by its hooks
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._remember(model)
+
+    def _remember(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._held = self._look()
+
+    def _look(self) -> list[int]:
+        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        params = chain.from_iterable(module._parameters.values() for module in modules)
+        children = chain.from_iterable(module._modules.values() for module in modules)
+        return [*map(id, chain(params, children, map(type, modules)))]
+
+    def check(self, op: str) -> None:
+        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
+
+        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
+        gradients by themselves are refused as well.
+        """
+        model = self._model()
+        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
+            return
+        check_unwrapped(op, model)
+        changes = list(self._changes(model))
+        if changes:
+            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
+            raise ValueError(
+                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
+                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
+                "place or with load_state_dict)"
+            )
+        self._remember(model)
+
+    def _changes(self, model: nn.Module) -> Iterator[str]:
+        first_names: dict[nn.Parameter, str] = {}
+        for name, param in self._params.items():
+            first_names.setdefault(param, name)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for name, param in now.items():
+            before = self._params.get(name)
+            if param not in first_names:
+                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
+            elif before is not None and before is not param:
+                yield f"{name} is {first_names[param]} now"
+        present = set(now.values())
+        replaced = {self._params[name] for name in now if name in self._params}
+        for param, name in first_names.items():
+            if param not in present and param not in replaced:
+                yield f"{name} was removed"
 
 
 class Engine:
     """Runs gradients, steps and state dicts of one sharded model. Not copied or pickled with the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        buckets: Sequence[Bucket],
-        unmanaged: Sequence[tuple[str, nn.Parameter]],
-        store: StateStore,
-        comm: Comm,
-        lifetimes: Lifetimes,
-        policy: ReducePolicy,
-        max_norm: float | None,
-        optimizer: Any,
-        device: torch.device,
-        unsharder: Unsharder | None,
-        scaler: LossScaler,
-        overlap_step: OverlapStep | None,
-        home: GradHome | None,
-        ratio_tuner: RatioTuner | None,
-        resplit: Callable[[float], Mapping[Bucket, int]] | None,
-    ) -> None:
-        """Take over `buckets`, whose weights are in place; `unmanaged` are the frozen parameters; `max_norm` clips.
-
-        unsharder: gathers weights around their use, None where they always are whole. overlap_step: runs a step after it has
-        returned, None where steps are complete then. home: see Reducer. ratio_tuner: chooses the share of the states that is
-        in host memory, which `resplit` moves; it returns where in each owned range that begins.
-        """
-        self._model, self._optimizer = weakref.ref(model), weakref.ref(optimizer)  # both keep the engine
-        self.buckets, self.unmanaged, self.store = list(buckets), list(unmanaged), store
-        self.unsharder, self.scaler, self.overlap_step, self.ratio_tuner, self._resplit = (
-            unsharder,
-            scaler,
-            overlap_step,
-            ratio_tuner,
-            resplit,
+    def __init__(self, plan: Plan) -> None:
+        """Take over the model of `plan`, whose weights are in place."""
+        self.comm, self.device, self.lifetimes = plan.comm, plan.device, plan.builder.lifetimes
+        self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
+        self.scaler, self.max_norm = plan.scaler, plan.max_norm
+        self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
+        groups = plan.optimizer.param_groups
+        self.overlap_step: OverlapStep | None = None  # None: steps are complete when they return, or the device runs them
+        if plan.overlap_step and (self.device.type == "cpu" or self.store.tier != "device"):
+            self.overlap_step = OverlapStep(
+                plan.model, plan.units, self.store, self.comm, self.lifetimes, self.device, plan.threads, groups
+            )
+        self.unsharder: Unsharder | None = None  # None: all weights are whole always
+        if not self.lifetimes.full_weight_resident:
+            self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
+        home: GradHome | None = None
+        if plan.host is not None and plan.offloads_gradients:
+            home = GradHome(plan.host.copies, cuts_of(plan.updated, plan.ratio), plan.threads)
+        self.ratio_tuner: RatioTuner | None = None
+        if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
+            on_device = partial(device_bytes, plan.updated)
+            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host.seconds, plan.device_memory_limit, on_device)
+        self.reducer = Reducer(
+            [bucket for bucket in self.buckets if bucket.trainable],
+            self.comm,
+            self.lifetimes,
+            plan.policy,
+            self.device,
+            self.unsharder,
+            self.scaler,
+            self.overlap_step,
+            home,
         )
-        self.comm, self.lifetimes, self.max_norm, self.device = comm, lifetimes, max_norm, device
-        trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self.reducer = Reducer(trainable, comm, lifetimes, policy, device, unsharder, scaler, overlap_step, home)
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         # The weights that no step updates; frozen ones are in a bucket at stage 3 alone.
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
-        groups = optimizer.param_groups
-        capturable = any(group["capturable"] for group in groups)
         self.device_step: DeviceStep | None = None
-        if decides_on_device(device, store.tier, comm, overlap_step is not None, capturable):
-            counted = [managed for bucket in self.buckets if bucket.group is not None for managed in bucket.params]
-            self.device_step = DeviceStep(device, comm.world_size, scaler, counted)
-        self.outcomes = Outcomes(optimizer, scaler, self.device_step)
+        capturable = any(group["capturable"] for group in groups)
+        if decides_on_device(self.device, self.store.tier, self.comm, self.overlap_step is not None, capturable):
+            counted = [managed for bucket in plan.updated for managed in bucket.params]
+            self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counted)
+        self.outcomes = Outcomes(plan.optimizer, self.scaler, self.device_step)
         constant = [*self.constant.values()]
-        self.updater = Updater(self.buckets, store, comm, lifetimes, groups, constant, self.device_step)
+        self.updater = Updater(self.buckets, self.store, self.comm, self.lifetimes, groups, constant, self.device_step)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
-        self._membership = Membership(model)
-        self.state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
-        self.full_tensors = FullTensors(comm, device)
+        self._membership = Membership(plan.model)
+        self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
+        self.full_tensors = FullTensors(self.comm, self.device)
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -119,7 +225,7 @@ class Engine:
         self.updater.raise_failure()
 
     def settle(self, counts: bool = False) -> None:
-        """Learn what became of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
+        """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
 
         Waits for the device if that decides on them.
         """
@@ -130,6 +236,124 @@ class Engine:
         """What capturable steps leave on the device."""
         assert self.device_step is not None
         return self.device_step.state
+
+    # --- what hooks of the model call (engine/hooks.py) -----------------------------------------------------------------
+
+    @property
+    def active_unsharder(self) -> Unsharder | None:
+        """What gathers weights around their use; None if none has to be (inside `full_params`, unless backward follows)."""
+        unsharder = self.unsharder
+        return None if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled()) else unsharder
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """Begin a forward of the whole model."""
+        if torch.is_grad_enabled():
+            self._refuse_wrappers(module)
+            self.reducer.settle()
+        if (unsharder := self.active_unsharder) is not None:
+            if torch.compiler.is_compiling():
+                unsharder.warn_of_compiling()
+            if self.reducer.boundary.under_way and not in_backward():
+                raise RuntimeError(
+                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
+                    " each gathers and frees weights"
+                )
+            unsharder.begin_forward(module)
+        if self.ratio_tuner is not None and torch.is_grad_enabled():
+            if self.ratio_tuner.measures:
+                self.synchronize()
+            self.ratio_tuner.begin_forward()
+
+    def end_forward(self, module: nn.Module, output: Any) -> None:
+        """End a forward of the whole model: watch for the backward of `output`."""
+        if self.ratio_tuner is not None:
+            self.ratio_tuner.end_forward()
+        if (unsharder := self.active_unsharder) is not None:
+            unsharder.end_forward()
+        if self.overlap_step is not None:
+            self.overlap_step.end_forward()
+        if not torch.is_grad_enabled():
+            return
+        self._refuse_wrappers(module)  # again, for hooks that were put around this module later
+        begin = self.reducer.begin_backward
+        for value in tensors_in(output):
+            if value.grad_fn is not None:
+                value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
+
+    def _refuse_wrappers(self, module: nn.Module) -> None:
+        """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad.
+
+        torch's replicate() has a DistributedDataParallel, too, over a list of the parameters.
+        """
+        ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+        inside_ddp = ddp is not None and any(param in self.managed for param in ddp.parameters())
+        if inside_ddp or getattr(module, "_is_replica", False):
+            wrapper = "DistributedDataParallel or replicate()" if inside_ddp else "DataParallel"
+            raise RuntimeError(
+                f"forward: the sharded model runs inside {wrapper}; expected it on its own, as shardcore.shard already "
+                "averages gradients over ranks (call the model itself)"
+            )
+
+    def begin_state_dict(self, name: str, prefix: str) -> None:
+        """Begin a state_dict of the module `name`, or of a part of one that is being read: finish the step.
+
+        If that failed, the read that every rank makes says so on all of them.
+        """
+        reader = self._state_dict_of
+        if reader is None or not name or (reader[0] and not name.startswith(f"{reader[0]}.")):
+            self._state_dict_of = name, prefix
+            try:
+                self.synchronize()
+            except StepError:
+                self.read_all("state_dict", name or "the model")
+
+    def end_state_dict(self, name: str, prefix: str, state_dict: dict[str, Any]) -> None:
+        """Replace the entries of managed parameters with full tensors of their own memory, from the masters. Collective.
+
+        Nothing where this is a part of the state_dict of a module around this one.
+        """
+        if self._state_dict_of != (name, prefix):
+            return
+        self._state_dict_of = None
+        self.read_all("state_dict", name or "the model")
+        self.updater.warn_of_lost_edits("state_dict")
+        # By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
+        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.managed.values()}
+        keys: dict[nn.Parameter, list[str]] = {}
+        for key, value in state_dict.items():
+            if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
+                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+                if place in param_at:
+                    keys.setdefault(param_at[place], []).append(key)
+        with torch.no_grad():
+            asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
+            fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
+            for bucket, full in zip(asked, fulls, strict=True):
+                for managed in bucket.params:
+                    if managed.param in keys:
+                        values = managed.slice_of(full).clone()
+                        for key in keys[managed.param]:
+                            state_dict[key] = values
+
+    def begin_load(self, params: Sequence[nn.Parameter]) -> None:
+        """Begin a load_state_dict of a module that has `params`."""
+        self.synchronize()
+        if self.unsharder is not None:
+            self.unsharder.begin_load(params)
+
+    def end_load(self, given: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+        """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights."""
+        for param, value in given:
+            if param in self.managed:
+                self.updater.set_weights(self.bucket_of[param], self.managed[param], value)
+            else:
+                self.constant[param].note_load()
+        if self.unsharder is not None:
+            self.unsharder.end_load()
+
+    def knows(self, param: nn.Parameter) -> bool:
+        """Whether the parameter was in the model when it was sharded."""
+        return param in self.managed or param in self.constant
 
     # --- what the optimizer delegates ---------------------------------------------------------------------------------
 
@@ -143,11 +367,11 @@ class Engine:
     ) -> Any:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards.
 
-        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised where all
-        ranks learn of it: an error that frames on its way held would hold them, and the model, in a cycle.
+        problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
+        all ranks know that there is one: an error that a frame on its way held would hold the frame, and the model, in a cycle.
         """
         if grads is not None:
-            problems.append(ValueError("step: grads was given; expected None after shard() (gradients come from backward)"))
+            problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -167,7 +391,7 @@ class Engine:
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         if self.unsharder is not None:
-            self.unsharder.close_all()
+            self.unsharder.reshard_all()
         self.reducer.reduce_pending()
         if not capturing(self.device):  # which allows no question about events
             self.outcomes.poll()
@@ -187,7 +411,7 @@ class Engine:
             backwards = self.reducer.count
             outcome, plan = self.updater.decide(grad_scale, limit, problems, self.scaler.host_scale, backwards, order, ways)
         except Exception as error:  # on every rank
-            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew before of what comes late
+            if isinstance(error, ValueError) and not refuses:  # perhaps another rank knew earlier of a late error
                 self.settle()
                 self.outcomes.raise_late()
             raise
@@ -258,14 +482,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
-        if (
-            set_to_none
-            and self.ratio_tuner is not None
-            and self._resplit is not None
-            and (ratio := self.ratio_tuner.take()) is not None
-        ):
+        if set_to_none and self.ratio_tuner is not None and (ratio := self.ratio_tuner.take()) is not None:
+            assert isinstance(self.store, SplitStore)
             self.synchronize()
-            self.reducer.host_grads.recut(self._resplit(ratio))
+            self.reducer.host_grads.recut(self.store.resplit(ratio))
         for _, param in self.unmanaged:
             param.grad = None
 
@@ -435,11 +655,11 @@ def _interrupts_held_back() -> Iterator[None]:
     if not callable(old) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, old)
-        if came:
-            old(*came[0])
+        if caught:
+            old(*caught[0])

@@ -1,4 +1,4 @@
-"""Whole weights, gradients and states for whoever reads them, gathered from the parts that ranks own.
+"""Full weights, gradients and states for reads, gathered from the parts that ranks own.
 
 Before any whole value is read, ranks exchange which read of what it is, and whether one refuses: a difference is an error on
 every rank, and no rank takes one value for another.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardcore.distributed.comm import Comm, Traffic, wait_all
-from shardcore.distributed.compare import READS, uneven
+from shardcore.distributed.compare import READS, uneven_backwards
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.state_store import ReadPart
 from shardcore.engine.trace import scope
@@ -27,7 +27,7 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
     """
     here = zlib.crc32(what.encode())
     row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
-    others = comm.all_gather_cpu(row, Traffic.READ, op, READS.index(op)).tolist()
+    others = comm.all_gather_cpu(row, Traffic.READ, op).tolist()
     if problem is not None:
         try:
             raise problem
@@ -41,7 +41,7 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
         if there != here:
             raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
         if count != backwards:
-            raise uneven([row[3] for row in others])
+            raise uneven_backwards([row[3] for row in others])
 
 
 class FullTensors:
@@ -71,14 +71,14 @@ class FullTensors:
         whole = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
         with scope("read", bucket.unit):
             bucket.owned_slice(whole).copy_(owned)
-            return whole, self._comm.all_gather(whole, Traffic.READ, _name(bucket), self._comm.sharers), owned.device
+            return whole, self._comm.all_gather(whole, Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
 
     def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
         """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.
 
         `read` reads from this rank's owned range; the result is on the device of what it returns.
         """
-        like, ranks, numel = read(0, 0), self._comm.sharers, managed.param.numel()
+        like, ranks, numel = read(0, 0), self._comm.shard_ranks, managed.param.numel()
         travels = bucket.owned_numel < bucket.layout.numel
         whole = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
         for piece in bucket.pieces_of(managed):

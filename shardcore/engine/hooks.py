@@ -5,7 +5,6 @@ of a sharded model is an ordinary model with ordinary weights.
 """
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine
-from shardcore.engine.state_store import StepError
-from shardcore.engine.units import callable_parts, in_backward, tensors_in
+from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import Unsharder
 
 
@@ -41,9 +39,9 @@ def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) ->
     for name, module in model.named_modules():
         if any(param in engine.managed for param in module.parameters()):
             module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
-            module.register_state_dict_post_hook(_WholeStateDict(engine, name))
+            module.register_state_dict_post_hook(_AfterStateDict(engine, name))
         if any(param is not None for param in module._parameters.values()):
-            load = _LoadIntoMaster(engine)
+            load = _LoadHooks(engine)
             module.register_load_state_dict_pre_hook(load.before)
             module.register_load_state_dict_post_hook(load.after)
 
@@ -53,12 +51,6 @@ class _EngineHook:
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
-
-    @property
-    def unsharder(self) -> Unsharder | None:
-        """What makes weights whole around their use; None if nothing has to (inside `full_params`, unless backward follows)."""
-        unsharder = None if self.engine is None else self.engine.unsharder
-        return None if unsharder is None or (unsharder.all_held and not torch.is_grad_enabled()) else unsharder
 
 
 class _Method(_EngineHook):
@@ -91,7 +83,7 @@ class _ZeroGrad(_Method):
 
 
 class _Train(_Method):
-    """`model.train`, and so `model.eval`: whoever changes the mode finds new weights, also behind references held before."""
+    """`model.train`, and so `model.eval`: they wait for the step, so that references held before show the new weights."""
 
     def __call__(self, mode: bool = True) -> nn.Module:
         if self.engine is not None and mode != self.model.training:
@@ -105,22 +97,8 @@ class _BeforeForward(_EngineHook):
         self.input_dtype = input_dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if self.engine is not None and torch.is_grad_enabled():
-            _refuse_wrappers(module, self.engine)
-            self.engine.reducer.settle()
-        if self.engine is not None and (unsharder := self.unsharder) is not None:
-            if torch.compiler.is_compiling():
-                unsharder.warn_of_compiling()
-            if self.engine.reducer.boundary.under_way and not in_backward():
-                raise RuntimeError(
-                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
-                    " weights come and go with each"
-                )
-            unsharder.begin_forward(module)
-        if self.engine is not None and self.engine.ratio_tuner is not None and torch.is_grad_enabled():
-            if self.engine.ratio_tuner.measures:
-                self.engine.synchronize()
-            self.engine.ratio_tuner.begin_forward()
+        if self.engine is not None:
+            self.engine.begin_forward(module)
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
@@ -131,40 +109,20 @@ class _BeforeForward(_EngineHook):
 
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.engine is not None and self.engine.ratio_tuner is not None:
-            self.engine.ratio_tuner.end_forward()
-        if (unsharder := self.unsharder) is not None:
-            unsharder.end_forward()
-        if self.engine is not None and self.engine.overlap_step is not None:
-            self.engine.overlap_step.end_forward()
-        if self.engine is None or not torch.is_grad_enabled():
-            return
-        _refuse_wrappers(module, self.engine)  # again, for hooks that were put around this module later
-        begin = self.engine.reducer.begin_backward
-        for value in tensors_in(output):
-            if value.grad_fn is not None:
-                value.register_hook(lambda grad: begin())  # type: ignore[no-untyped-call]
-
-
-def _refuse_wrappers(module: nn.Module, engine: Engine) -> None:
-    """Raise RuntimeError in the forward of what would average or collect gradients a second time, in p.grad.
-
-    torch's replicate() has a DistributedDataParallel, too, over a list of the parameters.
-    """
-    ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    inside_ddp = ddp is not None and any(param in engine.managed for param in ddp.parameters())
-    if inside_ddp or getattr(module, "_is_replica", False):
-        wrapper = "DistributedDataParallel or replicate()" if inside_ddp else "DataParallel"
-        raise RuntimeError(
-            f"forward: the sharded model runs inside {wrapper}; expected it on its own, as shardcore.shard already averages "
-            "gradients over ranks (call the model itself)"
-        )
+        if self.engine is not None:
+            self.engine.end_forward(module, output)
 
 
 class _UnitHook(_EngineHook):
+    """A hook of a unit, by its number."""
+
     def __init__(self, engine: Engine | None, index: int) -> None:
         super().__init__(engine)
         self.index = index
+
+    @property
+    def unsharder(self) -> Unsharder | None:
+        return None if self.engine is None else self.engine.active_unsharder
 
 
 class _BeforeWeights(_UnitHook):
@@ -206,99 +164,50 @@ class _AfterPart(_UnitHook):
 
 
 class _StateDictHook(_EngineHook):
+    """A hook of a module's state_dict, by the module's name: a part may also lie in a module that is not sharded."""
+
     def __init__(self, engine: Engine | None, name: str) -> None:
         super().__init__(engine)
         self.name = name
 
-    def read(self, engine: Engine) -> None:
-        engine.read_all("state_dict", self.name or "the model")
-
 
 class _BeforeStateDict(_StateDictHook):
-    """Note the outermost of the sharded modules whose state_dict this is: a part may also lie in a module that is not sharded.
-
-    Finish the step. If it failed, the other ranks, which wait for this one's part, are told so.
-    """
-
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.engine is None:
-            return
-        reader = self.engine.state_dict_of
-        if reader is None or not self.name or (reader[0] and not self.name.startswith(f"{reader[0]}.")):
-            self.engine.state_dict_of = self.name, prefix
-            try:
-                self.engine.synchronize()
-            except StepError:
-                self.read(self.engine)
+        if self.engine is not None:
+            self.engine.begin_state_dict(self.name, prefix)
 
 
-class _WholeStateDict(_StateDictHook):
-    """Replace the entries of managed parameters with whole tensors of their own memory, from the masters. Collective."""
-
+class _AfterStateDict(_StateDictHook):
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        engine = self.engine
-        if engine is None or engine.state_dict_of != (self.name, prefix):  # part of the state_dict of a module around this one
-            return
-        engine.state_dict_of = None
-        self.read(engine)
-        engine.updater.warn_of_lost_edits("state_dict")
-        # By place, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.place, managed.param.shape): managed.param for managed in engine.managed.values()}
-        keys: dict[nn.Parameter, list[str]] = {}
-        for key, value in state_dict.items():
-            if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
-                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
-                if place in param_at:
-                    keys.setdefault(param_at[place], []).append(key)
-        with torch.no_grad():
-            asked = [bucket for bucket in engine.buckets if any(managed.param in keys for managed in bucket.params)]
-            wholes = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in asked)
-            for bucket, whole in zip(asked, wholes, strict=True):
-                for managed in bucket.params:
-                    if managed.param in keys:
-                        values = managed.slice_of(whole).clone()
-                        for key in keys[managed.param]:
-                            state_dict[key] = values
+        if self.engine is not None:
+            self.engine.end_state_dict(self.name, prefix, state_dict)
 
 
-class _LoadIntoMaster(_EngineHook):
-    """Loading a module's parameters also sets their masters, from the values as given, not as rounded to the weights."""
+class _LoadHooks(_EngineHook):
+    """The hooks of one module's part of a load_state_dict."""
 
     def __init__(self, engine: Engine | None) -> None:
         super().__init__(engine)
         self._given: list[tuple[nn.Parameter, torch.Tensor]] = []
-
-    def _named(self, module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-        assert self.engine is not None
-        for name, param in module._parameters.items():
-            if param is not None and (param in self.engine.managed or param in self.engine.constant):
-                yield prefix + name, param
 
     def before(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
     ) -> None:
         if self.engine is None:
             return
-        self.engine.synchronize()
         self._given = []
         if local_metadata.get("assign_to_params_buffers"):
             raise ValueError(
                 "load_state_dict: assign is True for a sharded model; expected False (its parameters are views into buffers)"
             )
-        for key, param in self._named(module, prefix):
+        params = {prefix + name: p for name, p in module._parameters.items() if p is not None and self.engine.knows(p)}
+        self.engine.begin_load([*params.values()])
+        for key, param in params.items():
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._given.append((param, value))
-        if self.engine.unsharder is not None:
-            self.engine.unsharder.lend_scratch([param for _, param in self._named(module, prefix)])
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:
-            for param, value in self._given:
-                if param in self.engine.managed:
-                    self.engine.updater.set_weights(self.engine.bucket_of[param], self.engine.managed[param], value)
-                else:
-                    self.engine.constant[param].note_load()
-            if self.engine.unsharder is not None:
-                self.engine.unsharder.end_scratch()
+            self.engine.end_load(self._given)
         self._given = []

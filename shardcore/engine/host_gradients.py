@@ -161,7 +161,7 @@ class HostGrads:
         self._worker = Worker("shardcore-add", None if home is None else home.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
-        self._leaving: deque[_Leaving] = comm.keeps(deque())
+        self._leaving: deque[_Leaving] = comm.keep_alive(deque())
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 
@@ -214,10 +214,10 @@ class HostGrads:
                 self._pool.take(bucket.owned_numel, self._dtype_of(adds)),
                 self._pool.give,
             )
-            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._place))
+            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._piece))
             release(whole)
-        several, name = len(self._owners) > 1, f"the gradients of {bucket.unit or 'the root'}"
-        gathers = self._comm.all_gather(source, Traffic.BACKWARD, name, self._owners, of=number) if several else []
+        several, name = len(self._replicas) > 1, f"the gradients of {bucket.unit or 'the root'}"
+        gathers = self._comm.all_gather(source, Traffic.BACKWARD, name, self._replicas, of=number) if several else []
         self._leaving.append(_Leaving(bucket, source, give, adds, as_it_is, gathers))
         if not gathers:
             self._start(self._leaving[-1])
@@ -276,12 +276,12 @@ class HostGrads:
     # --- one gradient -------------------------------------------------------------------------------------------------
 
     @property
-    def _place(self) -> int:
-        return self._comm.topology.place(self._comm.rank)
+    def _piece(self) -> int:
+        return self._comm.topology.piece_index(self._comm.rank)
 
     @property
-    def _owners(self) -> Sequence[int]:
-        return self._comm.topology.owners(self._comm.rank)
+    def _replicas(self) -> Sequence[int]:
+        return self._comm.topology.replica_ranks(self._comm.rank)
 
     def _numel(self, bucket: Bucket) -> int:
         return bucket.owned_numel - self._cuts[bucket]
@@ -341,7 +341,7 @@ class HostGrads:
             del self._memory[bucket]
             bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
         total = bucket.host_grad
-        own = bucket.own_grads(self._place)[-1] if len(self._owners) > 1 else None  # each takes the norm of its piece
+        own = bucket.own_grads(self._piece)[-1] if len(self._replicas) > 1 else None  # each takes the norm of its piece
         far = self._worker.submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own)
         self._adding[self._turn % IN_FLIGHT] = far
         self._sums[bucket] = _Sum(far)
@@ -365,7 +365,7 @@ class HostGrads:
         total = bucket.grad
         assert total is not None
         square = _sum(leaving.source[:cut], total, leaving.as_it_is)
-        return square if len(self._owners) == 1 else _C.sq_norm([bucket.own_grads(self._place)[0]])
+        return square if len(self._replicas) == 1 else _C.sq_norm([bucket.own_grads(self._piece)[0]])
 
     def _near(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of the device's part, in this dtype."""

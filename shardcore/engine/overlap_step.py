@@ -243,9 +243,9 @@ class OverlapStep:
         self.steps = 0
         self._failure: tuple[str, BaseException] | None = None
         self._work: tuple[Any, ...] | None = None  # what the worker was not given yet
-        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
+        self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._worker_gathers = self._gathers and not comm.uses_nccl
-        self._left: list[_Update] = comm.keeps([])
+        self._left: list[_Update] = comm.keep_alive([])
         self._readers: dict[Bucket, list[_Reader]] = {bucket: [] for unit in units for bucket in unit.buckets}
         bucket_of = {managed.param: bucket for bucket in self._readers for managed in bucket.params}
         for module in model.modules():
@@ -296,7 +296,7 @@ class OverlapStep:
         gather = self.comm.all_gather if self._worker_gathers else None
         self.steps += 1
         begun = threading.Event()
-        self._work = _update_all, self.store, updates, hypers, gather, self.comm.sharers, self._stream, began, begun
+        self._work = _update_all, self.store, updates, hypers, gather, self.comm.shard_ranks, self._stream, began, begun
         self._pending = {update.bucket: update for update in updates}
         for reader in {reader: None for bucket in self._pending for reader in self._readers[bucket]}:
             self._let_wait(reader)
@@ -371,7 +371,7 @@ class OverlapStep:
         for update in () if self._worker_gathers else self._pending.values():
             if update.gathers is None:
                 self._wait_for_adam(update)
-                update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.sharers)
+                update.gathers = _gather(self.comm.all_gather, update.bucket, self.comm.shard_ranks)
             if update is last:
                 break
         try:
@@ -426,9 +426,9 @@ class OverlapStep:
         self._lock = threading.RLock()
 
 
-def _gather(all_gather: Callable[..., list[Started]], bucket: Bucket, sharers: Sequence[int]) -> list[Started]:
+def _gather(all_gather: Callable[..., list[Started]], bucket: Bucket, shard_ranks: Sequence[int]) -> list[Started]:
     with scope("gather", bucket.unit):
-        return all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", sharers)
+        return all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", shard_ranks)
 
 
 @torch.no_grad()
@@ -438,7 +438,7 @@ def _update_all(
     updates: Sequence[_Update],
     hypers: Scalars,
     all_gather: Callable[..., list[Started]] | None,
-    sharers: Sequence[int],
+    shard_ranks: Sequence[int],
     stream: torch.cuda.Stream | None,
     began: torch.cuda.Event | None,
     begun: threading.Event,
@@ -474,7 +474,7 @@ def _update_all(
             error = problem
         try:
             if all_gather is not None:
-                update.gathers = _gather(all_gather, update.bucket, sharers)
+                update.gathers = _gather(all_gather, update.bucket, shard_ranks)
         except BaseException as problem:
             error = error or problem
         if error is not None:

@@ -6,7 +6,7 @@ that it gets for its own, in rank order, in float32. The sum of one level is wha
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,39 +50,38 @@ class _Flight:
 
 
 class ReduceScatter:
-    """Sends whole local gradients; calls `finish(bucket, whole, parts of the last level)` in the order of sending."""
+    """Sends local gradients; yields (bucket, the local gradients, the parts of the last level), in the order of sending."""
 
     def __init__(
         self,
         comm: Comm,
         pool: BufferPool,
-        finish: Callable[[Bucket, torch.Tensor, Parts], None],
         buckets: Sequence[Bucket],
         backend_sums: bool,
     ) -> None:
         """Reduce `buckets` over the levels of `comm`, in buffers of `pool`; `backend_sums`: let the backend add."""
-        self.comm, self.pool, self._finish = comm, pool, finish
+        self.comm, self.pool = comm, pool
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: deque[_Flight] = comm.keeps(deque())
+        self._flights: deque[_Flight] = comm.keep_alive(deque())
 
-    def send(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        """Start with one bucket; those that are too many in flight are finished."""
+    def send(self, bucket: Bucket, whole: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Start with one bucket; yields the earlier ones, where too many are in flight, before this one takes memory."""
         if self.comm.world_size == 1:
-            self._finish(bucket, whole, Parts(whole, 1, whole, 0))
+            yield bucket, whole, Parts(whole, 1, whole, 0)
             return
-        self.drain(MAX_IN_FLIGHT - 1)  # before the next one takes memory
+        yield from self.drain(MAX_IN_FLIGHT - 1)
         self._start(bucket, whole, 0, whole)
 
-    def drain(self, keep: int = 0) -> None:
-        """Wait and go on until at most `keep` buckets are in flight."""
+    def drain(self, keep: int = 0) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Wait and go on until at most `keep` buckets are in flight. What is yielded may be used until the next one."""
         while len(self._flights) > keep:
             wait_all(self._flights[0].works)
             flight = self._flights.popleft()
             parts = self._parts(flight)
             if flight.level + 1 == len(self._levels):
-                self._finish(flight.bucket, flight.whole, parts)
+                yield flight.bucket, flight.whole, parts
             else:
                 partial = self.pool.take(parts.own.numel(), torch.float32)
                 parts.add_up(1.0, partial)
@@ -90,7 +89,7 @@ class ReduceScatter:
             self._give_back(flight)
 
     def abandon(self) -> None:
-        """Drop what is in flight, once it is here (where a wait has failed nothing comes any more)."""
+        """Wait for what is in flight and drop it; after a wait has failed, only drop it."""
         for flight in self._flights if not self.comm.broken else ():
             wait_all(flight.works)
             self._give_back(flight)

@@ -33,7 +33,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import uneven
+from shardcore.distributed.compare import uneven_backwards
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
 from shardcore.engine.host_gradients import GradHome, HostGrads
 from shardcore.engine.loss_scale import LossScaler
@@ -75,9 +75,9 @@ class Boundary:
         self._callback, self._failed = None, False
 
     def end(self) -> None:
-        """Learn that the backward is at its end: it failed until `clear`, whoever holds its callback (a traceback does).
+        """End the backward. It counts as failed until `clear`, even if its callback is kept alive (by a traceback).
 
-        RuntimeError if one of another thread came between.
+        RuntimeError if one of another thread ran at the same time.
         """
         self._callback, self._failed = None, True
         if self._mixed:
@@ -151,7 +151,7 @@ def use_row_bytes(params: int) -> int:
 
 
 def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed], backwards: int) -> set[Managed]:
-    """Learn which parameters got a gradient on any rank (`has_grad`) and start to count `used` anew. Collective.
+    """Set which parameters got a gradient on any rank (`has_grad`), and reset `used`. Collective.
 
     late: those with gradients that came after their bucket was sent; backwards: Reducer.count. Returns the parameters that are
     late on any rank; RuntimeError on every rank if the counts differ.
@@ -165,7 +165,7 @@ def agree_on_use(comm: Comm, params: Sequence[Managed], late: Collection[Managed
     rows = comm.all_gather_cpu(torch.tensor(flags, dtype=torch.uint8, device="cpu"), Traffic.BACKWARD, "the end of a backward")
     counts = [low + 256 * high for low, high in rows[:, -2:].tolist()]
     if len(set(counts)) > 1:
-        raise uneven(counts)
+        raise uneven_backwards(counts)
     is_used, is_late = ((rows[:, :-2] & flag).any(0).tolist() for flag in (_USED, _LATE))
     for managed, used in zip(params, is_used, strict=True):
         managed.has_grad |= used
@@ -179,9 +179,9 @@ TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket], place: int) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds the piece `place`."""
-        self.buckets, self.place = buckets, place
+    def __init__(self, buckets: Sequence[Bucket], piece: int) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds its `piece`."""
+        self.buckets, self.piece = buckets, piece
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
 
@@ -237,7 +237,7 @@ class ParamGrads:
             if shown is not None:
                 self._versions[bucket] = shown._version
             if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.place)])
+                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.piece)])
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -270,7 +270,7 @@ class Reducer:
         overlap_step: OverlapStep | None,
         home: GradHome | None,
     ) -> None:
-        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order. `weights` is told of all.
+        """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
 
         scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a step.
         home: where these go, if not here.
@@ -281,11 +281,14 @@ class Reducer:
         self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
         self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
-        self._reduce_scatter = ReduceScatter(comm, self.pool, weakly(self._finish), self.buckets, policy.backend_sums)
-        self.param_grads = ParamGrads(self.buckets, comm.topology.place(comm.rank)) if lifetimes.owns_everything else None
+        self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
+        topology, all_own = comm.topology, lifetimes.owns_everything
+        self._piece = topology.piece_index(comm.rank)
+        self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
+        self.param_grads = ParamGrads(self.buckets, self._piece) if all_own else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
-        self._stepped = self._told = False  # a step used the gradients that are here; the user was told so
+        self._stepped = self._warned = False  # a step used the present gradients; a warning said so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
@@ -296,7 +299,7 @@ class Reducer:
         self._missing: dict[Bucket, set[Managed]] = {}
         self._late: dict[Bucket, torch.Tensor] = {}
         self._late_params: set[Managed] = set()
-        self._gathers: list[Started] = comm.keeps([])
+        self._gathers: list[Started] = comm.keep_alive([])
         for order, bucket in enumerate(self.buckets):
             for slot, managed in enumerate(bucket.params):
                 watch(managed.param, self, Reducer.begin_backward, partial(Reducer._on_grad, order=order, slot=slot))
@@ -317,8 +320,8 @@ class Reducer:
         self.accept_user_grads("backward")
         if self.param_grads is not None:
             self.param_grads.drop()
-        elif self._stepped and not self._told:
-            self._told = True
+        elif self._stepped and not self._warned:
+            self._warned = True
             if self.comm.rank == 0:
                 warn_of_old_grads()
         self.boundary.begin(self._end_backward)
@@ -338,7 +341,7 @@ class Reducer:
         return 2 * self._number + self._local_sums
 
     def end_step(self) -> None:
-        """Learn that a step used the gradients, or was skipped."""
+        """Note that a step used the gradients, or was skipped."""
         self.scaler.end_step()
         self.backwards = self._number = 0
         self._stepped = any(bucket.reduced for bucket in self.buckets)
@@ -355,7 +358,7 @@ class Reducer:
         self._wait_gathers()
         self.host_grads.abandon()
         if self.unsharder is not None:
-            self.unsharder.close_all()
+            self.unsharder.reshard_all()
         self.zero()
         self.dropped = True
 
@@ -391,7 +394,7 @@ class Reducer:
         while self._reducing and self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
             self._launch_next()
 
-    @torch.no_grad()  # autograd calls it in the mode of whoever called backward
+    @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
     def _end_backward(self) -> None:
         self.boundary.end()
         if self.unsharder is not None:
@@ -422,7 +425,7 @@ class Reducer:
     @torch.no_grad()
     def _reduce_rest(self) -> None:
         self._launch_rest()
-        self._reduce_scatter.drain()
+        self._drain()
         late = agree_on_use(self.comm, self.params, self._late_params, self.count)
         if late:
             self._wait_gathers()
@@ -431,12 +434,16 @@ class Reducer:
                     self._launch(bucket, self._late_buffer(bucket))
             self._late.clear()
             self._late_params.clear()
-            self._reduce_scatter.drain()
+            self._drain()
         self._wait_gathers()
         self.host_grads.drain()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()
+
+    def _drain(self) -> None:
+        for sent in self._reduce_scatter.drain():
+            self._finish(*sent)
 
     def _wait_gathers(self) -> None:
         gathers = [*self._gathers]
@@ -486,7 +493,8 @@ class Reducer:
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-            self._reduce_scatter.send(bucket, whole)
+            for sent in self._reduce_scatter.send(bucket, whole):
+                self._finish(*sent)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
@@ -516,15 +524,13 @@ class Reducer:
             if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
                 bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
-            topology, rank = self.comm.topology, self.comm.rank
             with scope("sum", bucket.unit):
-                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, topology.place(rank)), bucket.reduced)
-            owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
-            if len(owners) > 1:
+                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, self._piece), bucket.reduced)
+            if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, owners, of=number)
+                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, self._replicas, of=number)
         bucket.reduced = True
         if whole is not bucket.grad:
             self._release_full(bucket, whole)
@@ -568,7 +574,7 @@ class Reducer:
                 self.show_grads()
 
     def show_grads(self) -> None:
-        """Hand out `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
+        """Set `param.grad` again after the reduced gradients changed (stage 0; nothing from stage 1 on)."""
         if self.param_grads is not None:
             self.param_grads.drop()
             self.param_grads.give(self._take_full)

@@ -13,7 +13,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import first_difference, plain
+from shardcore.distributed.compare import first_difference, json_value
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import Arrival, DeviceStep
 from shardcore.engine.host_gradients import sq_norm_of
@@ -42,7 +42,7 @@ class OwnGrads:
 
         edited: is called when they have other values.
         """
-        self.device, self._place, self._edited = device, comm.topology.place(comm.rank), edited
+        self.device, self._piece, self._edited = device, comm.topology.piece_index(comm.rank), edited
         self._views: dict[Bucket, list[torch.Tensor]] = {}
         for bucket in buckets:
             for start, part in bucket.grads() if bucket.reduced else ():
@@ -54,7 +54,7 @@ class OwnGrads:
             self.part = norm_part([view for views in self._views.values() for view in views], norm_type)
             if not lifetimes.owns_everything:
                 rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
-                self.part = join([rows[sorted(comm.sharers)]], norm_type)
+                self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
 
     def scale(self, coefficient: float) -> None:
         """Multiply them."""
@@ -75,7 +75,7 @@ class OwnGrads:
         self._edited()
 
     def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
-        return sq_norm_of(bucket.own_grads(self._place), self.device)
+        return sq_norm_of(bucket.own_grads(self._piece), self.device)
 
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
@@ -127,7 +127,7 @@ class Updater:
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
-        self._gathers = lifetimes.gathers_new_weights and len(comm.sharers) > 1
+        self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
         self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
 
@@ -194,7 +194,7 @@ class Updater:
             with scope("gather", left[0].unit):
                 bucket = left.popleft()
                 name = f"the new weights of {bucket.unit or 'the root'}"
-                works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.sharers))
+                works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks))
 
         try:
             for _ in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
@@ -202,7 +202,7 @@ class Updater:
                     gather_next()
         except Exception as error:
             self._failure = error
-            while left:  # other ranks wait for them, and learn at the next step that this one refuses
+            while left:  # other ranks wait for them; at the next step this one refuses
                 gather_next()
         wait_all(works)
         self.raise_failure()
@@ -216,7 +216,7 @@ class Updater:
             ) from self._failure
 
     def count(self, plan: Plan) -> None:
-        """Learn that the plan's parameters are written, here or on the overlapped step's worker."""
+        """Note that the plan's parameters are written, here or on the overlapped step's worker."""
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
         for managed in plan.updated:
@@ -254,14 +254,14 @@ class Updater:
         The squares are those of each rank; where the device decides those of this rank's buckets, and nothing waits for them.
         Raises on all ranks if one refuses or differs in its terms.
         """
-        told = [*ways, *self._told(terms)] if self.comm.world_size > 1 else []
-        digest = zlib.crc32("\n".join(told).encode())
-        said = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
+        compared = [*ways, *self._compared(terms)] if self.comm.world_size > 1 else []
+        digest = zlib.crc32("\n".join(compared).encode())
+        head = torch.tensor([bool(problems), digest, order], dtype=torch.float64, device="cpu")
         squares = _squares_of(active)
         if self._device_step is not None:
-            rows = self.comm.all_gather_cpu(said, Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(head, Traffic.STEP, "a step")
         else:
-            rows = self.comm.all_gather_cpu(torch.cat([said, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
+            rows = self.comm.all_gather_cpu(torch.cat([head, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
             squares = rows[:, 3:].contiguous()
         if problems:
             raise problems.pop()
@@ -269,16 +269,16 @@ class Updater:
             refusing = rows[:, 0].nonzero().flatten().tolist()
             raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
         if (rows[:, 1] != digest).any():
-            difference = first_difference(self.comm.gather_json(told))
+            difference = first_difference(self.comm.gather_json(compared))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
         self.loaded = ""
         self.forget_changes()
         return squares, bool((rows[:, 2] == order).all())
 
-    def _told(self, terms: Mapping[str, object]) -> list[str]:
+    def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
         options = (
-            f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else plain(group[key])}"
+            f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else json_value(group[key])}"
             for index, group in enumerate(self.groups)
             for key in _TERMS
         )
@@ -301,7 +301,7 @@ class Updater:
             managed.changes = ""
 
     def changed(self) -> str:
-        """Tell how many weights were loaded or edited since the last step; "" for none."""
+        """Say how many weights were loaded or edited since the last step; "" for none."""
         count = sum(bool(managed.changes) for managed in self._every())
         return f" after {count} of its weights were loaded or edited" if count else ""
 

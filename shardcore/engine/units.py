@@ -237,12 +237,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 class Unit:
     """A unit at run time.
 
-    stays: it is the root or holds other units, so it stays whole through a backward (engine/unshard.py, Note [Letting go in
+    stays: it is the root or holds other units, so it stays unsharded through a backward (unshard.py, Note [Resharding in
         backward]).
-    open: its parameters have memory. held: how many `full_params` keep it so. guest: the id of the module inside, called on its
-        own, for whose sake alone it is open; 0 for none.
-    gathers: the collectives under way that nobody has waited for, None if there are none.
-    kept: this rank's parts, one a bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
+    unsharded: its parameters have memory. held: how many `full_params` keep it so. guest: id of the inner module, called on its
+        own, for which alone it is unsharded; 0 for none.
+    gathers: the collectives under way that have not been waited for, None if there are none.
+    kept: this rank's parts, one per bucket, of what a few ranks keep from forward to backward; None if nothing is kept.
     calls: how many backwards of it have begun and not ended. incomplete: its buckets whose gradients are not all there.
     began: the sequence number of autograd's next node when the forward under way began.
     """
@@ -252,7 +252,7 @@ class Unit:
     stays: bool
     held: int = 0
     gathers: list[Any] | None = None
-    open: bool = False
+    unsharded: bool = False
     calls: int = 0
     incomplete: set[Bucket] = field(default_factory=set)
     kept: list[torch.Tensor] | None = None
@@ -288,6 +288,6 @@ def _users_in(module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Mo
 
 @torch.no_grad()
 def take_edits(unit: Unit) -> None:
-    """Bring shards in line with weights that someone had the time to edit, through `.data` too, which no counter tells."""
+    """Bring shards in line with full weights that the user may have edited, also through `.data`, which no counter shows."""
     for bucket in unit.buckets:
         bucket.take_edits()

@@ -1,19 +1,19 @@
-"""Whole weights that exist only around their use (stage 3): gathered ahead, let go after.
+"""Unsharding and resharding at stage 3: full weights exist only around their use, gathered ahead and freed after.
 
 A unit's weights are gathered when its forward or its backward begins, and the next unit's at the same time, while this one
 computes. Which unit is next is what the last pass showed (`Order`); where a pass takes another way, nothing is gathered
 ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
 
-Note [Shards that come]: a shard in host memory is copied straight into its place in the whole weights, and the gather begins
-when it has arrived. On CUDA a stream of its own waits for that, so that what computes does not. The copy began after all that
-the current stream had queued by then, so the gather does, too, and may overwrite memory which that has read.
-Note [Letting go in backward]: autograd adds to a parameter's gradient once all nodes that use the parameter have run, so a
-unit is let go when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of a
-device in the reverse of the order in which they were made: when the latest input's own node is next, the unit's are done.
-(Nothing is put into the graph to learn that: it would change the order of sums.) An input that is a leaf has no such node;
-its gradient being there says less, so there the gradients must be there as well. Units that hold other units are used by
-these, at times that nothing tells; they stay until backward ends, the root among them. Where a unit's output shows no tensor
-(it lies in an object that nobody can look into) nothing tells when its backward begins: it stays whole from forward on.
+Note [Shards in host memory]: such a shard is copied straight into its range of the full weights, and the gather begins when
+the copy is done. On CUDA a stream of its own waits for that, so that the computing stream does not. The copy began after all
+that the current stream had queued by then, so the gather does, too, and may overwrite memory that this work has read.
+Note [Resharding in backward]: autograd accumulates a parameter's gradient once all nodes that use the parameter have run, so a
+unit is resharded when all of its gradients are there. Frozen and unused parameters get none. But autograd runs the nodes of
+a device in the reverse of the order in which they were made: when the node of the latest input is next, those of the unit are
+done. (No node is added to the graph for this: it would change the order of sums.) An input that is a leaf has no such node,
+and its gradient may be there earlier, so there the parameters' gradients must be there as well. Units that hold other units
+are used at unknown times; they stay until backward ends, the root among them. Where a unit's output shows no tensor (it lies
+in an opaque object), the begin of its backward cannot be seen: it stays unsharded from forward on.
 Note [Recomputation]: with activation checkpointing forward hooks run inside backward, and the second of a pair may not run.
 There `before_forward` gathers as always and `after_forward` does nothing.
 """
@@ -40,7 +40,7 @@ from shardcore.optim.sharded import keep_uncompiled
 
 
 class ForwardThread:
-    """Which thread runs the forward of a model. An exception may end that without a word, so frames tell who still does."""
+    """Which thread runs the forward of a model. An exception may end one unseen, so the thread's frames are looked at."""
 
     def __init__(self) -> None:
         self._thread = 0
@@ -50,8 +50,8 @@ class ForwardThread:
         here = threading.get_ident()
         if self._thread not in (0, here) and _inside(model, sys._current_frames().get(self._thread)):
             raise RuntimeError(
-                "forward: another thread is inside a forward of this model; expected one at a time at stage 3, where weights "
-                "come and go with each (stages 0 to 2 let threads evaluate side by side)"
+                "forward: another thread is inside a forward of this model; expected one at a time at stage 3, where each "
+                "gathers and frees weights (at stages 0 to 2 threads may evaluate side by side)"
             )
         self._thread = here
 
@@ -69,12 +69,12 @@ def _inside(model: nn.Module, frame: FrameType | None) -> bool:
 
 
 class Gatherer:
-    """Fills whole weights. apart: whether these have memory of their own, or are the shard (of a world of one)."""
+    """Fills full weights. apart: whether these have memory of their own, or are the shard (of a world of one)."""
 
     def __init__(self, buckets: Sequence[Bucket], comm: Comm, device: torch.device) -> None:
         """Serve `buckets`, whose shards are in place."""
         tiered = any(bucket.tier is not None for bucket in buckets)
-        self._comm, self._alone = comm, len(comm.sharers) == 1
+        self._comm, self._alone = comm, len(comm.shard_ranks) == 1
         self.apart = tiered or not self._alone
         cuda = tiered and device.type == "cuda"
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
@@ -82,7 +82,7 @@ class Gatherer:
 
     @staticmethod
     def bring(bucket: Bucket) -> _C.CopyEvent | None:
-        """Put the shard into its place in `bucket.weight`; returns when it is there if it comes from another tier."""
+        """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that is from another tier."""
         place = bucket.owned_slice(bucket.weight)
         if bucket.tier is not None:
             return bucket.tier.from_tier(place, bucket.owned_weight)
@@ -100,14 +100,17 @@ class Gatherer:
                     arrived.wait()
 
     def gather(self, bucket: Bucket, arrived: _C.CopyEvent | None) -> list[Any]:
-        """Start to gather `bucket.weight` once the shard has arrived; returns what to `wait` for (Note [Shards that come])."""
+        """Start to gather `bucket.weight` once the shard is copied; returns what to `wait` for.
+
+        See Note [Shards in host memory].
+        """
         if self._alone:
             return [] if arrived is None else [arrived]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if arrived is not None:
                 arrived.wait()
             name, number = f"the weights of {bucket.unit or 'the root'}", 2 * self._number[bucket]
-            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.sharers, of=number)
+            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.shard_ranks, of=number)
 
     def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
         """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
@@ -129,15 +132,15 @@ def keepers_of(reshard_after_forward: bool | int) -> int:
 
 
 logger = logging.getLogger("shardcore")
-# Shown by torch.compile, too, where it is told to take everything (fullgraph=True).
+# Shown by torch.compile, too, where it must not cut the graph (fullgraph=True).
 _COMPILE_BLOCKS = (
-    "at stage 3 weights come and go with each unit, which a graph cannot hold, so it is cut there; compile the blocks "
+    "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut there; compile the blocks "
     "(for block in model.blocks: block.compile()), without fullgraph=True"
 )
 
 
 class Unsharder:
-    """Decides when each unit's weights are whole on this rank."""
+    """Decides when each unit's weights are gathered and freed on this rank."""
 
     def __init__(
         self,
@@ -147,9 +150,9 @@ class Unsharder:
         reshard_after_forward: bool | int,
         overlap_step: OverlapStep | None,
     ) -> None:
-        """Serve `units`, whose parameters are closed and whose shards are in place.
+        """Serve `units`, which are sharded.
 
-        reshard_after_forward: whether weights are let go between forward and backward; or how many consecutive ranks keep
+        reshard_after_forward: whether weights are freed between forward and backward; or how many consecutive ranks keep
         them together, a part each. overlap_step: may still update the shards after a step.
         """
         self.units, self.comm, self.overlap_step = list(units), comm, overlap_step
@@ -158,7 +161,7 @@ class Unsharder:
         self._keepers = range(first, first + keepers)
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
-        self._lost: list[Any] = comm.keeps([])  # gathers that nobody waits for, and their memory
+        self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
         self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
@@ -177,7 +180,7 @@ class Unsharder:
                 "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         order = self._backward if in_backward() else self._forward
-        self._open(unit)
+        self._unshard(unit)
         if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
             return
         order.use(unit)
@@ -199,21 +202,21 @@ class Unsharder:
             self._forward.begin()
 
     def end_forward(self) -> None:
-        """End a forward of the whole model: what was gathered and not used is let go; without gradients everything is."""
+        """End a forward of the whole model: free what was gathered and not used, and without gradients everything."""
         if in_backward() or self.all_held:
             return
         self._thread.leave()
         self._forward.end()
         for unit in self.units:
-            if unit.gathers is not None or (unit.open and not torch.is_grad_enabled()):
-                self._close(unit)
+            if unit.gathers is not None or (unit.unsharded and not torch.is_grad_enabled()):
+                self._reshard(unit)
 
     def before_hooks(self, index: int) -> None:
-        """Make unit `index` whole for hooks that come before `before_forward`, which watches the inputs that they leave."""
+        """Unshard unit `index` for hooks that run before `before_forward`, which watches the inputs that they return."""
         self._use(self.units[index])
 
     def before_forward(self, index: int, inputs: Any) -> None:
-        """Make unit `index` ready, and watch for the end of this call's backward."""
+        """Unshard unit `index`, and watch for the end of this call's backward."""
         unit = self.units[index]
         unit.guest, unit.began = 0, torch._C._autograd._get_sequence_nr()
         self._use(unit)
@@ -227,23 +230,23 @@ class Unsharder:
             watched[0].register_hook(lambda grad: self._end_call(unit, only_if_complete=True))  # type: ignore[no-untyped-call]
 
     def after_forward(self, index: int, output: Any) -> None:
-        """Let go of unit `index`, unless its backward is near, and watch for that."""
+        """Reshard unit `index`, unless its backward is near, and watch for that."""
         unit = self.units[index]
         if in_backward():
             return
         if torch.is_grad_enabled():
             self._watch_backward(unit, output)
-            hidden = next(tensors_in(output), None) is None  # in objects that nobody can look into
+            hidden = next(tensors_in(output), None) is None  # in opaque objects
             if unit.stays or len(self._keepers) == 1 or self._forward.is_last(unit) or hidden:
                 return
         if not unit.stays:
-            self._close(unit, keep=torch.is_grad_enabled())
+            self._reshard(unit, keep=torch.is_grad_enabled())
 
     def _watch_backward(self, unit: Unit, output: Any) -> None:
-        """Make the unit whole when the first node that made one of its outputs is to run, once a backward.
+        """Unshard the unit before the first node that made one of its outputs runs, once per backward.
 
-        Hooks of nodes run after those of tensors: a unit that ends where this one begins is let go before. An output that is a
-        view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of what it views is watched,
+        Hooks of nodes run after those of tensors: a unit that ends where this one begins is resharded first. An output that is
+        a view (a Linear's, of three dimensions) loses its node if it is edited in place: so the node of its base is watched,
         too, if this call made it.
         """
         last = -1
@@ -264,14 +267,14 @@ class Unsharder:
                 tensor.grad_fn.register_prehook(begin)
 
     def before_part(self, index: int, part: nn.Module) -> None:
-        """Make unit `index` ready for a module inside it that is called on its own (`model.lm_head(x)`)."""
+        """Unshard unit `index` for a module inside it that is called on its own (`model.lm_head(x)`)."""
         unit = self.units[index]
-        if not unit.open:
+        if not unit.unsharded:
             unit.guest, unit.began = id(part), torch._C._autograd._get_sequence_nr()
             self._use(unit)
 
     def after_part(self, index: int, part: nn.Module, output: Any) -> None:
-        """Let go of the unit if it was whole for this call alone; with gradients it stays until backward ends."""
+        """Reshard the unit if it was unsharded for this call alone; with gradients it stays until backward ends."""
         unit = self.units[index]
         if unit.guest != id(part):
             return
@@ -279,7 +282,7 @@ class Unsharder:
         if torch.is_grad_enabled():
             self._watch_backward(unit, output)
         elif not in_backward():
-            self._close(unit)
+            self._reshard(unit)
 
     def begin_backward(self) -> None:
         """Begin a backward."""
@@ -289,22 +292,22 @@ class Unsharder:
             unit.incomplete = {bucket for bucket in unit.buckets if bucket.trainable}
 
     def gradients_complete(self, bucket: Bucket) -> None:
-        """Learn that all gradients of a bucket are there. See Note [Letting go in backward]."""
+        """Note that all gradients of a bucket are there. See Note [Resharding in backward]."""
         unit = self._unit_of[bucket]
         unit.incomplete.discard(bucket)
         if not unit.incomplete and not unit.stays and not unit.has_frozen:
-            self._close(unit)
+            self._reshard(unit)
 
     def _end_call(self, unit: Unit, only_if_complete: bool = False) -> None:
         unit.calls = max(0, unit.calls - 1)
-        here = unit.open or unit.gathers is not None
+        here = unit.unsharded or unit.gathers is not None
         if unit.calls == 0 and here and not (only_if_complete and unit.incomplete):
-            self._close(unit)
+            self._reshard(unit)
 
     def end_backward(self) -> None:
         """End a backward."""
         self._backward.end()
-        self.close_all()
+        self.reshard_all()
 
     # --- one unit ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +317,7 @@ class Unsharder:
 
     def _start(self, unit: Unit) -> None:
         """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start collectives in other orders."""
-        if unit.open or unit.gathers is not None:
+        if unit.unsharded or unit.gathers is not None:
             return
         if self.overlap_step is not None:
             self.overlap_step.wait(unit.buckets)
@@ -340,7 +343,7 @@ class Unsharder:
             if not self._gatherer.apart:
                 bucket.weight = bucket.owned_weight
                 continue
-            if not unit.open:
+            if not unit.unsharded:
                 bucket.weight = self.pool.take(bucket.layout.numel, bucket.dtype)
             if unit.kept:
                 part = unit.kept.pop(0)
@@ -364,7 +367,7 @@ class Unsharder:
             raise
 
     def _lose(self, unit: Unit) -> None:
-        """Give up what is being gathered; it may still come, into memory that is kept."""
+        """Abandon what is being gathered; its memory is kept, as the gather may still write to it."""
         if unit.gathers is not None:
             self._lost.append((unit.gathers, [bucket.release() for bucket in unit.buckets]))
             unit.gathers = None
@@ -377,15 +380,15 @@ class Unsharder:
             bucket.check_in_place(op)
             raise
 
-    def _open(self, unit: Unit) -> None:
+    def _unshard(self, unit: Unit) -> None:
         self._start(unit)
-        if unit.open:
+        if unit.unsharded:
             return
         self._wait(unit)
         unit.gathers = None
         for bucket in unit.buckets:
-            self._swap_memory(bucket, "making weights whole", bucket.lend)
-        unit.open = True
+            self._swap_memory(bucket, "unsharding", bucket.to_unsharded)
+        unit.unsharded = True
 
     def _kept_part(self, bucket: Bucket) -> torch.Tensor:
         return bucket.weight.chunk(len(self._keepers))[self._keepers.index(self.comm.rank)]
@@ -396,16 +399,16 @@ class Unsharder:
             part = self._kept_part(bucket)
             unit.kept.append(self.pool.take(part.numel(), part.dtype).copy_(part))
 
-    def _close(self, unit: Unit, keep: bool = False) -> None:
+    def _reshard(self, unit: Unit, keep: bool = False) -> None:
         if unit.held:
             return
-        if keep and unit.open and unit.kept is None and len(self._keepers) > 1 and len(self.comm.sharers) > 1:
+        if keep and unit.unsharded and unit.kept is None and len(self._keepers) > 1 and len(self.comm.shard_ranks) > 1:
             self._keep_part(unit)
         if unit.gathers is not None:
             self._wait(unit)
         unit.gathers = None
         for bucket in unit.buckets:
-            if unit.open and any(managed.edited for managed in bucket.params):
+            if unit.unsharded and any(managed.edited for managed in bucket.params):
                 bucket.take_edits()
         self._withdraw(unit)
         for bucket in unit.buckets:
@@ -414,18 +417,18 @@ class Unsharder:
                 self.pool.give(memory)
 
     def _withdraw(self, unit: Unit) -> None:
-        for bucket in unit.buckets if unit.open else ():
-            self._swap_memory(bucket, "letting go of whole weights", bucket.withdraw)
-        unit.open = False
+        for bucket in unit.buckets if unit.unsharded else ():
+            self._swap_memory(bucket, "resharding", bucket.to_sharded)
+        unit.unsharded = False
 
-    def close_all(self) -> None:
-        """Let go of every unit's whole weights: new ones come into the shards, or nobody needs them now."""
+    def reshard_all(self) -> None:
+        """Reshard every unit: the shards are about to change, or the full weights are not needed any more."""
         for unit in self.units:
             unit.calls = 0
             if unit.held:
                 take_edits(unit)
-            elif unit.open or unit.gathers is not None:
-                self._close(unit)
+            elif unit.unsharded or unit.gathers is not None:
+                self._reshard(unit)
             for part in unit.kept or []:
                 self.pool.give(part)
             unit.kept = None
@@ -450,10 +453,10 @@ class Unsharder:
             raise
 
     @contextmanager
-    def whole(self, params: set[nn.Parameter]) -> Iterator[None]:
-        """Keep the units of `params` whole inside the context; edits in place reach the shards at its end. Collective.
+    def full_params(self, params: set[nn.Parameter]) -> Iterator[None]:
+        """Keep the units of `params` unsharded inside the context; edits in place reach the shards at its end. Collective.
 
-        What this takes is given up at the end: the pool would keep as much as the whole model.
+        The pool gives up at the end what this takes: it would keep as much as the whole model.
         """
         before = self.pool.allocated_bytes
         chosen = [u for u in self.units if any(m.param in params for bucket in u.buckets for m in bucket.params)]
@@ -462,16 +465,16 @@ class Unsharder:
             for unit in chosen:  # all of them before the first is waited for: a wait takes long for small ones
                 self._start(unit)
             for unit in chosen:
-                self._open(unit)
+                self._unshard(unit)
                 unit.held += 1
                 held.append(unit)
             self.all_held = all(unit.held for unit in self.units)
             yield
         except Exception:
-            for unit in chosen:  # gathers that nobody uses now: their memory goes back
+            for unit in chosen:  # gathers that are not used now: free their memory
                 if unit.gathers is not None and not self.comm.broken:
-                    with suppress(Exception):  # the first error is the one to tell
-                        self._close(unit)
+                    with suppress(Exception):  # the first error is raised
+                        self._reshard(unit)
             raise
         finally:
             for unit in held:
@@ -479,26 +482,26 @@ class Unsharder:
             self.all_held = all(unit.held for unit in self.units)
             for unit in held:
                 take_edits(unit)
-                self._close(unit)
+                self._reshard(unit)
             self.pool.shrink(before)
 
-    def lend_scratch(self, params: Sequence[nn.Parameter]) -> None:
-        """Give closed parameters memory of undefined content, for someone who writes all of it and reads none.
+    def begin_load(self, params: Sequence[nn.Parameter]) -> None:
+        """Give sharded parameters memory of undefined content, for load_state_dict, which writes all of it and reads none.
 
-        What is being gathered (a forward that failed left it) has the old values: it is let go.
+        What is being gathered (since a forward failed) has the old values, and is freed.
         """
         chosen = [self._place[param] for param in params if param in self._place]
         for unit, bucket, managed in chosen:
             if unit.gathers is not None:
-                self._close(unit)
-            if unit.open:
+                self._reshard(unit)
+            if unit.unsharded:
                 continue
             memory = torch.empty_like(managed.param).detach().view(-1)
             self._swap_memory(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
             self._scratch.append((unit, managed))
 
-    def end_scratch(self) -> None:
-        """Take back what `lend_scratch` gave."""
+    def end_load(self) -> None:
+        """Free what `begin_load` gave."""
         for unit, managed in self._scratch:
             _C.withdraw([managed.param], [closed_message(managed.name, unit.name)])
             managed.version = managed.param._version

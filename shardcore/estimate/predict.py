@@ -1,15 +1,15 @@
-"""What a rank keeps in memory and sends in a step, computed from shapes: nothing is allocated and no other rank is needed.
+"""The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is allocated, no rank is started.
 
-Units, buckets, layouts and states are those that `shard` would make, on the meta device. Messages are formulas over the buckets
-(`_Step.transfers`). How large a buffer pool becomes depends on the order in which buffers are taken and given back, so
-`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate/test_predict.py compares all with real ranks.
-Not predicted: activations, buffers of the model, and what shard() and state_dict() need besides while they run.
+Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas over the buckets
+(`_Step.transfers`). The size of a buffer pool depends on the order in which buffers are taken and given back, so
+`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate compares all with real ranks.
+Not predicted: activations, the model's buffers, and temporary memory of shard() and state_dict().
 """
 
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -17,37 +17,28 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.reduce_scatter import MAX_IN_FLIGHT
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.split_store import cuts_of, parts_of, scratch_bytes
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.options import (
-    DTYPES,
-    Offload,
-    accept_optimizer,
-    check_loss_scale,
-    check_options,
-    loss_scaler,
-    offload_options,
-    reduce_policy,
-)
+from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one step sends for one purpose: so many collectives, and `bytes` from this rank (it receives as many)."""
+    """The collectives of a step for one purpose, and the `bytes` that this rank sends (and receives) in them."""
 
     purpose: str
     collectives: int
@@ -56,10 +47,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
+    """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
-    resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the peak.
-    transfers: of one step.
+    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
     """
 
     numel: int
@@ -69,15 +59,33 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step."""
+        """Bytes that this rank sends per step."""
         return sum(transfer.bytes for transfer in self.transfers)
 
 
 class _Rank(Comm):
-    """A rank of a world that need not exist."""
+    """A rank without a process group, whose collectives send nothing."""
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+        self.uses_nccl = True  # which keeps no buffers of others
+
+    def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
+        return []
+
+    reduce_scatter = all_to_all
+
+
+class _ReduceScatter(ReduceScatter):
+    """The engine's, with sums that compute nothing."""
+
+    def _parts(self, flight: Any) -> Parts:
+        return _Unsummed(**vars(super()._parts(flight)))
+
+
+class _Unsummed(Parts):
+    def add_up(self, scale: Any, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+        return out
 
 
 def predict(
@@ -90,19 +98,18 @@ def predict(
     hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
-    """Return what `rank` of `world_size` ranks will keep and send after shard(model, optimizer, stage, **options).
+    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer, stage, **options).
 
-    model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
-    parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
-    ratio "auto" is predicted as it begins, as 1.
-    Raises ValueError or TypeError for what shard would refuse.
+    model: not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable parameters.
+    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over nodes.
+    Assumes that each parameter is used once per backward, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as 1, its start. Raises ValueError or TypeError as shard does.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
     for name in options:
         if name not in known:
             raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage, "backend_sums": True}
+    chosen = known | options | {"stage": stage}
     if chosen["process_group"] is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
@@ -115,18 +122,18 @@ def predict(
     if hybrid and per_node is None:
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
     comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
-    check_options(chosen | {"sharers": len(comm.sharers)})
+    wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
+    wanted.check(len(comm.shard_ranks), backend_sums=True)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam, chosen["offload"])
+    accept_optimizer(adam, wanted.offload)
     build.check_ownership(model, adam)
 
-    specs = plan_units(model, chosen["units"])
-    kept = build.kept_params(model, chosen["keep_fp32"])
-    precision = chosen["precision"]
-    builder = build.Builder(comm, LIFETIMES[stage], None if precision is None else DTYPES[precision], kept, _META)
+    specs = plan_units(model, wanted.units)
+    kept = build.kept_params(model, wanted.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
     buckets = builder.plan(model, specs, adam)
-    check_loss_scale(chosen["loss_scale"], precision, {bucket.dtype for bucket in buckets})
-    tiers = offload_options(chosen["offload"], stage)
+    wanted.check_loss_scale({bucket.dtype for bucket in buckets})
+    tiers = wanted.tiers
     for bucket in buckets:
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
@@ -138,9 +145,9 @@ def predict(
         buckets,
         build.units_of(specs, buckets),
         LIFETIMES[stage],
-        reduce_policy(chosen, world_size),
-        keepers_of(chosen["reshard_after_forward"]),
-        world_size == 1 and not loss_scaler(chosen).active,
+        wanted.reduce_policy(world_size),
+        keepers_of(wanted.reshard_after_forward),
+        world_size == 1 and not wanted.loss_scaler().active,
         cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
     )
     step.fill_pools()
@@ -159,9 +166,9 @@ def predict(
 
 
 class _States(DeviceStore):
-    """States on meta, for what `tiers` says of their place."""
+    """States on the meta device, counted on the tiers of `tiers`."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: Offload) -> None:
+    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
         super().__init__([])
         self.tier, self._tiers = tiers.optimizer or "device", tiers
         self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
@@ -190,7 +197,7 @@ class _States(DeviceStore):
 class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
-    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. cuts: see GradHome.
+    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. cuts: see engine/host_gradients.py.
     """
 
     comm: Comm
@@ -205,14 +212,14 @@ class _Step:
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
         self._levels = [range(topology.world_size)] if self.policy.backend_sums else topology.levels(rank)
-        self._owners = topology.everyone() if self.lifetimes.owns_everything else topology.owners(rank)
+        self._replicas = topology.ranks_by_piece() if self.lifetimes.owns_everything else topology.replica_ranks(rank)
         self._adds_locally = self.policy.accumulate > 1 and not self.policy.sync_each
         self._passing = [unit for unit in self.units if not unit.stays]
         self._order = [bucket for bucket in reversed(self.buckets) if bucket.trainable]
         arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
         self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
-        self._flights: deque[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = deque()
+        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._whole: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
@@ -226,13 +233,13 @@ class _Step:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return what a step sends once the order of units is known."""
-        world, sharers, micros = self.comm.world_size, len(self.comm.sharers), self.policy.accumulate
+        """Return what a step sends, once the order of units is known."""
+        world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
         def add(purpose: str, ranks: int, sizes: Sequence[int]) -> None:
-            """Count a collective of `ranks` for each size, in bytes of the whole: a rank sends all but one of equal parts."""
+            """Count a collective of `ranks` per size, in bytes of the full buffer, of which a rank sends all parts but one."""
             parts = [size // ranks * (ranks - 1) for size in sizes if size and ranks > 1]
             if parts:
                 so_far = sent.get(purpose, Transfer(purpose, 0, 0))
@@ -243,9 +250,9 @@ class _Step:
 
         if not self.lifetimes.full_weight_resident:
             freed = [bucket for unit in self._passing[:-1] for bucket in unit.buckets]  # backward begins with the last
-            add("gather weights in forward", sharers, weights(self.buckets) * micros)
+            add("gather weights in forward", sharing, weights(self.buckets) * micros)
             kept = ", of parts kept" if self.keepers else ""
-            add(f"gather weights in backward{kept}", self.keepers or sharers, weights(freed) * micros)
+            add(f"gather weights in backward{kept}", self.keepers or sharing, weights(freed) * micros)
         for bucket in self._order:
             numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
             for ranks in self._levels:
@@ -253,17 +260,17 @@ class _Step:
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
             later = bucket.owned_numel * torch.float32.itemsize if bucket in self.cuts else first
-            add("gather gradients", len(self._owners), [first] + [later] * (reductions - 1))
+            add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
-            add("gather weights after the step", sharers, weights(b for b in self.buckets if b.group is not None))
+            add("gather weights after the step", sharing, weights(b for b in self.buckets if b.group is not None))
         return tuple(sent.values())
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
 
     def fill_pools(self) -> None:
-        """Take steps until the pools no longer grow. In the first pass over the weights no unit is known to be the next."""
+        """Run steps until the pools no longer grow. The order of units is unknown in the first pass."""
         known, held = False, -1
         while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
             for micro in range(1, self.policy.accumulate + 1):
@@ -274,7 +281,7 @@ class _Step:
                 bucket.reduced = False
 
     def _move_weights(self, known: bool) -> None:
-        apart = len(self.comm.sharers) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
+        apart = len(self.comm.shard_ranks) > 1 or any(bucket.weight_tier != "device" for bucket in self.buckets)
         if self.lifetimes.full_weight_resident or not apart:
             return
         for unit in self.units:
@@ -314,7 +321,8 @@ class _Step:
             missing[bucket] -= 1
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
-        self._land(0)
+        for bucket, full, _ in self._reduce_scatter.drain():
+            self._finish(bucket, full)
         self._let_leave(0)
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
@@ -326,27 +334,8 @@ class _Step:
         if whole.dtype != self._sent_dtype(bucket):
             sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
-        if self.comm.world_size == 1:
-            self._finish(bucket, whole)
-        else:
-            self._land(MAX_IN_FLIGHT - 1)
-            self._send(bucket, whole, 0, whole)
-
-    def _send(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
-        parts = len(self._levels[level]) if self.policy.backend_sums else 1
-        self._flights.append((bucket, whole, level, sent, self.pool.take(sent.numel() // parts, sent.dtype)))
-
-    def _land(self, keep: int) -> None:
-        while len(self._flights) > keep:
-            bucket, whole, level, sent, received = self._flights.popleft()
-            if level + 1 == len(self._levels):
-                self._finish(bucket, whole)
-            else:
-                sums = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
-                self._send(bucket, whole, level + 1, sums)
-            self.pool.give(received)
-            if sent is not whole:
-                self.pool.give(sent)
+        for done, full, _ in self._reduce_scatter.send(bucket, whole):
+            self._finish(done, full)
 
     def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
@@ -371,7 +360,7 @@ class _Step:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
             self._give(bucket, whole)
-        if len(self._owners) == 1:
+        if len(self._replicas) == 1:
             self._keep_rest()
 
     def _let_leave(self, keep: int) -> None:

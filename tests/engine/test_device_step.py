@@ -1,6 +1,6 @@
 """Steps that the device decides on: the bits, counts, scale and errors of those on which the host does, without a wait for it.
 
-CPU tensors stand in for a GPU's (tests/engine/forced.py); what is marked gpu runs the same on one.
+CPU tensors stand in for a GPU's (tests/support/groups.py); what is marked gpu runs the same on one.
 """
 
 from typing import Any
@@ -18,35 +18,11 @@ from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.optim import options
 from shardcore.optim import step as scale
-from tests.choice import combinations
-from tests.engine.forced import device_decides
-from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
-from tests.ranks import run_ranks
-
-# Overflows at the start, then halves, trains, doubles, overflows and trains again within a few steps.
-LIVELY = shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
-PATIENT = shardcore.LossScale(initial_power=18, window=2, hysteresis=2)
-RUNS = {
-    "fp16": Run(precision="fp16", steps=7, shard={"loss_scale": LIVELY, "keep_fp32": [nn.LayerNorm], "clip_grad_norm": 0.5}),
-    "hysteresis": Run(precision="fp16", steps=9, shard={"loss_scale": PATIENT}),
-    "fixed": Run(precision="fp16", steps=3, shard={"loss_scale": 1000.0, "clip_grad_norm": 0.5}),
-    "fp32": Run(steps=3, shard={"clip_grad_norm": 0.3}),
-    # The step's number keys random bits.
-    "8bit": Run(precision="bf16", steps=3, adam={"lr": 1e-2, "state_dtype": "8bit", "stochastic_rounding": True}),
-}
-
-
-def said_of(model: Any, optimizer: Any, whole: bool = True) -> tuple[Any, ...]:
-    """All that a run leaves; whole: and on the way, that the device's loss scale is the one that the host tells of."""
-    state = optimizer.state_dict()  # first: it has to ask what became of the steps
-    steps = [entry["step"].item() for entry in state["state"].values()]
-    scaler = optimizer._engine.scaler
-    if whole and scaler.live is not None:
-        assert optimizer._engine.device_state.words[1:3].tolist() == [scaler.stable_steps, scaler.hysteresis_left]
-        assert scaler.live.item() == scaler.scale
-        assert scaler.live_unscale.item() == 1.0 / (optimizer._engine.comm.world_size * scaler.scale)
-    said = optimizer._engine.last_grad_norm, optimizer.skipped_steps, optimizer.loss_scale, str(state.get("loss_scale"))
-    return hash_of_training(model, optimizer), *said, str(steps)
+from tests.support.choice import combinations
+from tests.support.groups import RUNS, device_decides, said_of
+from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.params import OnCpu
+from tests.support.ranks import run_ranks
 
 
 def _both(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
@@ -185,12 +161,6 @@ def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
 
 
 # --- capturable -------------------------------------------------------------------------------------------------------
-
-
-class OnCpu(shardcore.FusedAdam):
-    """Lets CPU parameters into capturable."""
-
-    _capture_type = "cpu"
 
 
 def _steps(rank: int, stage: int, name: str, make: Any, before_step: Any = lambda step: None) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Steps that the device decides on (tests/engine/forced.py): overflows, what ranks refuse, states, initialize's scheduler."""
+"""Steps that the device decides on (tests/support/groups.py): overflows, what ranks refuse, states, initialize's scheduler."""
 
 import copy
 import logging
@@ -13,10 +13,9 @@ from torch import nn
 
 import shardcore
 from shardcore.engine.device_step import Arrival, StepResult
-from tests.engine.forced import device_decides
-from tests.engine.models import Run, batch_of, hash_of_training, loss_of, make_net, train
-from tests.engine.test_device_step import LIVELY, PATIENT, RUNS, said_of
-from tests.ranks import run_ranks
+from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, said_of
+from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.ranks import run_ranks
 
 # --- overflows --------------------------------------------------------------------------------------------------------
 

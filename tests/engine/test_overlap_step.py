@@ -1,21 +1,25 @@
-"""The overlapped step: the same bits as a step that is complete when it returns, and every read waits for what it reads."""
+"""The overlapped step: the same bits as a step that is complete when it returns, every read waits, one order of collectives."""
 
 import copy
 import pickle
-from collections.abc import Callable
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardcore
+from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, wait_all
 from shardcore.engine.overlap_step import OverlapStep, Waiting, WaitingGroup
-from tests.choice import combinations
-from tests.engine.late import LateStore, SlowStore, micro_steps, start, stepped
-from tests.engine.models import Run, batch_of, hash_of, hash_of_training, loss_of
-from tests.ranks import run_ranks
+from tests.support.choice import combinations
+from tests.support.groups import as_on_nccl
+from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped
+from tests.support.ranks import run_ranks
+from tests.support.schedules import LateStore, SlowStore, start
 
 OFFLOAD = {"optimizer": "cpu"}
 STEPS, OVERFLOW = 5, 2
@@ -247,7 +251,7 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
     """The worker's gathers and another collective would be on one group, from two threads."""
     model, optimizer = start(0, Run(stage=2), True)
     engine, left = optimizer._engine, []
-    for name in ("tell", "gather_rows"):
+    for name in ("all_gather_cpu", "gather_rows"):
         call = getattr(Comm, name)
         monkeypatch.setattr(
             Comm, name, lambda *given, call=call, **o: (left.append(len(engine.overlap_step._pending)), call(*given, **o))[1]
@@ -387,3 +391,141 @@ def test_an_old_graph_cannot_run_backward_on_new_weights() -> None:
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class _Streams:
+    """Stands in for torch.cuda: writes down what streams wait for, a current stream for each thread as torch has."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._current = threading.local()
+
+    def current_stream(self, device: Any = None) -> "_Stream":
+        return getattr(self._current, "stream", None) or _Stream(self, threading.current_thread().name)
+
+    @contextmanager
+    def stream(self, stream: "_Stream") -> Iterator[None]:
+        self._current.stream = stream
+        yield
+        self._current.stream = None
+
+    def event(self) -> Any:
+        streams = self
+
+        class Event:
+            def record(self, stream: "_Stream") -> None:
+                self.after = f"{stream.name} after {streams.log[-1]}"
+
+        return Event()
+
+
+class _Stream:
+    def __init__(self, streams: _Streams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def wait_event(self, event: Any) -> None:
+        self.streams.log.append(f"{self.name} waits for {event.after}")
+
+
+def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's for what step() was called after, and that of who reads for each bucket; no GPU is needed to see it."""
+    streams = _Streams()
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
+    monkeypatch.setattr(torch.cuda, "stream", streams.stream)
+    monkeypatch.setattr(torch.cuda, "Event", streams.event)
+    _, optimizer = start(0, Run(stage=2, shard={"units": 10**9}), True, late=False)
+    engine = optimizer._engine
+    lazy, steps = engine.overlap_step, engine.store.steps
+    lazy._stream = _Stream(streams, "worker")
+
+    def logged(parts: Any, hypers: Any) -> Iterator[Any]:
+        for left in steps(parts, hypers):
+            streams.log.append(f"adam on {streams.current_stream().name}")
+            yield left
+
+    lazy.store = type("Logged", (), {"steps": staticmethod(logged)})()
+    loss_of(engine.model, batch_of(0, 0, 0)).backward()
+    streams.log.append("backward")
+    optimizer.step()
+    optimizer.synchronize()
+    assert streams.log == [
+        "backward",
+        "worker waits for MainThread after backward",
+        "adam on worker",
+        "MainThread waits for worker after adam on worker",
+    ]
+
+
+def _logged(patch: pytest.MonkeyPatch) -> list[str]:
+    """Log what this rank starts: gathers of the engine, and the user's all_reduce."""
+    log: list[str] = []
+
+    def log_calls(owner: Any, attribute: str, name: str) -> None:
+        call: Callable[..., Any] = getattr(owner, attribute)
+
+        def logged(*args: Any, **options: Any) -> Any:
+            log.append(f"{name} of {args[0].numel()}")
+            return call(*args, **options)
+
+        patch.setattr(owner, attribute, logged)
+
+    log_calls(comm_module, "_all_gather", "gather")
+    log_calls(dist, "all_reduce", "all_reduce")
+    return log
+
+
+def _with_a_collective_in_forward(rank: int, world_size: int) -> tuple[list[str], str]:
+    with as_on_nccl() as patch:
+        model, optimizer = start(rank, Run(stage=3, shard={"offload": OFFLOAD}), True, late=False)
+        if rank == 1:
+            SlowStore(optimizer._engine.overlap_step)
+        # SyncBatchNorm, experts or a metric have one like this.
+        model.blocks[1].register_forward_hook(lambda *_: dist.all_reduce(torch.ones(3)))
+        log = _logged(patch)
+        for step in range(4):
+            stepped(model, optimizer, rank, step)
+        optimizer.synchronize()
+        return log, hash_of_training(model, optimizer)
+
+
+def test_a_slow_update_changes_no_order_of_collectives() -> None:
+    (first, bits), second = run_ranks(2, _with_a_collective_in_forward)
+    assert (first, bits) == second
+    assert first.count("all_reduce of 3") == 4
+    assert len(first) > 20
+
+
+ORDER_READS: dict[str, Callable[[Any, Any], Any]] = {
+    "parameters": lambda model, optimizer: list(model.parameters()),
+    "a weight": lambda model, optimizer: model.head.weight,
+    "param_groups": lambda model, optimizer: optimizer.param_groups[0]["params"],
+}
+
+
+def _read_on_one_rank(rank: int, world_size: int, stage: int, read: str | None) -> tuple[list[str], str, str]:
+    with as_on_nccl() as patch:
+        model, optimizer = start(rank, Run(stage=stage, shard={"offload": OFFLOAD}), read is not None, late=False)
+        log = _logged(patch)
+        said = ""
+        for step in range(3):
+            stepped(model, optimizer, rank, step)
+            if rank == 0 and read is not None:
+                try:
+                    ORDER_READS[read](model, optimizer)
+                except RuntimeError as error:
+                    said = str(error)
+            dist.all_reduce(torch.ones(3))
+        optimizer.synchronize()
+        assert len(list(model.parameters())) == len(optimizer.param_groups[0]["params"])
+        return log, said, hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_read_on_one_rank_starts_no_collective(stage: int) -> None:
+    (complete, _, expected), _ = run_ranks(2, _read_on_one_rank, stage, None)
+    for read in ORDER_READS:
+        (first, said, bits), (second, _, other_bits) = run_ranks(2, _read_on_one_rank, stage, read)
+        assert first == second
+        assert sorted(first) == sorted(complete)
+        assert bits == other_bits == expected
+        assert "optimizer.synchronize() on every rank" in said

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from shardcore.engine.overlap_step import OverlapStep, Worker
 from shardcore.engine.step import Updater
-from tests.engine.late import SlowStore, start, stepped
-from tests.engine.models import Run, batch_of, hash_of_training
-from tests.engine.test_offload import tier_with
-from tests.ranks import run_fresh, run_ranks
+from tests.support.models import Run, batch_of, hash_of_training, stepped
+from tests.support.ranks import run_fresh, run_ranks
+from tests.support.schedules import SlowStore, start
+from tests.support.tiers import tier_with
 
 X = batch_of(99, 0, 0)[0]
 
@@ -263,8 +263,8 @@ def test_two_models_at_once() -> None:
 
 _SCRIPT = """
 import atexit, os, sys, torch
-from tests.engine.late import SlowStore, start, stepped
-from tests.engine.models import Run, hash_of
+from tests.support.schedules import SlowStore, start
+from tests.support.models import Run, hash_of, stepped
 
 plain, other = start(0, Run(stage=2), False)
 for step in range(3):
@@ -350,9 +350,9 @@ def test_a_rank_that_forks_asks_no_other_to_gather() -> None:
 
 _AT_EXIT = """
 import _thread, pytest, threading
-from tests.engine.late import start, stepped
-from tests.engine.models import Run
-from tests.engine.test_offload import tier_with
+from tests.support.schedules import start
+from tests.support.models import Run, stepped
+from tests.support.tiers import tier_with
 tier_with(pytest.MonkeyPatch(), gigabytes_per_second=8e-5)  # 50 ms a unit and more
 model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
 lazy = optimizer._engine.overlap_step

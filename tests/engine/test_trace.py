@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from shardcore.engine import trace
-from tests.engine.models import Run, batch_of, loss_of, train
-from tests.ranks import run_ranks, start
+from tests.support.models import Run, batch_of, loss_of, train
+from tests.support.ranks import run_ranks, start
 
 UNITS = ["root", "blocks.0", "blocks.1", "blocks.2"]
 

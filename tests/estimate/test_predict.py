@@ -20,9 +20,9 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
 from shardcore.estimate import Prediction, predict
 from shardcore.estimate.predict import _States, _Step
-from tests.choice import some
-from tests.engine.models import Net, Run, batch_of, loss_of, train
-from tests.ranks import run_ranks
+from tests.support.choice import some
+from tests.support.models import Net, Run, batch_of, loss_of, train
+from tests.support.ranks import run_ranks
 
 LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
 
@@ -213,7 +213,7 @@ def _forget_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(predict.__globals__, "MAX_IN_FLIGHT", 1)
+    patch.setattr("shardcore.engine.reduce_scatter.MAX_IN_FLIGHT", 1)
 
 
 def _no_received(patch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,8 @@ def _nothing_kept(patch: pytest.MonkeyPatch) -> None:
 
 def _all_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "shardcore.distributed.topology.Topology.owned", lambda topology, rank: (topology.place(rank), topology.place(rank) + 1)
+        "shardcore.distributed.topology.Topology.owned_pieces",
+        lambda topology, rank: (topology.piece_index(rank), topology.piece_index(rank) + 1),
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.ranks import preload
+from tests.support.ranks import preload
 
 
 @pytest.fixture

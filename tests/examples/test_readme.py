@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardcore
-from tests.engine.models import batch_of, hash_of_training, loss_of, make_net
-from tests.ranks import free_port, run_ranks
+from tests.support.models import batch_of, hash_of_training, loss_of, make_net
+from tests.support.ranks import free_port, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 

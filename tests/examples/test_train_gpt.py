@@ -16,7 +16,7 @@ from examples.corpus import Corpus
 from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from examples.training import Placement, TrainConfig, gather, train
-from tests.ranks import free_port, run_ranks, start
+from tests.support.ranks import free_port, run_ranks, start
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -98,7 +98,7 @@ def check_short(output: str) -> None:
     assert "ranks      2 on cpu" in output
 
 
-@pytest.mark.slow  # torchrun itself starts ranks in tests/initialize/test_parts.py, too
+@pytest.mark.slow  # torchrun itself starts ranks in tests/deepspeed/test_initialize.py, too
 def test_torchrun_starts_the_ranks():
     done = run_program(*SHORT, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     assert done.returncode == 0, done.stderr

@@ -7,14 +7,24 @@ import torch
 
 import shardcore
 from shardcore.engine.unshard import Unsharder
-from tests.choice import combinations, some
-from tests.engine.models import hash_of_training
-from tests.ranks import run_ranks
+from tests.support.choice import combinations, some
+from tests.support.models import hash_of_training
+from tests.support.ranks import run_ranks
 
 pytest.importorskip("transformers", reason="real architectures need transformers")
 
-from tests.models.architectures import ARCHITECTURES
-from tests.models.training import BATCH, STEPS, Training, batch_of, losses_and_hash, make, plain_losses, train, worst_difference
+from tests.support.architectures import ARCHITECTURES
+from tests.support.training import (
+    BATCH,
+    STEPS,
+    Training,
+    batch_of,
+    losses_and_hash,
+    make,
+    plain_losses,
+    train,
+    worst_difference,
+)
 
 FEW = 4  # steps
 ENOUGH = 6  # steps, for a small mistake to be seen

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 import shardcore
-from tests.optim.fsdp2 import whole, whole_state
-from tests.ranks import run_ranks
+from tests.support.fsdp2 import whole, whole_state
+from tests.support.ranks import run_ranks
 
 STEPS, BATCH, CLIP = 3, 8, 1e-3
 Trained = tuple[list[float], dict[str, torch.Tensor]]  # norms, where the library tells them; weights

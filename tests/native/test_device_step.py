@@ -7,7 +7,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.loss_scale import LossScale, LossScaler
-from tests.native.helpers import Lists, bits, make_hyper, nothing_written
+from tests.support.kernels import Lists, bits, make_hyper, nothing_written
 
 SCALE, STABLE, LEFT, UNSCALE, NORM, SKIPPED = range(6)
 FLOATS = (SCALE, UNSCALE, NORM)

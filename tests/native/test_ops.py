@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from tests.native.helpers import DTYPES, SIZES, each_isa, round_bf16_away, tensor
-from tests.ranks import run_fresh
+from tests.support.kernels import DTYPES, SIZES, each_isa, round_bf16_away, tensor
+from tests.support.ranks import run_fresh
 
 
 def block_sums(x):

@@ -10,8 +10,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
-
-from .helpers import grads_of, params_of, same, snapshot
+from tests.support.params import grads_of, params_of, same, snapshot
 
 pytestmark = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 

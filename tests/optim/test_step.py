@@ -1,19 +1,24 @@
-"""What step takes: gradients of any dtype and layout, grad_scale, max_norm; GradScaler's protocol; skipped steps."""
+"""What a step takes: gradients of any dtype and layout, scales, norms; and tensors that change between steps."""
 
+import hashlib
 import logging
 import math
+import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
+from tests.support.kernels import nothing_written
+from tests.support.params import grads_of, params_of, same, snapshot
+from tests.support.placement import storage_of
 
-from .helpers import grads_of, params_of, same, snapshot
-
-pytestmark = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
+each_step = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
 
+@each_step
 def test_gradients_of_another_dtype(make):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         (p,), (q,) = params_of(9, dtype=torch.bfloat16), params_of(9, dtype=torch.bfloat16)
@@ -27,6 +32,7 @@ def test_gradients_of_another_dtype(make):
         assert torch.equal(optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg"].float())
 
 
+@each_step
 def test_gradients_may_be_strided(make):
     (p,), (q,) = ([torch.nn.Parameter(torch.ones(4, 6))] for _ in range(2))
     grad = torch.randn(6, 4).t()
@@ -36,6 +42,7 @@ def test_gradients_may_be_strided(make):
     assert torch.equal(p, q)
 
 
+@each_step
 def test_grad_scale_multiplies(make):
     runs = []
     for scale, factor in [(0.25, 1.0), (torch.tensor(0.25), 1.0), (torch.tensor([0.5]), 0.5), (None, 0.25), (1, 0.25)]:
@@ -45,6 +52,7 @@ def test_grad_scale_multiplies(make):
     assert all(same(run, runs[0]) for run in runs)
 
 
+@each_step
 def test_max_norm_clips_after_the_scale(make):
     """step(max_norm=) is step(grad_scale=) with the coefficient of the scaled norm, and rewrites no gradient."""
     a, b, c = params_of(300, 7), params_of(300, 7), params_of(300, 7)
@@ -63,6 +71,7 @@ def test_max_norm_clips_after_the_scale(make):
     assert same(c, d)
 
 
+@each_step
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_norm_that_is_not_finite_skips(make, caplog, value, first):
@@ -85,6 +94,7 @@ def test_a_norm_that_is_not_finite_skips(make, caplog, value, first):
     assert optimizer.skipped_steps == 1
 
 
+@each_step
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler(make, unscale):
     ours, theirs = params_of(4, 3), params_of(4, 3)
@@ -107,6 +117,7 @@ def test_grad_scaler(make, unscale):
     assert not hasattr(optimizer, "grad_scale")
 
 
+@each_step
 def test_grad_scaler_with_max_norm(make):
     (p,), (q,) = params_of(40), params_of(40)
     p.grad = grads_of([p])[0] * 1024
@@ -118,6 +129,7 @@ def test_grad_scaler_with_max_norm(make):
     torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
+@each_step
 @pytest.mark.parametrize("found", [1.0, 0.5, -1.0, math.nan, torch.tensor(1.0), torch.tensor([math.nan])])
 def test_any_found_inf_but_zero_skips(make, found):
     (p,) = params = params_of(5)
@@ -131,3 +143,348 @@ def test_any_found_inf_but_zero_skips(make, found):
     optimizer.step(grads=grads_of(params))
     assert not torch.equal(p, before)
     assert optimizer.state[p]["step"] == 1
+
+
+SHAPES = ((4, 6), (300,), (2, 3, 4))
+KINDS = {
+    "fp32": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True}),
+    "master": (torch.bfloat16, {"master": "fp32"}),
+    "split": (torch.bfloat16, {"master": "split"}),
+    "8bit": (torch.bfloat16, {"state_dtype": "8bit"}),
+    "bf16": (torch.float16, {"state_dtype": "bf16"}),
+    "stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def made(kind, steps=2, make=FusedAdam):
+    dtype, options = KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    optimizer = make(params, lr=0.1, **options)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+        optimizer.step()
+    return params, optimizer
+
+
+def digest(params, optimizer):
+    """A hash of every byte that a step could write, and of the counts."""
+    tensors = [p.detach() for p in params] + [p.grad for p in params if p.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    hashed = hashlib.sha256()
+    for t in tensors:
+        hashed.update(storage_of(t).view(torch.uint8).clone().numpy().tobytes() if not t.is_meta else b"meta")
+    hashed.update(str(optimizer.skipped_steps).encode())
+    return hashed.hexdigest()
+
+
+def refused(params, optimizer, error, match):
+    before = digest(params, optimizer)
+    for arguments in ({}, {"max_norm": 1.0}, {"grad_scale": 0.5}):
+        with pytest.raises(error, match=match):
+            optimizer.step(**arguments)
+        assert digest(params, optimizer) == before
+
+
+def release(tensor):
+    tensor.untyped_storage().resize_(0)
+
+
+STEPS = pytest.mark.parametrize("steps", [0, 1, 2])  # before the first, before and after the short way is taken
+
+
+@each_kind
+@STEPS
+def test_a_parameter_whose_memory_was_released(kind, steps):
+    params, optimizer = made(kind, steps)
+    params[1].grad = torch.ones_like(params[1])
+    release(params[1].data)
+    refused(params, optimizer, ValueError, r"params\[[01]\] has (a storage of 0 bytes|no memory).*restore it")
+
+
+@each_kind
+def test_a_gradient_whose_memory_was_released(kind):
+    for transposed in (False, True):
+        params, optimizer = made(kind)
+        params[0].grad = torch.ones(6, 4).to(params[0].dtype).t() if transposed else torch.ones_like(params[0])
+        release(params[0].grad)
+        refused(params, optimizer, ValueError, r"\[0\] has a storage of 0 bytes; expected \d+ .*restore it")
+
+
+@each_kind
+def test_a_state_whose_memory_was_released(kind):
+    params, optimizer = made(kind)
+    for key in [key for key in optimizer.state[params[1]] if key != "step"]:
+        params, optimizer = made(kind)
+        release(optimizer.state[params[1]][key])
+        refused(params, optimizer, ValueError, r"\[1\] has a storage of 0 bytes; expected \d+ .*restore it")
+
+
+@each_kind
+def test_states_on_another_device(kind):
+    params, optimizer = made(kind)
+    for key in [key for key in optimizer.state[params[1]] if key != "step"]:
+        params, optimizer = made(kind)
+        optimizer.state[params[1]][key] = optimizer.state[params[1]][key].to("meta")
+        refused(params, optimizer, ValueError, r"s\[1\] has device meta; expected cpu")
+
+
+class Elsewhere(torch.nn.Parameter):
+    """Says that it moved; stands in for a parameter that was moved to a GPU where there is none."""
+
+    moved = False
+
+    @property
+    def device(self):
+        return torch.device("cuda:0") if self.moved else torch.device("cpu")
+
+
+@pytest.mark.parametrize("make", [FusedAdam, CPUAdam])
+def test_a_parameter_that_moved_to_another_device(make, monkeypatch):
+    monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: False)  # torch without CUDA cannot be asked
+    p = Elsewhere(torch.ones(4))
+    optimizer = make([p])
+    for _ in range(2):
+        p.grad = torch.ones(4)
+        optimizer.step()
+    p.moved = True
+    optimizer._repeat = None  # the short way sees the tensor itself
+    before = p.detach().clone()
+    with pytest.raises(ValueError, match=r"grads\[0\] has device cpu; expected cuda:0"):
+        optimizer.step(grads=[torch.ones(4)])
+    assert torch.equal(p.detach(), before)
+
+
+CHANGES = {
+    "same elements, other shape": (
+        lambda p: p.reshape(6, 4),
+        ValueError,
+        r"has shape \[4, 6\]; expected \[6, 4\]",
+    ),
+    "more elements": (
+        lambda p: torch.ones(5, 6).to(p.dtype),
+        ValueError,
+        r"has shape \[4, 6\]; expected \[5, 6\]",
+    ),
+    "no elements": (lambda p: p[:0], ValueError, r"has shape \[4, 6\]; expected \[0, 6\]"),
+    "strides": (
+        lambda p: p.t().contiguous().t(),
+        ValueError,
+        r"exp_avgs\[0\] has strides \[6, 1\]; expected \[1, 4\] .*load_state_dict|"
+        r"params\[0\] has strides \(1, 4\) .* with (state_dtype|stochastic_rounding)=.* expected contiguous",
+    ),
+    "gaps": (
+        lambda p: torch.ones(6, 8).to(p.dtype).t()[::2],
+        ValueError,
+        r"params\[0\] has strides \(2, 8\).*(without gaps|contiguous)",
+    ),
+    "float64": (lambda p: p.double(), TypeError, r"params\[0\] has dtype float64; expected float32, bfloat16 or float16"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_data(kind, change):
+    params, optimizer = made(kind)
+    make, error, match = CHANGES[change]
+    params[0].grad = None
+    params[0].data = make(params[0].detach())
+    params[0].grad = torch.ones_like(params[0]) if change != "float64" else None
+    if change == "float64":
+        with pytest.raises(error, match=match):
+            optimizer.step(grads=[torch.ones(p.shape) for p in params])
+        return
+    refused(params, optimizer, error, match)
+
+
+@pytest.mark.parametrize("kind, key", [("master", "master"), ("split", "remainder")])
+def test_a_mastered_parameter_that_became_float32(kind, key):
+    params, optimizer = made(kind)
+    params[0].grad = None
+    params[0].data = params[0].detach().float()
+    params[0].grad = torch.ones(4, 6)
+    refused(
+        params,
+        optimizer,
+        TypeError,
+        rf"state\[params\[0\]\].{key} has dtype \w+; expected none for a float32 parameter with master=",
+    )
+
+
+MASTERS = {
+    ("master", "split"): "master has dtype float32; expected none for a bfloat16 parameter with master='split'",
+    ("master", None): "master has dtype float32; expected none for a bfloat16 parameter with master=None",
+    ("split", "fp32"): "remainder has dtype int16; expected none for a bfloat16 parameter with master='fp32'",
+    ("split", None): "remainder has dtype int16; expected none for a bfloat16 parameter with master=None",
+}
+
+
+@pytest.mark.parametrize("kind, master", MASTERS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_another_kind_of_master_than_the_states_have(kind, master, steps):
+    """It would go on from rounded weights, and leave the old master behind. load_state_dict converts."""
+    params, optimizer = made(kind, steps)
+    optimizer.param_groups[0]["master"] = master
+    refused(params, optimizer, TypeError, rf"state\[params\[0\]\].{MASTERS[kind, master]} .*load_state_dict")
+    exact = {i: entry["master"].clone() for i, entry in optimizer.state_dict()["state"].items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert [str(w.message).split(":")[0:2] for w in caught] == (
+        [["FusedAdam", " state[0].master is left out"]] if master is None else []
+    )
+    if master is not None:
+        assert all(torch.equal(optimizer.state_dict()["state"][i]["master"], values) for i, values in exact.items())
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+BAD_STATES = {
+    ("fp32", "exp_avg"): (None, "exp_avg has type NoneType; expected float32 for state_dtype='fp32'"),
+    ("8bit", "exp_avg"): ([1.0], "exp_avg has type list; expected int8 for state_dtype='8bit'"),
+    ("master", "master"): (torch.zeros(300, dtype=torch.int16), "master has dtype int16; expected float32 for a bfloat16"),
+    ("split", "remainder"): (torch.zeros(300), "remainder has dtype float32; expected int16 for a bfloat16"),
+    ("fp32", "remainder"): (torch.zeros(300, dtype=torch.int16), "remainder has dtype int16; expected none for a float32"),
+}
+
+
+@pytest.mark.parametrize("kind, key", BAD_STATES)
+def test_states_that_are_something_else(kind, key):
+    params, optimizer = made(kind)
+    optimizer.state[params[1]][key], message = BAD_STATES[kind, key]
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(TypeError, match=rf"^FusedAdam: state\[params\[1\]\].{message}"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
+@pytest.mark.parametrize("kind, option", [("split", "master='split'"), ("stochastic", "stochastic_rounding=True")])
+@STEPS
+def test_a_bfloat16_parameter_that_became_float16(kind, option, steps):
+    params, optimizer = made(kind, steps)
+    params[0].grad = None
+    params[0].data = params[0].detach().half()
+    params[0].grad = torch.ones_like(params[0])
+    params[1].grad, params[2].grad = torch.ones_like(params[1]), torch.ones_like(params[2])
+    refused(params, optimizer, ValueError, rf"params\[0\] has dtype float16 with {option}")
+
+
+def test_what_is_put_right_again_goes_on():
+    """After each refusal the optimizer is as before: restored, it ends at the bits of one that was never disturbed."""
+    (params, optimizer), (others, undisturbed) = made("split"), made("split")
+    kept = params[1].detach().clone()
+    release(params[1].data)
+    refused(params, optimizer, ValueError, "restore it")
+    params[1].data.untyped_storage().resize_(kept.numel() * kept.element_size())
+    params[1].data.copy_(kept)
+    optimizer.step()
+    undisturbed.step()
+    assert digest(params, optimizer) == digest(others, undisturbed)
+
+
+def released_copy(t):
+    copy = t.clone()
+    release(copy)
+    return copy
+
+
+BAD_VALUES = {
+    "shape": (lambda t: t.reshape(6, 4), ValueError, r"has shape \(6, 4\); expected \(4, 6\), the parameter's"),
+    "flat": (lambda t: t.reshape(-1), ValueError, r"has shape \(24,\)"),
+    "int64": (lambda t: t.long(), TypeError, "has dtype int64; expected a floating dtype"),
+    "int8": (lambda t: t.to(torch.int8), TypeError, "has dtype int8; expected a floating dtype"),
+    "bool": (lambda t: t.bool(), TypeError, "has dtype bool; expected a floating dtype"),
+    "complex64": (lambda t: t + 0j, TypeError, "has dtype complex64; expected a floating dtype"),
+    "sparse": (lambda t: t.to_sparse(), ValueError, "has layout torch.sparse_coo; expected a dense tensor"),
+    "meta": (lambda t: t.to("meta"), ValueError, "has no memory"),
+    "released": (released_copy, ValueError, "has no memory"),
+    "a list": (lambda t: t.tolist(), TypeError, "has type list; expected a tensor"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("bad", BAD_VALUES)
+def test_state_dicts_that_do_not_fit(kind, bad):
+    """Every tensor of the first parameter's entry in turn; the entry of the last one is good and must not arrive either."""
+    make, error, match = BAD_VALUES[bad]
+    good = made(kind, steps=3)[1].state_dict()
+    for key in [key for key in good["state"][0] if key != "step"]:
+        params, optimizer = made(kind)
+        before = digest(params, optimizer)
+        entry = {**good["state"][0], key: make(good["state"][0][key].float())}
+        with pytest.raises(error, match=rf"^FusedAdam: state\[0\].{key} {match}"):
+            optimizer.load_state_dict({**good, "state": {**good["state"], 0: entry}})
+        assert digest(params, optimizer) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_floating_dtypes_are_converted_and_losses_are_named(dtype):
+    """DESIGN section 3: upcasts are silent, downcasts warn."""
+    params, optimizer = made("fp32")
+    saved = optimizer.state_dict()
+    exact = saved["state"][0]["exp_avg"].double() + (2.0**-40 if dtype is torch.float64 else 0)
+    saved["state"][0]["exp_avg"] = exact.to(dtype)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(saved)
+    assert [str(w.message).split(";")[0] for w in caught] == (
+        ["FusedAdam: state[0].exp_avg is rounded from float64 to float32"] if dtype is torch.float64 else []
+    )
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], exact.to(dtype).float())
+
+
+OURS = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
+
+
+def param(n=8):
+    return torch.nn.Parameter(torch.ones(n))
+
+
+@OURS
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("through_grads", [True, False])
+def test_a_gradient_with_the_negative_bit_counts_with_its_sign(make, max_norm, through_grads):
+    grad = torch._neg_view(torch.ones(8))  # what z.conj().imag is
+    assert grad.is_neg()
+    assert grad[0] == -1
+    grad.requires_grad_()  # as create_graph leaves it
+    p, plain = param(), param()
+    ours, reference = make([p], lr=0.1), make([plain], lr=0.1)
+    if not through_grads:
+        p.grad = grad
+    ours.step(grads=[grad] if through_grads else None, max_norm=max_norm)
+    reference.step(grads=[torch.full((8,), -1.0)], max_norm=max_norm)
+    assert torch.equal(p, plain)
+    assert p[0] > 1
+    assert grad.is_neg()  # the caller's gradient is left as it was
+
+
+@OURS
+def test_a_released_parameter_is_refused(make):
+    p, q = param(), param()
+    optimizer = make([q, p])
+    p.untyped_storage().resize_(0)
+    with nothing_written(q), pytest.raises(ValueError, match=r"params\[1\] has a storage of 0 bytes; expected 32 \(its memory"):
+        optimizer.step(grads=[torch.ones(8)] * 2)
+    assert not optimizer.state  # nothing has been counted either
+    p.untyped_storage().resize_(32)
+    optimizer.step(grads=[torch.ones(8)] * 2)
+
+
+@OURS
+def test_tensors_without_memory_are_refused(make):
+    p = param()
+    optimizer = make([p])
+    p.grad = torch.ones(8)
+    with nothing_written(p), FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(8)
+        with pytest.raises(ValueError, match=r"\[0\] has no memory of its own"):
+            optimizer.step()
+    for grad in (fake, torch._efficientzerotensor((8,))):
+        with nothing_written(p), pytest.raises(ValueError, match=r"grads\[0\] has no memory of its own"):
+            optimizer.step(grads=[grad])
+    assert not optimizer.state

@@ -302,7 +302,7 @@ def test_the_sharding_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
 def test_the_offload_part_runs_what_is_there(monkeypatch, tmp_path, capsys):
     steps = {step.name: step for step in gpu_check.offload()}
     for part in (gpu_check.kernels, gpu_check.sharding):  # they have no time for these
-        assert "--ignore=tests/engine/test_cuda_offload.py" in part()[0].command
+        assert "--ignore=tests/engine/test_cpu_store_cuda.py" in part()[0].command
     assert list(steps) == ["tests", "copies", "train_1.5b", "train_7b"]
     assert (gpu_check.ROOT / steps["tests"].command[3]).is_file()
     assert steps["tests"].command[4:6] == ["-m", "gpu"]

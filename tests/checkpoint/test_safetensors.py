@@ -1,0 +1,337 @@
+"""Models on the meta device read from safetensors files; and how much memory making a model takes, from files or functions."""
+
+import gc
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import shardcore
+from shardcore.distributed.comm import Comm
+from tests.support.choice import combinations
+from tests.support.meta import frozen_net, init, meta, save
+from tests.support.models import Block, Net, Run, hash_of, hash_of_training, make_net, train
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture
+def safetensors() -> Any:
+    return pytest.importorskip("safetensors", reason="reading files needs safetensors")
+
+
+def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A folder in Hugging Face's layout: two files and an index."""
+    names = list(tensors)
+    files = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, of_file in files.items():
+        save(folder / file, {name: tensors[name] for name in of_file})
+    weight_map = {name: file for file, of_file in files.items() for name in of_file}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _from_files(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> tuple[str, int]:
+    """Train on from files; also tells how many elements this rank read."""
+    read = 0
+    original = shardcore.checkpoint.safetensors.TensorFiles.read
+
+    def counting(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
+        nonlocal read
+        read += numel
+        return original(files, name, start, numel)
+
+    shardcore.checkpoint.safetensors.TensorFiles.read = counting
+    try:
+        model = meta(frozen_net if frozen else Net)
+        extra = {"materialize": folder}
+        model, optimizer, _ = train(rank, Run(**{**run.__dict__, "shard": extra}), model)
+    finally:
+        shardcore.checkpoint.safetensors.TensorFiles.read = original
+    return hash_of_training(model, optimizer), read
+
+
+def _from_memory(rank: int, world_size: int, run: Run, frozen: bool) -> str:
+    torch.manual_seed(5)
+    model, optimizer, _ = train(rank, run, frozen_net() if frozen else Net())
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
+def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precision: str, frozen: bool, safetensors: Any) -> None:
+    torch.manual_seed(5)
+    model = frozen_net() if frozen else Net()
+    tensors = dict(model.state_dict())
+    if frozen:
+        del tensors["blocks.0.up.weight"]  # tied weights are stored once, under either name
+    folder = _parts(tmp_path, tensors)
+    run = Run(stage=stage, precision=precision, steps=2)
+    for world_size in (1, 2):
+        expected = run_ranks(world_size, _from_memory, run, frozen)
+        got = run_ranks(world_size, _from_files, run, str(folder), frozen)
+        assert [entry[0] for entry in got] == expected
+        if stage == 3:  # every parameter is read once, over all ranks; buffers by each
+            assert sum(read for _, read in got) == sum(p.numel() for p in model.parameters()) + 5 * world_size
+
+
+def test_masters_start_from_the_files_values(tmp_path: Path, safetensors: Any) -> None:
+    given = {key: torch.randn_like(value) for key, value in make_net().state_dict().items()}
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        path = save(tmp_path / f"{dtype}.safetensors", {key: value.to(dtype) for key, value in given.items()})
+        model = meta(lambda: Net().to(torch.bfloat16))
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
+        for name, param in model.named_parameters():
+            assert torch.equal(shardcore.full_state(param, "master"), given[name].to(dtype).float()), name
+            with shardcore.full_params(model):
+                assert param.dtype == torch.bfloat16
+
+
+def test_what_is_in_memory_and_in_no_file_is_kept(tmp_path: Path, safetensors: Any) -> None:
+    """Adapters beside a base model: the base comes from files, the adapters are as they were made."""
+    given = make_net(4).state_dict()
+    path = save(tmp_path / "base.safetensors", {k: v for k, v in given.items() if not k.startswith(("head", "offset"))})
+    for stage in (2, 3):
+        model = meta()
+        head = torch.randn(5, 24)
+        model.head.weight = nn.Parameter(head.clone())
+        model.inp.weight = nn.Parameter(torch.zeros(24, 10))  # in memory, and in the file: the file's
+        model.register_buffer("offset", torch.ones(5))
+        model, _ = shardcore.shard(
+            model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=[str(path)]
+        )
+        state = model.state_dict()
+        assert torch.equal(state["head.weight"], head)
+        assert torch.equal(state["inp.weight"], given["inp.weight"])
+        assert torch.equal(state["offset"], torch.ones(5))
+
+
+def _files_and_function(rank: int, world_size: int, path: str, stage: int) -> tuple[str, bool]:
+    torch.manual_seed(rank)
+    model = meta()
+    given = [path, init]
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", materialize=given)
+    state = model.state_dict()
+    torch.manual_seed(0)
+    return hash_of(state.values()), torch.equal(state["head.weight"], nn.Linear(24, 5, bias=False).weight)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_function_fills_what_files_lack(tmp_path: Path, stage: int, safetensors: Any) -> None:
+    given = make_net(4).state_dict()
+    lacking = ("head.weight", "gain", "offset")
+    path = save(tmp_path / "base.safetensors", {k: v for k, v in given.items() if k not in lacking})
+    answers = run_ranks(2, _files_and_function, str(path), stage)
+    assert answers[0] == answers[1]
+    assert answers[0][1], "rank 0's values, and no module that the files have draws random numbers"
+    cut = save(tmp_path / "cut.safetensors", {k: v for k, v in given.items() if k != "inp.bias"})
+    model = meta()
+    with pytest.raises(ValueError, match=r"inp \(Linear\) has bias on the meta device and weight not to be filled"):
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=[cut, init], precision="bf16")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_function_fills_a_buffer_beside_parameters_that_files_have(tmp_path: Path, stage: int, safetensors: Any) -> None:
+    given = make_net(4).state_dict()
+    path = save(tmp_path / "no_buffer.safetensors", {k: v for k, v in given.items() if k != "offset"})
+
+    def fill(module: Any) -> None:
+        module.offset.fill_(0.5)
+        module.gain.data.fill_(9.0)  # of a stand-in
+
+    model = meta()
+    model, _ = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, materialize=[str(path), fill], precision="bf16"
+    )
+    state = model.state_dict()
+    assert torch.equal(state["gain"], given["gain"])
+    assert torch.equal(state["offset"], torch.full((5,), 0.5))
+
+
+def _torn(folder: Path, how: str) -> Any:
+    tensors = dict(make_net().state_dict())
+    if how == "missing":
+        del tensors["blocks.1.up.bias"], tensors["gain"]
+    elif how == "unexpected":
+        tensors["blocks.9.up.bias"] = torch.zeros(3)
+    elif how == "shape":
+        tensors["head.weight"] = torch.zeros(6, 24)
+    elif how == "dtype":
+        tensors["head.weight"] = torch.zeros(5, 24, dtype=torch.int64)
+    path = save(folder / "model.safetensors", tensors)
+    if how == "torn":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif how == "no file":
+        path.unlink()
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"gain": "model.safetensors"}}')
+    elif how == "empty folder":
+        path.unlink()
+    elif how == "torn index":
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+    elif how == "lying index":
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"nothing": "model.safetensors"}}')
+    elif how == "twice":
+        return [path, save(folder / "more.safetensors", {"gain": torch.zeros(())})]
+    elif how == "pickle":
+        return folder / "pytorch_model.bin"
+    return folder
+
+
+FAULTS = [
+    ("missing", r"gain \(and 1 more: blocks\.1\.up\.bias\) is on the meta device and not in .*model\.safetensors"),
+    ("unexpected", r"model\.safetensors has blocks\.9\.up\.bias, which is no parameter or buffer"),
+    ("shape", r"head\.weight has shape \(6, 24\) in .*model\.safetensors; expected \(5, 24\)"),
+    ("dtype", r"head\.weight has dtype I64 in .*model\.safetensors; expected one that torch\.float32 can be made from"),
+    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a whole one: copy it again"),
+    ("no file", r"there is no file .*model\.safetensors; expected it"),
+    ("empty folder", r"expected model\.safetensors\.index\.json or model\.safetensors in it"),
+    ("torn index", r"index\.json is torn or no index"),
+    ("lying index", r"model\.safetensors has no nothing; expected it there"),
+    ("twice", r"gain is in .*model\.safetensors and in .*more\.safetensors; expected it in one file"),
+    ("pickle", r"pytorch_model\.bin; expected a \.safetensors file or a folder \(pickle is never read\)"),
+]
+
+
+def _refused_files(rank: int, world_size: int, good: str, bad: Any) -> tuple[str, bool]:
+    """Only rank 1 has the bad files."""
+    model = meta()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    try:
+        shardcore.shard(model, optimizer, 3, materialize=bad if rank == world_size - 1 else good, precision="bf16")
+    except (ValueError, TypeError, OSError) as error:
+        untouched = all(p.is_meta for p in model.parameters()) and not hasattr(model, "_shardcore_engine")
+        shardcore.shard(model, optimizer, 3, materialize=good, precision="bf16")
+        return str(error), untouched
+    return "no error", False
+
+
+@pytest.mark.parametrize("how, text", FAULTS, ids=[how for how, _ in FAULTS])
+def test_bad_files_are_refused_on_every_rank(tmp_path: Path, how: str, text: str, safetensors: Any) -> None:
+    (tmp_path / "good").mkdir()
+    (tmp_path / "bad").mkdir()
+    good, bad = str(_torn(tmp_path / "good", "fine")), _torn(tmp_path / "bad", how)
+    for world_size in (1, 2):
+        for answer, untouched in run_ranks(world_size, _refused_files, good, bad):
+            assert re.search(text, answer), answer
+            assert untouched
+
+
+def _disagreeing(rank: int, world_size: int, folder: str, how: str) -> str:
+    path = Path(folder) / f"rank{rank}.safetensors"
+    tensors = make_net().state_dict()
+    if how == "dtype" and rank == 1:
+        tensors = {name: value.bfloat16() for name, value in tensors.items()}
+    save(path, tensors)
+    model = make_net() if how == "meta" and rank == 1 else meta()
+    try:
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_other_files_are_told_apart(tmp_path: Path, safetensors: Any) -> None:
+    for answer in run_ranks(2, _disagreeing, str(tmp_path), "dtype"):
+        assert "ranks disagree" in answer
+        assert "BF16" in answer
+
+
+def _unreadable(rank: int, world_size: int, path: str) -> str:
+    tensor_files = importlib.import_module("shardcore.checkpoint.safetensors")
+    original = tensor_files.TensorFiles.read
+
+    def fails(files: Any, name: str, start: int, numel: int) -> torch.Tensor:
+        if rank == 1 and name == "blocks.2.down.weight":
+            raise OSError("input/output error")
+        return original(files, name, start, numel)
+
+    tensor_files.TensorFiles.read = fails
+    model = meta()
+    try:
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, materialize=path, precision="bf16")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        tensor_files.TensorFiles.read = original
+    return "no error"
+
+
+def test_a_read_that_fails_on_one_rank_fails_on_all(tmp_path: Path, safetensors: Any) -> None:
+    path = str(save(tmp_path / "model.safetensors", dict(make_net().state_dict())))
+    for answer in run_ranks(2, _unreadable, path):
+        assert "reading files failed on rank 1: OSError: input/output error" in answer
+
+
+def test_the_package_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    path = save(tmp_path / "model.safetensors", {"weight": torch.zeros(1)})
+    model = meta()
+    with pytest.raises(ModuleNotFoundError, match="the safetensors package reads, and it is missing; expected it"):
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), materialize=path, precision="bf16")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(96, 400) for _ in range(12)])
+
+
+def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
+    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to let go of what they were given, and
+    the profiler sees only this thread's frees."""
+    aside = torch.frombuffer(bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype).view_as(tensor)
+    _broadcast(comm, aside.copy_(tensor))
+    tensor.copy_(aside)
+
+
+_broadcast = Comm.broadcast
+
+
+def _peak(rank: int, world_size: int, stage: int, precision: str, path: str | None, whole_first: bool) -> list[int]:
+    """Bytes of torch's CPU memory: the peak above what is kept in the end, one unit's whole float32 weights, the model's."""
+    model = meta(Tower)
+    optimizer = shardcore.FusedAdam(model.parameters())
+    gc.collect()  # else memory of earlier models comes back in between
+    activities = [ProfilerActivity.CPU]
+    with pytest.MonkeyPatch.context() as patch, profile(activities=activities, profile_memory=True) as recorded:
+        patch.setattr(Comm, "broadcast", _broadcast_aside)
+        if whole_first:  # what shard would do if it made the model before it cut it
+            model.to_empty(device="cpu")
+            optimizer = shardcore.FusedAdam(model.parameters())
+            for module in model.modules():
+                if hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        shardcore.shard(model, optimizer, stage, precision=precision, materialize=path)
+    mapped = 0 if path is None else Path(path).stat().st_size  # the file, which is no memory of this process
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]" and abs(e.nbytes()) != mapped]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    unit = sum(p.numel() for p in model.blocks[0].parameters()) * 4
+    return [peak - now, unit, unit * len(model.blocks), now]
+
+
+@pytest.mark.parametrize("source", ["function", "files"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_peak_is_one_unit_above_the_shards(tmp_path: Path, world_size: int, precision: str, source: str) -> None:
+    path = None
+    if source == "files":
+        pytest.importorskip("safetensors", reason="reading files needs safetensors")
+        path = str(save(tmp_path / "model.safetensors", dict(Tower().state_dict())))
+    for stage in (2, 3):
+        for above, unit, model, kept in run_ranks(world_size, _peak, stage, precision, path, False):
+            assert 0 < above <= unit < model / 10
+            assert kept > model / world_size, "states are counted"
+    if source == "function":
+        for above, unit, model, _ in run_ranks(world_size, _peak, 3, precision, None, True):
+            assert above >= model > 10 * unit, "a model that is made whole is seen"

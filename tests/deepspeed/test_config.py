@@ -1,0 +1,328 @@
+"""The DeepSpeed configuration: every accepted key, every refusal by name, the batch arithmetic, JSON files."""
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcore import LossScale
+from shardcore.deepspeed.config import BatchSizes, read_config
+from tests.support.deepspeed import config_of
+
+BASE = {"train_micro_batch_size_per_gpu": 1}
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True, "adam_w_mode": True}
+PARAM_AT_2 = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+PARAM_ALONE = {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    """{"a": {"b": value}} for "a.b", with what makes a whole configuration around it."""
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    if path.startswith("optimizer.") and path != "optimizer.type":
+        config["optimizer"] = {"type": "Adam"}
+    if path.startswith("zero_optimization.offload_optimizer.") and not path.endswith(".device"):
+        config["zero_optimization"] = {"offload_optimizer": {"device": "cpu"}}
+    if path.startswith("zero_optimization.offload_param."):
+        config["zero_optimization"] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    if path.startswith("fp16.") and path != "fp16.enabled":
+        config["fp16"] = {"enabled": True}
+    *sections, key = path.split(".")
+    inside = config
+    for section in sections:
+        inside = inside.setdefault(section, {})
+    inside[key] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "expected"),
+    [
+        ("train_batch_size", 4, "train_batch_size", 4),
+        ("train_micro_batch_size_per_gpu", 4, "train_micro_batch_size_per_gpu", 4),
+        ("gradient_accumulation_steps", 4, "gradient_accumulation_steps", 4),
+        ("gradient_clipping", 0.5, "gradient_clipping", 0.5),
+        ("gradient_clipping", 1, "gradient_clipping", 1.0),
+        ("gradient_clipping", 0.0, "gradient_clipping", 0.0),
+        ("communication_data_type", "fp32", "communication_data_type", "fp32"),
+        ("communication_data_type", "BF16", "communication_data_type", "bf16"),
+        ("communication_data_type", None, "communication_data_type", None),
+        ("bf16.enabled", True, "bf16", True),
+        ("bf16.enabled", False, "bf16", False),
+        ("fp16.enabled", True, "fp16", True),
+        ("fp16.enabled", True, "loss_scale", LossScale()),
+        ("fp16.enabled", False, "loss_scale", None),
+        ("fp16.auto_cast", True, "auto_cast", True),
+        ("fp16.loss_scale", 0, "loss_scale", LossScale()),
+        ("fp16.loss_scale", 128, "loss_scale", 128.0),
+        ("fp16.initial_scale_power", 20, "loss_scale", LossScale(initial_power=20)),
+        ("fp16.loss_scale_window", 500, "loss_scale", LossScale(window=500)),
+        ("fp16.hysteresis", 1, "loss_scale", LossScale(hysteresis=1)),
+        ("fp16.min_loss_scale", 0.25, "loss_scale", LossScale(minimum=0.25)),
+        ("fp16.consecutive_hysteresis", True, "loss_scale", LossScale(consecutive_hysteresis=True)),
+        ("zero_optimization.stage", 0, "stage", 0),
+        ("zero_optimization.stage", 1, "stage", 1),
+        ("zero_optimization.stage", 2, "stage", 2),
+        ("zero_optimization.offload_optimizer.device", "cpu", "offload", "cpu"),
+        ("zero_optimization.offload_optimizer.device", "none", "offload", None),
+        ("zero_optimization.offload_optimizer.pin_memory", True, "pin_memory", True),
+        ("zero_optimization.offload_optimizer.ratio", 0.25, "ratio", 0.25),
+        ("zero_optimization.offload_param.device", "cpu", "params", "cpu"),
+        ("zero_optimization.offload_param.device", "none", "params", None),
+        ("zero_optimization.offload_param.pin_memory", False, "params", "cpu"),
+        ("optimizer.type", "Adam", "optimizer", ADAM),
+        ("optimizer.type", "AdamW", "optimizer", ADAM),
+        ("optimizer.type", "adamw", "optimizer", ADAM),
+        ("optimizer.params", {}, "optimizer", ADAM),
+        ("optimizer.params.lr", 0.1, "optimizer", ADAM | {"lr": 0.1}),
+        ("optimizer.params.betas", [0.8, 0.9], "optimizer", ADAM | {"betas": (0.8, 0.9)}),
+        ("optimizer.params.eps", 1e-6, "optimizer", ADAM | {"eps": 1e-6}),
+        ("optimizer.params.weight_decay", 0.1, "optimizer", ADAM | {"weight_decay": 0.1}),
+        ("optimizer.params.bias_correction", False, "optimizer", ADAM | {"bias_correction": False}),
+        ("optimizer.params.adam_w_mode", False, "optimizer", ADAM | {"adam_w_mode": False}),
+        ("steps_per_print", 7, "steps_per_print", 7),
+        ("steps_per_print", None, "steps_per_print", None),
+    ],
+)
+def test_accepted_keys(path: str, value: Any, field: str, expected: Any) -> None:
+    config = _nested(path, value)
+    before = json.dumps(config)
+    assert getattr(read_config(config), field) == expected
+    assert json.dumps(config) == before, "the caller's dict is not changed"
+
+
+def test_defaults() -> None:
+    config = read_config(BASE)
+    assert (config.gradient_clipping, config.bf16, config.stage, config.offload, config.optimizer) == (
+        1.0,
+        False,
+        0,
+        None,
+        None,
+    )
+    assert (config.pin_memory, config.steps_per_print, config.train_batch_size) == (False, 10, None)
+    assert config.given == frozenset(BASE)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "kind", "says"),
+    [
+        ("amp", {"enabled": True}, ValueError, "config amp is not supported"),
+        ("fp16.enabled", "auto", TypeError, 'fp16.enabled has "auto"'),
+        ("fp16.auto_cast", 1, TypeError, "fp16.auto_cast has 1; expected true or false"),
+        ("fp16.loss_scale", -1, ValueError, "fp16.loss_scale has -1; expected a finite number of at least 0"),
+        ("fp16.loss_scale", True, TypeError, "fp16.loss_scale has True; expected a number"),
+        ("gradient_clipping", 10**400, ValueError, "expected a finite number of at least 0"),
+        ("fp16.loss_scale_window", 0, ValueError, "fp16.loss_scale_window has 0; expected at least 1"),
+        ("fp16.hysteresis", 1.5, TypeError, "fp16.hysteresis has 1.5; expected a whole number"),
+        ("fp16.initial_scale_power", 128, ValueError, "fp16.initial_scale_power has 128; expected 0 to 127"),
+        ("fp16.initial_scale_power", "16", TypeError, "fp16.initial_scale_power has '16'; expected a whole number"),
+        ("fp16.min_loss_scale", 0, ValueError, "fp16.min_loss_scale has 0; expected a finite number above 0"),
+        ("fp16.min_loss_scale", 2**17, ValueError, r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale"),
+        ("fp16.consecutive_hysteresis", None, TypeError, "fp16.consecutive_hysteresis has None"),
+        ("fp16.scale", 1, ValueError, "fp16.scale is not supported"),
+        ("fp16.fp16_master_weights_and_grads", True, ValueError, "fp16.fp16_master_weights_and_grads is not supported"),
+        ("scheduler", {"type": "WarmupLR"}, ValueError, "config scheduler is not supported"),
+        ("zero_allow_untested_optimizer", True, ValueError, "config zero_allow_untested_optimizer is not supported"),
+        (
+            "zero_optimization.reduce_bucket_size",
+            5e8,
+            ValueError,
+            "config zero_optimization.reduce_bucket_size is not supported",
+        ),
+        ("bf16.immediate_grad_update", True, ValueError, "config bf16.immediate_grad_update is not supported"),
+        ("optimizer.legacy_fusion", True, ValueError, "config optimizer.legacy_fusion is not supported"),
+        ("optimizer.params.torch_adam", False, ValueError, "config optimizer.params.torch_adam is not supported"),
+        ("optimizer.params.max_grad_norm", 1.0, ValueError, r"optimizer.params.max_grad_norm .*gradient_clipping"),
+        ("zero_optimization.offload_optimizer.nvme_path", "/", ValueError, "offload_optimizer.nvme_path is not supported"),
+        ("gradient_acumulation_steps", 2, ValueError, r"did you mean gradient_accumulation_steps\?"),
+        ("zero_optimization.stages", 2, ValueError, r"did you mean zero_optimization.stage\?"),
+        ("optimizer.adam_w_mode", True, ValueError, r"did you mean optimizer.params.adam_w_mode\?"),
+        ("train_batch_size", True, TypeError, "train_batch_size has True; expected a whole number"),
+        ("train_batch_size", 8.0, TypeError, "train_batch_size has 8.0; expected a whole number"),
+        ("train_batch_size", "8", TypeError, "train_batch_size has '8'; expected a whole number"),
+        ("train_batch_size", "auto", TypeError, 'train_batch_size has "auto", which a trainer must fill in'),
+        ("train_batch_size", 0, ValueError, "train_batch_size has 0; expected at least 1"),
+        ("train_micro_batch_size_per_gpu", -1, ValueError, "train_micro_batch_size_per_gpu has -1; expected at least 1"),
+        ("gradient_accumulation_steps", None, TypeError, "gradient_accumulation_steps has None; expected a whole number"),
+        ("gradient_clipping", True, TypeError, "gradient_clipping has True; expected a number"),
+        ("gradient_clipping", -1.0, ValueError, "gradient_clipping has -1.0; expected a finite number of at least 0"),
+        ("gradient_clipping", math.inf, ValueError, "gradient_clipping has inf; expected a finite number"),
+        ("gradient_clipping", "auto", TypeError, 'gradient_clipping has "auto"'),
+        ("communication_data_type", "fp8", ValueError, 'communication_data_type has \'fp8\'; expected "fp32", "bf16"'),
+        ("communication_data_type", 16, TypeError, "communication_data_type has 16; expected"),
+        ("bf16", True, TypeError, "config bf16 has True; expected an object with keys"),
+        ("bf16.enabled", 1, TypeError, "bf16.enabled has 1; expected true or false"),
+        ("bf16.enabled", "auto", TypeError, 'bf16.enabled has "auto"'),
+        ("zero_optimization", True, TypeError, "zero_optimization has True; expected an object"),
+        ("zero_optimization.stage", 4, ValueError, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
+        ("zero_optimization.stage", True, TypeError, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
+        ("zero_optimization.offload_optimizer.device", "nvme", NotImplementedError, '.device has "nvme", which is not built'),
+        ("zero_optimization.offload_optimizer.device", "gpu", ValueError, '.device has \'gpu\'; expected "cpu" or "none"'),
+        ("zero_optimization.offload_optimizer.device", None, TypeError, '.device has None; expected "cpu" or "none"'),
+        ("zero_optimization.offload_optimizer", {}, ValueError, "offload_optimizer.device is missing"),
+        ("zero_optimization.offload_optimizer.pin_memory", 1, TypeError, "pin_memory has 1; expected true or false"),
+        ("zero_optimization.offload_optimizer.ratio", 1.5, ValueError, "ratio has 1.5; expected a number from 0 to 1"),
+        (
+            "zero_optimization.offload_param.device",
+            "nvme",
+            NotImplementedError,
+            'offload_param.device has "nvme", which is not',
+        ),
+        (
+            "zero_optimization.offload_param.pin_memory",
+            True,
+            ValueError,
+            "offload_param.pin_memory has True; expected False, as",
+        ),
+        (
+            "zero_optimization",
+            PARAM_AT_2,
+            ValueError,
+            'offload_param.device has "cpu"; expected "none", or zero_optimization.stage 3',
+        ),
+        ("zero_optimization", PARAM_ALONE, NotImplementedError, 'without zero_optimization.offload_optimizer.device "cpu"'),
+        ("optimizer", {"params": {}}, ValueError, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
+        ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),
+        (
+            "optimizer.type",
+            "SGD",
+            ValueError,
+            'optimizer.type has \'SGD\'; expected "Adam" or "AdamW" \\(shardcore trains with no other',
+        ),
+        ("optimizer.type", 1, TypeError, "optimizer.type has 1"),
+        ("optimizer.params.lr", "auto", TypeError, 'optimizer.params.lr has "auto"'),
+        ("optimizer.params.lr", -0.1, ValueError, "optimizer.params.lr has -0.1; expected a finite number of at least 0"),
+        ("optimizer.params.lr", False, TypeError, "optimizer.params.lr has False; expected a number"),
+        ("optimizer.params.eps", math.nan, ValueError, "optimizer.params.eps has nan"),
+        ("optimizer.params.weight_decay", -1, ValueError, "optimizer.params.weight_decay has -1"),
+        ("optimizer.params.betas", 0.9, TypeError, "optimizer.params.betas has 0.9; expected two numbers"),
+        ("optimizer.params.betas", [0.9], TypeError, "expected two numbers"),
+        ("optimizer.params.betas", [0.9, 1.0], ValueError, r"betas\[1\] has 1.0; expected a number in \[0, 1\)"),
+        ("optimizer.params.betas", [True, 0.9], TypeError, r"betas\[0\] has True; expected a number"),
+        ("optimizer.params.bias_correction", 1, TypeError, "bias_correction has 1; expected true or false"),
+        ("optimizer.params.adam_w_mode", None, TypeError, "adam_w_mode has None; expected true or false"),
+        ("steps_per_print", 0, ValueError, "steps_per_print has 0; expected at least 1"),
+        ("steps_per_print", True, TypeError, "steps_per_print has True"),
+    ],
+)
+def test_refusals_name_the_key(path: str, value: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says) as raised:
+        read_config(_nested(path, value))
+    assert type(raised.value) is kind
+    assert str(raised.value).startswith("initialize: config ")
+    assert "expected" in str(raised.value)
+
+
+def test_adamw_without_its_mode_is_a_contradiction() -> None:
+    with pytest.raises(ValueError, match='adam_w_mode has False for the type "AdamW"'):
+        read_config(BASE | {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}})
+
+
+def test_two_precisions_are_a_contradiction() -> None:
+    with pytest.raises(ValueError, match=r"fp16\.enabled and bf16\.enabled are both true; expected one"):
+        read_config(BASE | {"fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert read_config(BASE | {"fp16": {"enabled": False, "min_loss_scale": 2}, "bf16": {"enabled": True}}).loss_scale is None
+
+
+def test_a_fixed_loss_scale_leaves_the_other_keys_aside() -> None:
+    fp16 = {"enabled": True, "loss_scale": 64, "initial_scale_power": 3, "min_loss_scale": 16, "hysteresis": 2}
+    assert read_config(BASE | {"fp16": fp16}).loss_scale == 64.0
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = {"train_batch_size": "auto", "amp": {}, "zero_optimization": {"stage": 4}, "optimizer": {"params": {"lr": -1}}}
+    with pytest.raises(ValueError, match="config has 5 problems") as raised:
+        read_config(config)
+    lines = str(raised.value).splitlines()[1:]
+    expected = ["train_batch_size", "amp", "zero_optimization.stage", "optimizer.params.lr", "optimizer.type"]
+    assert [line.split()[0] for line in lines] == expected
+
+
+def test_problems_of_one_kind_keep_it() -> None:
+    with pytest.raises(TypeError, match="2 problems"):
+        read_config({"train_batch_size": "8", "bf16": {"enabled": 1}})
+
+
+@pytest.mark.parametrize("config", [None, 3, ["train_batch_size"]])
+def test_what_is_no_configuration(config: Any) -> None:
+    with pytest.raises(TypeError, match="expected a dict or the path of a JSON file"):
+        read_config(config)
+
+
+# --- batch sizes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "world", "expected"),
+    [
+        (16, 2, 4, 2, (16, 2, 4)),
+        (16, 2, None, 2, (16, 2, 4)),
+        (16, None, 4, 2, (16, 2, 4)),
+        (None, 2, 4, 2, (16, 2, 4)),
+        (16, None, None, 2, (16, 8, 1)),
+        (None, 2, None, 2, (4, 2, 1)),
+        (1, None, None, 1, (1, 1, 1)),
+    ],
+)
+def test_batch_sizes(train: Any, micro: Any, steps: Any, world: int, expected: tuple[int, int, int]) -> None:
+    assert config_of(train, micro, steps).batch_sizes(world) == BatchSizes(*expected)
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "steps", "world", "says"),
+    [
+        (16, 2, 4, 3, r"train_batch_size has 16; .* 2 \* 4 \* 3 = 24 \(all three are given\)"),
+        (16, 3, None, 2, r"has 16; .* 3 \* 2 \* 2 = 12 \(gradient_accumulation_steps derived"),
+        (16, None, 3, 2, r"has 16; .* 2 \* 3 \* 2 = 12 \(train_micro_batch_size_per_gpu derived"),
+        (3, None, None, 2, r"has 3; .* 1 \* 1 \* 2 = 2 \(train_micro_batch_size_per_gpu and gradient_accumulation_steps"),
+        (1, None, None, 2, r"has 1; .* 0 \* 1 \* 2 = 0"),
+        (2, 4, None, 1, r"has 2; .* 4 \* 0 \* 1 = 0"),
+        (None, None, 4, 2, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
+        (None, None, None, 1, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
+    ],
+)
+def test_contradictions_show_the_numbers(train: Any, micro: Any, steps: Any, world: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config_of(train, micro, steps).batch_sizes(world)
+
+
+# --- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def test_json_files_and_args(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE | {"bf16": {"enabled": True}}))
+    expected = read_config(BASE | {"bf16": {"enabled": True}})
+    assert read_config(path) == read_config(str(path)) == expected
+    assert read_config(None, Namespace(deepspeed_config=str(path))) == expected
+    assert read_config(path, Namespace(deepspeed_config=None)) == expected
+    assert read_config(path, Namespace(local_rank=0)) == expected
+    with pytest.raises(ValueError, match="given twice"):
+        read_config(BASE, Namespace(deepspeed_config=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b'{"train_batch_size": 8, "train_batch_size": 16}', "the key 'train_batch_size' appears twice"),
+        (b'{"bf16": {"enabled": true, "enabled": true}, "train_batch_size": 8}', "the key 'enabled' appears twice"),
+        (b'{"gradient_clipping": NaN}', "it has NaN"),
+        (b'{"train_batch_size": 8,}', "line 1 column"),
+        (b"", "Expecting value"),
+        (b'{"x": "\xff"}', "ds_config.json is not valid"),
+    ],
+)
+def test_bad_json_names_the_file_and_the_place(tmp_path: Path, text: bytes, says: str) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=says) as raised:
+        read_config(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no_such\.json"):
+        read_config(tmp_path / "no_such.json")

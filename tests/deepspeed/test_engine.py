@@ -1,0 +1,364 @@
+"""The engine that initialize returns: micro-steps and boundaries, schedulers, skips, norms, and shard's own bits."""
+
+import contextlib
+import io
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from tests.support.deepspeed import ADAM, ds_config, start, train
+from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
+from tests.support.ranks import run_ranks
+
+
+def _by_shard(rank: int, steps: int, accumulation: int, stage: int, adam: dict[str, Any] = ADAM, **options: Any) -> str:
+    model = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **adam)
+    model, optimizer = shardcore.shard(model, optimizer, stage, accumulate=accumulation, **options)
+    for step in range(steps):
+        for micro in range(accumulation):
+            optimizer.scale_loss(loss_of(model, batch_of(step, micro, rank)) / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of_training(model, optimizer)
+
+
+# --- the same as shard, and as torch ----------------------------------------------------------------------------------
+
+
+def _both(rank: int, world_size: int) -> list[tuple[str, str]]:
+    hashes = []
+    for stage, device, bf16 in ((0, None, False), (1, "cpu", True), (1, "none", False), (2, None, True), (2, "cpu", False)):
+        zero = {"stage": stage} | ({} if device is None else {"offload_optimizer": {"device": device}})
+        engine = start(ds_config(2, zero_optimization=zero, bf16={"enabled": bf16}, gradient_clipping=0.3))
+        assert engine._core.store.tier == ("cpu" if device == "cpu" else "device")
+        train(engine, rank, 2)
+        shard = {"precision": "bf16" if bf16 else "fp32", "clip_grad_norm": 0.3}
+        expected = _by_shard(rank, 2, 2, stage, offload={"optimizer": "cpu"} if device == "cpu" else None, **shard)
+        hashes.append((hash_of_training(engine.module, engine.optimizer), expected))
+    return hashes
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bits_as_shard(world_size: int) -> None:
+    assert all(got == expected for hashes in run_ranks(world_size, _both) for got, expected in hashes)
+
+
+FP16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 19, "loss_scale_window": 1, "hysteresis": 1}
+
+
+def _fp16_both(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for stage, loss_scale in ((0, 0), (1, 512), (2, 0), (3, 0)):
+        engine = start(ds_config(2, stage, fp16=FP16 | {"loss_scale": loss_scale}))
+        train(engine, rank, 6)
+        scale = loss_scale or shardcore.LossScale(initial_power=19, window=1, hysteresis=1)
+        expected = _by_shard(rank, 6, 2, stage, precision="fp16", loss_scale=scale)
+        skipped = (engine.skipped_steps, engine.optimizer.skipped_steps, engine.optimizer.loss_scale)
+        found.append((hash_of_training(engine.module, engine.optimizer) == expected, *skipped))
+    return found
+
+
+def test_fp16_is_shards_fp16() -> None:
+    for found in run_ranks(2, _fp16_both):
+        assert all(same for same, _, _, _ in found)
+        assert found[1][1:] == (0, 0, 512.0)
+        assert found[0] == found[2] == found[3]
+        assert 0 < found[0][1] == found[0][2] < 6
+
+
+def test_fp16_casts_inputs_only_when_asked() -> None:
+    engine = start(ds_config(fp16={"enabled": True}))
+    with pytest.raises(RuntimeError, match="dtype"):
+        engine(batch_of(0, 0, 0)[0])
+    loss = ((engine(batch_of(0, 0, 0)[0].half()).float()) ** 2).mean()
+    assert engine.backward(loss).item() == loss.item(), "the returned loss is not scaled"
+    engine.step()
+    assert engine.optimizer.loss_scale == 2.0**16
+
+
+def _other_options(rank: int, world_size: int) -> list[str]:
+    hashes = []
+    sent = {"communication_data_type": "bf16"}
+    for more in ({}, {"gradient_clipping": 0.3}, {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 0}}, sent):
+        engine = start(ds_config(2, **more))
+        train(engine, rank, 2)
+        hashes.append(hash_of_training(engine.module, engine.optimizer))
+    for params in ({"betas": [0.8, 0.9]}, {"eps": 1e-3}, {"lr": 0.1}, {"bias_correction": False}, {"weight_decay": 0.0}):
+        engine = start(ds_config(2, optimizer={"type": "AdamW", "params": ADAM | params}))
+        train(engine, rank, 2)
+        hashes.append(hash_of_training(engine.module, engine.optimizer))
+    return hashes
+
+
+def test_every_option_reaches_the_arithmetic() -> None:
+    """Broken twins of the test above: each option changed alone gives other bits."""
+    hashes = run_ranks(2, _other_options)[0]
+    assert len(set(hashes)) == len(hashes)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_losses_divide_as_in_plain_torch(accumulation: int) -> None:
+    engine = start(ds_config(accumulation, optimizer={"type": "AdamW", "params": ADAM | {"eps": 1e-3}}))
+    plain = make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, eps=1e-3)
+    for step in range(5):
+        for micro in range(accumulation):
+            batch = batch_of(step, micro, 0)
+            loss = loss_of(plain, batch) / accumulation
+            loss.backward()
+            returned = engine.backward(loss_of(engine, batch))
+            engine.step()
+            assert returned.item() == pytest.approx(loss.item(), rel=1e-5)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)  # 4 times as much if not divided
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_scale_wrt_gas_false_leaves_the_loss_alone() -> None:
+    norms = []
+    for scale in (True, False):
+        engine = start(ds_config(2))
+        for micro in range(2):
+            engine.backward(loss_of(engine, batch_of(0, micro, 0)), scale_wrt_gas=scale)
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
+
+
+def _norm(rank: int, world_size: int, stage: int, clip: float) -> tuple[float, float]:
+    engine = start(ds_config(2, stage, gradient_clipping=clip))
+    assert engine.get_global_grad_norm() is None
+    train(engine, rank, 1)
+    return engine.get_global_grad_norm(), engine.get_global_grad_norm()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_the_global_norm_is_torchs(stage: int, clip: float) -> None:
+    model = make_net()
+    for rank in range(2):
+        for micro in range(2):
+            (loss_of(model, batch_of(0, micro, rank)) / 4).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+    results = run_ranks(2, _norm, stage, clip)
+    assert results[0] == results[1]
+    assert results[0][0] == pytest.approx(expected, rel=1e-6)
+
+
+def _kinds(config_type: str, **params: Any) -> str:
+    engine = start(ds_config(optimizer={"type": config_type, "params": ADAM | params}))
+    train(engine, 0, 2)
+    return hash_of_training(engine.module, engine.optimizer)
+
+
+def test_adam_means_adamw_unless_it_says_otherwise() -> None:
+    adamw = _by_shard(0, 2, 1, 2, precision="fp32")
+    assert _kinds("Adam") == _kinds("AdamW") == _kinds("Adam", adam_w_mode=True) == adamw
+    adam = _by_shard(0, 2, 1, 2, ADAM | {"adam_w_mode": False}, precision="fp32")
+    assert _kinds("Adam", adam_w_mode=False) == adam != adamw
+
+
+# --- micro-steps, boundaries, schedulers, skips -----------------------------------------------------------------------
+
+
+def _weights(engine: Any) -> str:
+    with shardcore.full_params(engine.module):
+        return hash_of(engine.module.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_only_boundaries_step(stage: int) -> None:
+    engine = start(ds_config(3, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    before, seen = _weights(engine), []
+    for micro_step in range(7):
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.backward(loss_of(engine, batch_of(0, micro_step, 0)))
+        engine.step()
+        after = _weights(engine)
+        seen.append((boundary, after != before, engine.global_steps, engine.get_lr()[0]))
+        has_grad = shardcore.full_grad(engine.module.head.weight) is not None if micro_step % 3 != 0 or stage else not boundary
+        assert has_grad != boundary, "gradients stay between boundaries and are zeroed after"
+        before = after
+    lrs = [1e-2, 1e-2, 5e-3, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
+    assert seen == [(i in (2, 5), i in (2, 5), (i + 1) // 3, lr) for i, lr in enumerate(lrs)]
+    assert (engine.micro_steps, engine.skipped_steps) == (7, 0)
+
+
+def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
+    engine = start(ds_config(2, stage), lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    train(engine, rank, 1)
+    before, lr = hash_of_training(engine.module, engine.optimizer), engine.get_lr()
+    for micro in range(2):
+        x, y = batch_of(1, micro, rank)
+        if (rank, micro) == (1, 0):
+            x[0, 0] = float("inf")
+        engine.backward(loss_of(engine, (x, y)))
+        engine.step()
+    kept = hash_of_training(engine.module, engine.optimizer) == before and engine.get_lr() == lr
+    counts = (engine.global_steps, engine.micro_steps, engine.skipped_steps)
+    norm = engine.get_global_grad_norm()
+    train(engine, rank, 1)
+    moved = hash_of_training(engine.module, engine.optimizer) != before
+    return {
+        "kept": kept,
+        "counts": counts,
+        "finite": norm == norm and norm != float("inf"),
+        "moved": moved,
+        "lr": engine.get_lr(),
+    }
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(stage: int) -> None:
+    for result in run_ranks(2, _overflow, stage):
+        assert result == {"kept": True, "counts": (2, 4, 1), "finite": False, "moved": True, "lr": [2.5e-3]}
+
+
+def test_lr_kwargs_reach_the_scheduler() -> None:
+    def plateau(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+
+    engine = start(ds_config(), lr_scheduler=plateau)
+    for value in (1.0, 2.0):
+        engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+        engine.step(lr_kwargs={"metrics": value})
+    assert engine.get_lr() == pytest.approx([1e-3])
+
+
+def _with_no_sync(rank: int, world_size: int) -> tuple[str, str]:
+    engine = start(ds_config())
+    with engine.no_sync():
+        engine.backward(loss_of(engine, batch_of(0, 0, rank)))
+    engine.backward(loss_of(engine, batch_of(0, 1, rank)))
+    engine.step()
+    model = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **ADAM)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+    with shardcore.no_sync(model):
+        loss_of(model, batch_of(0, 0, rank)).backward()
+    loss_of(model, batch_of(0, 1, rank)).backward()
+    optimizer.step()
+    return hash_of_training(engine.module, engine.optimizer), hash_of_training(model, optimizer)
+
+
+def test_no_sync_is_shards() -> None:
+    for got, expected in run_ranks(2, _with_no_sync):
+        assert got == expected
+
+
+def _no_sync_at_the_boundary(rank: int, world_size: int) -> str:
+    engine = start(ds_config(2, stage=1))
+    for micro in range(2):
+        with engine.no_sync():
+            engine.backward(loss_of(engine, batch_of(0, micro, rank)))
+        engine.step()
+    return hash_of_training(engine.module, engine.optimizer)
+
+
+def _accumulated_locally(rank: int, world_size: int) -> str:
+    return _by_shard(rank, 1, 2, 1, precision="fp32")
+
+
+def test_a_boundary_after_no_sync_reduces_what_is_there() -> None:
+    assert run_ranks(2, _no_sync_at_the_boundary) == run_ranks(2, _accumulated_locally)
+
+
+def test_misuse() -> None:
+    engine = start(ds_config(2))
+    with pytest.raises(ValueError, match=r"step: there was no engine\.backward"):
+        engine.step()
+    with pytest.raises(ValueError, match=r"loss has shape \(4, 5\); expected one element"):
+        engine.backward(engine(batch_of(0, 0, 0)[0]))
+    with pytest.raises(TypeError, match="loss has type float"):
+        engine.backward(1.0)
+    with torch.no_grad(), pytest.raises(ValueError, match="loss does not require a gradient"):
+        engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+    assert (engine.micro_steps, engine.global_steps) == (0, 0)
+    engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+    engine.step()
+    with pytest.raises(ValueError, match=r"step: there was no engine\.backward"):
+        engine.step()
+    with engine.no_sync():
+        engine.backward(loss_of(engine, batch_of(0, 1, 0)))
+        with pytest.raises(ValueError, match=r"step: called inside no_sync\(\)"):
+            engine.step()
+        with pytest.raises(ValueError, match=r"entered inside no_sync\(\)"), engine.no_sync():
+            pass
+    engine.step()
+    assert (engine.micro_steps, engine.global_steps) == (2, 1)
+    with pytest.raises(NotImplementedError, match=r"module\.state_dict\(\) and engine\.optimizer\.state_dict\(\)"):
+        engine.save_checkpoint("folder", tag="last", client_state={})
+    with pytest.raises(NotImplementedError, match=r"module\.load_state_dict\(\)"):
+        engine.load_checkpoint("folder")
+
+
+# --- what can be asked ------------------------------------------------------------------------------------------------
+
+
+def test_attributes_pass_through_to_the_module() -> None:
+    model = make_net()
+    engine, optimizer, loader, scheduler = shardcore.initialize(model=model, config=ds_config(2, stage=1))
+    assert (loader, scheduler) == (None, None)
+    assert engine.module is model
+    assert engine.optimizer is optimizer
+    assert isinstance(optimizer, shardcore.FusedAdam)
+    assert engine.head is model.head
+    assert list(engine.parameters()) == list(model.parameters())
+    assert engine.state_dict().keys() == model.state_dict().keys()
+    assert engine.device == torch.device("cpu")
+    assert engine.eval() is engine
+    assert not model.training
+    assert not engine.training
+    assert engine.train().training
+    assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 4)
+    assert (engine.gradient_accumulation_steps(), engine.zero_optimization_stage()) == (2, 1)
+    assert engine.get_lr() == [1e-2]
+    x = batch_of(0, 0, 0)[0]
+    assert torch.equal(engine(x), model(x))
+    assert torch.equal(engine.forward(x), model(x))
+    engine.load_state_dict(Net().state_dict())
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'no_such'"):
+        _ = engine.no_such
+    engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+    engine.zero_grad()
+    assert shardcore.full_grad(model.head.weight) is None
+
+
+def _logged(rank: int, world_size: int) -> list[str]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardcore")
+    logger.addHandler(handler)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            engine = start(ds_config(2, steps_per_print=2))
+            train(engine, rank, 5)
+        messages += printed.getvalue().splitlines()
+        del (config := ds_config())["gradient_clipping"]
+        start(config)
+        with contextlib.redirect_stdout(printed := io.StringIO()):
+            train(start(ds_config(fp16={"enabled": True, "auto_cast": True}, steps_per_print=1)), rank, 1)
+        messages += printed.getvalue().splitlines()
+    finally:
+        logger.removeHandler(handler)
+    return messages
+
+
+def test_progress_is_printed_on_rank_0() -> None:
+    first, second = run_ranks(2, _logged)
+    assert [message.split(" loss=")[0] for message in first[:2]] == [f"step={n} skipped=0 lr=[0.01]" for n in (2, 4)]
+    assert all(0 < float(message.split("loss=")[1]) < 10 for message in first[:2])
+    assert "config has no gradient_clipping, so the global norm is clipped to 1.0" in first[2]
+    assert first[3].startswith("step=1 skipped=0 lr=[0.01] loss=")
+    assert first[3].endswith(" loss_scale=65536")
+    assert len(first) == 4
+    assert second == []

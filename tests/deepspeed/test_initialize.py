@@ -1,0 +1,345 @@
+"""What initialize is given and gives back: optimizers, schedulers, data, ranks that disagree, the environment."""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import shardcore
+from tests.support.deepspeed import ADAM, ds_config, start, train
+from tests.support.meta import init, meta
+from tests.support.models import batch_of, hash_of, hash_of_training, make_net
+from tests.support.ranks import free_port, run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def without(key: str, **more: Any) -> dict[str, Any]:
+    return {name: value for name, value in ds_config(**more).items() if name != key}
+
+
+# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "FusedAdam": lambda params: shardcore.FusedAdam(params, **ADAM),
+    "CPUAdam": lambda params: shardcore.CPUAdam(params, **ADAM),
+    "AdamW": lambda params: torch.optim.AdamW(params, **ADAM),
+    "class": functools.partial(torch.optim.AdamW, **ADAM),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("as_function", [True, False])
+def test_an_optimizer_of_the_user_gives_the_bits_of_the_configured_one(kind: str, as_function: bool) -> None:
+    expected = start(ds_config())
+    train(expected, 0, 2)
+    model = make_net()
+    optimizer = MAKERS[kind] if as_function else MAKERS[kind](model.parameters())
+    engine, used, _, _ = shardcore.initialize(model=model, config=without("optimizer"), optimizer=optimizer)
+    assert (used is optimizer) == (not as_function and kind in ("FusedAdam", "CPUAdam"))
+    train(engine, 0, 2)
+    assert hash_of_training(engine.module, used) == hash_of_training(expected.module, expected.optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_the_meta_device_is_made(stage: int) -> None:
+    hashes = set()
+    for model, options in ((make_net(5), {}), (meta(), {"materialize": init})):
+        torch.manual_seed(5)
+        engine = start(ds_config(stage=stage), model=model, **options)
+        train(engine, 0, 2)
+        hashes.add(hash_of_training(engine.module, engine.optimizer))
+    assert len(hashes) == 1
+    with pytest.raises(TypeError, match="materialize is 3; expected a callable"):
+        start(ds_config(stage=stage), model=meta(), materialize=3)
+
+
+def test_a_class_is_a_function() -> None:
+    engine = start(without("optimizer"), optimizer=shardcore.CPUAdam)
+    assert type(engine.optimizer) is shardcore.CPUAdam
+    assert engine.get_lr() == [1e-3]
+
+
+def test_model_parameters_may_be_groups_or_any_iterable() -> None:
+    model = make_net()
+    groups = [{"params": model.head.parameters(), "lr": 0.5}, {"params": [model.gain], "weight_decay": 0.3}]
+    engine = start(ds_config(), model, model_parameters=groups)
+    assert engine.get_lr() == [0.5, 1e-2]
+    assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.3]
+    model = make_net()
+    model.head.requires_grad_(False)
+    engine = start(ds_config(), model, model_parameters=(p for p in model.parameters() if p.requires_grad))
+    assert len(engine.optimizer.param_groups[0]["params"]) == len(list(model.parameters())) - 1
+    model = make_net()
+    model.head.requires_grad_(False)
+    assert len(start(ds_config(), model).optimizer.param_groups[0]["params"]) == len(list(model.parameters())) - 1
+    model = make_net()
+    optimizer = shardcore.FusedAdam(model.parameters())
+    assert start(without("optimizer"), model, optimizer=optimizer, model_parameters=model.parameters()).optimizer is optimizer
+
+
+def _refused(kind: type[Exception], says: str, config: dict[str, Any] | None = None, **options: Any) -> None:
+    with pytest.raises(kind, match=says):
+        start(ds_config() if config is None else config, **options)
+
+
+def test_refused_optimizers() -> None:
+    model = make_net()
+    plain = without("optimizer")
+    _refused(ValueError, "optimizer is given and config has an optimizer too", optimizer=shardcore.FusedAdam)
+    _refused(ValueError, "there is no optimizer", plain)
+    _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
+    _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
+    _refused(TypeError, "optimizer is a SGD", plain, optimizer=torch.optim.SGD)
+    for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
+        kind = type(wrong).__name__
+        _refused(TypeError, f"model_parameters has type {kind}; expected a list", model=model, model_parameters=wrong)
+    _refused(ValueError, "params has no parameter", model=model, model_parameters=[])
+    optimizer = shardcore.FusedAdam(model.head.parameters())
+    others = model.inp.parameters()
+    _refused(ValueError, "not those of optimizer", plain, model=model, optimizer=optimizer, model_parameters=others)
+    for items in ([[model.gain]], [{"params": 5}]):
+        for config, given in ((plain, optimizer), (None, None)):
+            _refused(TypeError, "FusedAdam: .*params.* has type", config, model=model, optimizer=given, model_parameters=items)
+
+
+@pytest.mark.parametrize("kind", ["FusedAdam", "AdamW"])
+def test_a_scheduler_object_drives_the_optimizer(kind: str) -> None:
+    model = make_net()
+    optimizer = MAKERS[kind](model.parameters())
+    scheduler = StepLR(optimizer, 1, 0.5)
+    engine, used, _, returned = shardcore.initialize(
+        model=model, config=without("optimizer"), optimizer=optimizer, lr_scheduler=scheduler
+    )
+    assert returned is scheduler is engine.lr_scheduler
+    train(engine, 0, 2)
+    assert [group["lr"] for group in used.param_groups] == [2.5e-3]
+
+
+def test_refused_schedulers() -> None:
+    model = make_net()
+    optimizer = shardcore.FusedAdam(model.parameters())
+    scheduler = StepLR(shardcore.FusedAdam(make_net().parameters()), 1)
+    options = {"model": model, "optimizer": optimizer}
+    _refused(ValueError, "drives another optimizer", without("optimizer"), lr_scheduler=scheduler, **options)
+    _refused(ValueError, "drives another optimizer", lr_scheduler=StepLR(optimizer, 1), model=model)
+    _refused(TypeError, "lr_scheduler has type int", lr_scheduler=3)
+    bare = type("Bare", (), {"step": lambda self: None})()
+    _refused(ValueError, "the optimizer is made here", lr_scheduler=bare)
+
+
+def test_models_must_fit_the_configuration() -> None:
+    _refused(TypeError, "model has type list", model=[])
+    model = make_net()
+    model.head.to(torch.bfloat16)
+    _refused(ValueError, r"head\.weight has dtype bfloat16 but config enables neither bf16 nor fp16", model=model)
+    start(ds_config(bf16={"enabled": True}), model)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def _passes(rank: int, world_size: int) -> list[list[list[int]]]:
+    data = TensorDataset(torch.arange(16))
+    loader = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data)[2]
+    passes = [[batch[0].tolist() for batch in loader] for _ in range(3)]
+    loader.set_epoch(0)
+    assert [batch[0].tolist() for batch in loader] == passes[0]
+    assert len(loader) == 2
+    return passes
+
+
+def test_every_rank_loads_its_part_in_a_new_order_each_pass() -> None:
+    first, second = run_ranks(2, _passes)
+    for mine, other in zip(first, second, strict=True):
+        assert [len(batch) for batch in mine + other] == [4] * 4
+        assert sorted(item for batch in mine + other for item in batch) == list(range(16))
+    assert first[0] != first[1] != first[2]
+
+
+class Stream(IterableDataset):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+def test_collate_fn_and_refused_data() -> None:
+    data = [1, 2, 3, 4, 5]
+    loader = shardcore.initialize(model=make_net(), config=ds_config(), training_data=data, collate_fn=sum)[2]
+    assert isinstance(loader, DataLoader)
+    assert sum(loader) == 15
+    _refused(ValueError, "collate_fn is given without training_data", collate_fn=sum)
+    _refused(TypeError, "training_data has type DataLoader", training_data=DataLoader(data))
+    _refused(TypeError, "training_data has type generator", training_data=(i for i in data))
+    _refused(TypeError, "training_data has type Stream", training_data=Stream())
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def _message(rank: int, world_size: int, which: str) -> str:
+    config = ds_config()
+    if rank == 1 and which == "clipping":
+        config["gradient_clipping"] = 1.0
+    if rank == 1 and which == "key":
+        config["gradient_cliping"] = 1.0
+    model = make_net()
+
+    def optimizer(params: Any) -> Any:
+        if rank == 1 and which == "function":
+            raise RuntimeError("planted")
+        return shardcore.FusedAdam(params, **ADAM)
+
+    def scheduler(chosen: Any) -> Any:
+        if rank == 1 and which == "scheduler":
+            raise RuntimeError("planted")
+        return torch.optim.lr_scheduler.StepLR(chosen, 1)
+
+    del config["optimizer"]
+    data: Any = list(range(9 if rank == 1 and which == "data" else 8))
+    try:
+        shardcore.initialize(model=model, config=config, optimizer=optimizer, lr_scheduler=scheduler, training_data=data)
+    except (ValueError, RuntimeError) as error:
+        assert not hasattr(model, "_shardcore_engine")
+        assert dist.is_initialized(), "a group that was there before stays"
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_fail_together() -> None:
+    both = run_ranks(2, _message, "clipping")
+    assert both[0] == both[1]
+    assert "initialize: ranks disagree" in both[0]
+    assert "gradient_clipping=1.0 on rank 1 but gradient_clipping=0.0 on rank 0" in both[0]
+    other, own = run_ranks(2, _message, "key")
+    assert "did you mean gradient_clipping?" in own
+    assert other == f"initialize: rank 1 failed, so no rank was changed: {own}"
+    both = run_ranks(2, _message, "data")
+    assert both[0] == both[1]
+    assert "training_data of 9 samples on rank 1 but training_data of 8 samples on rank 0" in both[0]
+    for which in ("function", "scheduler"):
+        other, own = run_ranks(2, _message, which)
+        assert own == "planted"
+        assert "rank 1 failed" in other
+    assert run_ranks(2, _message, "none") == ["nothing", "nothing"]
+
+
+# --- the environment --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An environment without a launcher; a process group that the test starts is ended."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_without_a_launcher_the_world_is_this_process(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("MASTER_ADDR", "left over")
+    start(ds_config())
+    assert not dist.is_initialized()
+
+
+def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        environment.setenv(name, value)
+    _refused(ValueError, "config amp is not supported", ds_config(amp={}))
+    assert not dist.is_initialized()
+    _refused(TypeError, "optimizer has type str", without("optimizer"), optimizer="AdamW")
+    group = dist.group.WORLD
+    assert group is not None, "what a failing call started stays"
+    start(ds_config())
+    assert dist.group.WORLD is group
+    assert dist.get_backend() == ("nccl" if torch.cuda.is_available() else "gloo")
+    start(ds_config())  # a second model uses the group that is there
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0"}, "no WORLD_SIZE and no MASTER_ADDR and no MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "the environment has no RANK; expected all of"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "RANK is 'x'; expected a whole"),
+    ],
+)
+def test_half_an_environment_is_refused(environment: pytest.MonkeyPatch, variables: dict[str, str], says: str) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    _refused(ValueError, says)
+    assert not dist.is_initialized()
+
+
+def _hash(rank: int, world_size: int) -> str:
+    engine = start(ds_config(2, bf16={"enabled": True}))
+    train(engine, rank, 2)
+    return hash_of_training(engine.module, engine.optimizer)
+
+
+def main() -> None:
+    """What torchrun runs: the environment is all that it gives. The first configuration has a mistake, then the parameters."""
+    torch.set_num_threads(1)
+    assert not dist.is_initialized()
+    _refused(ValueError, "did you mean gradient_clipping", ds_config(2, gradient_cliping=1.0))
+    assert not dist.is_initialized()
+    with pytest.raises(TypeError, match="model_parameters has type int"):
+        shardcore.initialize(model=make_net(), model_parameters=5, config=ds_config(2))
+    value = _hash(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value}", flush=True)
+    dist.destroy_process_group()
+
+
+def _asked_of_the_engine(rank: int, world_size: int) -> list[Any]:
+    engine = start(ds_config(stage=3))
+    train(engine, rank, 1)
+    answers: list[Any] = []
+    for of in (engine, engine.module):
+        with shardcore.full_params(of):
+            weights = hash_of(engine.module.parameters())
+        with shardcore.no_sync(of):
+            engine.backward(engine(batch_of(5, 0, rank)[0]).sum())
+        norm = shardcore.clip_grad_norm_(of, 1e-3).item()
+        engine.zero_grad()
+        state = shardcore.sharded_state_dict(of)
+        shardcore.load_sharded_state_dict(of, state)
+        answers.append((weights, norm, list(state), shardcore.memory_report(of).by_kind))
+    return answers
+
+
+def test_what_takes_a_model_takes_the_engine_too() -> None:
+    for of_engine, of_module in run_ranks(2, _asked_of_the_engine):
+        assert of_engine == of_module
+
+
+def test_torchrun_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [*command, "-m", "tests.deepspeed.test_initialize"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    expected = run_ranks(2, _hash)
+    for rank in range(2):
+        assert f"rank {rank} of 2: {expected[rank]}" in run.stdout
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Which device and backend a rank communicates over."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shardcore
+from shardcore import api
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.groups import NotAMemberError
+from tests.support.models import make_net
+
+
+@pytest.mark.parametrize(
+    ("of_model", "bound", "local_rank", "seen", "expected"),
+    [
+        (3, 2, "1", 4, 3),
+        (None, 2, "1", 4, 2),
+        (None, 2, None, 4, 2),
+        (None, None, "1", 4, 1),
+        (None, None, "7", 1, 0),
+        (None, None, None, 4, 0),
+    ],
+)
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_the_gpu_over_which_the_first_message_goes(
+    of_model: int | None,
+    bound: int | None,
+    local_rank: str | None,
+    seen: int,
+    chosen: int,
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of NCCL: the model's; else the bound one; else the current one, if it is not 0; else LOCAL_RANK's. It is made current."""
+    if chosen >= seen:
+        pytest.skip("the rank sees no such GPU")
+    if of_model is None and bound is None and chosen:
+        expected = chosen
+    model = nn.Linear(2, 2)
+    if of_model is not None:
+        with FakeTensorMode():  # needs no GPU, as long as torch does not think that there are some
+            model = nn.Module()
+            model.weight = nn.Parameter(torch.empty(2, device=f"cuda:{of_model}"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    found: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(("current", device)))
+
+    def joined(*given: Any) -> Comm:
+        found.append(Comm(*given).device)
+        raise NotAMemberError("enough")
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        world = dist.group.WORLD
+        assert world is not None
+        world.bound_device_id = None if bound is None else torch.device("cuda", bound)
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            patch.setattr(api, "Comm", joined)
+            with pytest.raises(NotAMemberError):
+                shardcore.shard(model, None)
+        world.bound_device_id = None
+    finally:
+        dist.destroy_process_group()
+    own, told = torch.device("cuda", expected), bound is not None or local_rank is not None
+    assert found == [*[("current", own)] * (of_model is None and told), own]
+
+
+def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    model = make_net()
+    for start in (
+        lambda: shardcore.shard(model, shardcore.FusedAdam(model.parameters())),
+        lambda: shardcore.initialize(model=model, config={}),
+    ):
+        with pytest.raises(
+            ValueError, match="LOCAL_RANK is 4 but this machine has 4 CUDA devices; expected a process for each"
+        ):
+            start()
+
+
+def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            assert not Comm().uses_nccl
+            patch.setattr(dist, "get_backend", lambda group: "undefined")  # as torch has it after init_process_group()
+            patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+            comm = Comm()
+            assert comm.uses_nccl
+            assert comm.device == torch.device("cuda:0")
+    finally:
+        dist.destroy_process_group()

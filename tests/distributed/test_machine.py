@@ -1,0 +1,333 @@
+"""What a rank finds on its machine: the cores and threads of its worker, and the memory that it may take."""
+
+import functools
+import logging
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.machine import free_bytes, own_cores, quota, worker_cores, worker_threads
+from shardcore.engine import cpu_store as offload
+from shardcore.engine.bucket import BufferPool, ReducePolicy
+from shardcore.engine.host_gradients import HostGrads
+from shardcore.engine.overlap_step import Worker, WorkerThreads, use_own_threads
+from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, micro_steps, stepped, train
+from tests.support.ranks import run_fresh, run_ranks
+from tests.support.schedules import start
+from tests.support.tiers import CPU_TIER, tier_with
+
+
+def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
+    eight, shared, apart = [list(range(8))], [list(range(8))] * 2, [[0, 1, 2], [3, 4, 5]]
+    assert [worker_threads(cores, None) for cores in (eight, shared, apart)] == [7, 3, 2]
+    assert [worker_threads(cores, 5.5) for cores in (eight, shared, apart)] == [4, 1, 1]
+    assert worker_threads([[0]] * 4, 0.5) == 1, "at least one"
+    assert own_cores() == sorted(os.sched_getaffinity(0))
+
+
+def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
+    def cores(of_ranks: list[list[int]], threads: int) -> list[list[int]]:
+        return [worker_cores(of_ranks, rank, threads, tmp_path) for rank in range(len(of_ranks))]
+
+    eight, some = list(range(8)), [0, 1, 2, 5, 7]
+    assert cores([eight], 7) == [eight]
+    assert cores([eight] * 2, 3) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert cores([some] * 2, 1) == [[0, 1], [2, 5, 7]]
+    assert cores([[0, 1, 2], [3, 4, 5]], 2) == [[0, 1, 2], [3, 4, 5]], "as the launcher said"
+    assert cores([[0, 1]] * 2, 1) == [[], []], "as many cores as ranks: a worker could only stand in its main thread's way"
+    assert cores([eight] * 2, 4) == [[], []], "no core more than threads"
+    assert cores([[0, 1, 2], [2, 3, 4]], 1) == [[], []], "whose is core 2?"
+    for core in eight:  # packages by turns, 0 and 4 are one physical core
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{core % 2}\n")
+        (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
+    assert cores([eight] * 4, 1) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+
+
+def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    assert quota(tmp_path) is None
+    write("proc/self/cgroup", "5:cpu,cpuacct:/old\n0::/jobs/mine\n")
+    write("sys/fs/cgroup/jobs/mine/cpu.max", "max 100000\n")
+    assert quota(tmp_path) is None
+    write("sys/fs/cgroup/jobs/cpu.max", "350000 100000\n")  # of the group above
+    assert quota(tmp_path) == 3.5
+    write("sys/fs/cgroup/cpu/old/cpu.cfs_quota_us", "-1\n")
+    write("sys/fs/cgroup/cpu/old/cpu.cfs_period_us", "100000\n")
+    assert quota(tmp_path) == 3.5
+    write("sys/fs/cgroup/cpu/old/cpu.cfs_quota_us", "150000\n")
+    assert quota(tmp_path) == 1.5
+
+
+def _threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
+
+
+def test_kernels_of_a_thread_use_threads_of_its_own() -> None:
+    values = torch.linspace(0, 1, 1 << 20)
+    started: list[set[str]] = []
+    sums: list[torch.Tensor] = []
+
+    def work() -> None:
+        before = _threads()
+        _C.use_threads(4)
+        assert _threads() == before, "they start with the first kernel"
+        sums.append(_C.sq_norm([values]))
+        started.append(_threads() - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(started[0]) == 3
+    assert torch.equal(sums[0], _C.sq_norm([values]))
+    deadline = time.monotonic() + 10
+    while started[0] & _threads():  # they end with their thread
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _affinities(threads: WorkerThreads) -> list[set[int]]:
+    """Of the threads that a worker thread has then, its own first."""
+    found: list[set[int]] = []
+    values = torch.ones(1 << 20)
+
+    def work() -> None:
+        before = _threads()
+        use_own_threads(threads)
+        _C.sq_norm([values])
+        mine = str(threading.get_native_id())
+        found.extend(os.sched_getaffinity(int(thread)) for thread in (mine, *(_threads() - before)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(len(own_cores()) < 2, reason="one core")
+def test_kernels_of_the_worker_stay_on_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+    core, all_cores = own_cores()[-1], set(own_cores())
+    assert _affinities(WorkerThreads(3, (core,))) == [{core}] * 3
+    assert _affinities(WorkerThreads(2)) == [all_cores] * 2
+    assert set(own_cores()) == all_cores
+    with caplog.at_level(logging.WARNING, logger="shardcore"):
+        assert _affinities(WorkerThreads(2, (4095,))) == [all_cores] * 2
+    assert "cannot be kept on the cores 4095" in caplog.text
+
+
+def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "once")) -> WorkerThreads:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))  # unknown here
+        patch.setattr("shardcore.distributed.machine.quota", lambda: None)
+        patch.setattr("shardcore.distributed.machine._here", lambda: ["localhost", started[rank]])
+        _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
+    threads: WorkerThreads = optimizer._engine.overlap_step._worker.threads
+    return threads
+
+
+def test_ranks_of_a_machine_have_workers_on_different_cores() -> None:
+    assert run_ranks(2, _worker_of) == [WorkerThreads(2, (9000, 9001, 9002)), WorkerThreads(2, (9003, 9004, 9005))]
+    assert run_ranks(2, _worker_of, ("on one", "on another")) == [WorkerThreads(5, tuple(range(9000, 9006)))] * 2, (
+        "machines of one name"
+    )
+
+
+def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's first call of CUDA would open another one, also to ask whether a copy is done."""
+    used: list[tuple[torch.device, int]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
+    device = torch.device("cuda", 3)
+    worker = Worker("test", None, device)
+    idents = [worker.submit(lambda threads: threading.get_ident()).result() for _ in range(2)]
+    assert used == [(device, idents[0])]
+    assert idents[0] == idents[1] != threading.get_ident()
+    host = HostGrads(None, Comm(), ReducePolicy(1, True, torch.float32), False, BufferPool(device))
+    host._worker.submit(lambda threads: None).result()
+    assert [found for found, _ in used] == [device] * 2
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch.cuda, "set_device", broken)
+    assert Worker("test", None, device).submit(lambda threads: 5).result() == 5
+
+
+def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on it would use them; a step of the cpu tier has a thread of its own with as many, on the same cores."""
+    given: list[tuple[str, int]] = []
+    use = _C.use_threads
+    monkeypatch.setattr(_C, "use_threads", lambda count: (given.append((threading.current_thread().name, count)), use(count)))
+    core = own_cores()[-1]
+    kept = []  # or the threads of the first model would end some time after the second is made
+    for cpu_threads in (1, 3):
+        model, optimizer, _ = train(
+            0, Run(steps=0, shard={"offload": {"optimizer": "cpu", "cpu_threads": cpu_threads}, "overlap_step": True})
+        )
+        kept.append(model)
+        worker = optimizer._engine.overlap_step._worker
+        worker.threads = WorkerThreads(worker.threads.count, (core,))
+        before = _threads()
+        loss_of(model, batch_of(0, 0, 0)).backward()
+        after_backward = _threads()
+        optimizer.step()
+        optimizer.synchronize()
+        started = _threads() - after_backward
+        assert before <= after_backward
+        assert len(started) == 1 + cpu_threads + 2, "the worker, those of the step, and one for each direction of copies"
+        assert all(os.sched_getaffinity(int(thread)) == {core} for thread in started)
+    assert given == [("shardcore-step_0", 1), ("shardcore-step_0", 3)]
+
+
+def _why_no_thread_starts() -> str:
+    values = torch.ones(1 << 20)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 20), resource.RLIM_INFINITY))  # of all limits the one that binds root
+    try:
+        _C.use_threads(64)
+        _C.sq_norm([values])
+    except RuntimeError as error:
+        return str(error)
+    return "they started"
+
+
+def test_threads_that_cannot_start_say_what_to_do() -> None:
+    expected = "a thread cannot start; expected the system to allow one more than run now (ulimit -u"
+    assert run_fresh(_why_no_thread_starts).startswith(expected)
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller never lets go of the interpreter all buckets are updated; the twin gets no further than the first."""
+    interval = sys.getswitchinterval()
+    tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms and more a bucket: step() itself ends before
+    if not own_thread:
+        monkeypatch.setattr(offload, "own_thread_count", lambda: 0)
+    model, optimizer = start(0, Run(stage=0, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
+    stepped(model, optimizer, 0, 0)
+    optimizer.synchronize()
+    pipeline = optimizer._engine.store._pipeline
+    losses = micro_steps(model, optimizer, 0, 1, 1)
+    try:
+        sys.setswitchinterval(60)
+        optimizer.step()
+        deadline = time.monotonic() + (30 if own_thread else 1)
+        while (updated := [what for what, *_ in pipeline.events].count("adam")) < 4 and time.monotonic() < deadline:
+            pass
+    finally:
+        sys.setswitchinterval(interval)
+    optimizer.synchronize()
+    assert losses
+    assert [what for what, *_ in pipeline.events].count("adam") == 4  # the root and three blocks
+    assert (updated == 4) == own_thread
+
+
+def _on_a_small_stack() -> list[str]:
+    found: list[str] = []
+
+    def run(**options: Any) -> None:
+        torch.set_num_threads(1)
+        found.append(hash_of_training(*train(0, Run(shard=options))[:2]))
+
+    run()
+    threading.stack_size(1 << 17)
+    thread = threading.Thread(target=run, kwargs={"offload": {"optimizer": "cpu"}})
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_step_needs_little_stack() -> None:
+    """Threads of OpenMP and of users may have little."""
+    here, there = run_fresh(_on_a_small_stack)
+    assert here == there
+
+
+# --- RAM --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[str, str], Path]:
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return tmp_path
+
+    return write
+
+
+def test_free_memory_is_the_least_of_what_machine_and_groups_have(machine: Callable[[str, str], Path]) -> None:
+    root = machine("other", "")
+    assert free_bytes(root) is None
+    machine("proc/meminfo", "MemTotal:       64 kB\nMemFree:         1 kB\nMemAvailable:   40 kB\n")
+    assert free_bytes(root) == 40 * 1024
+    machine("proc/self/cgroup", "5:cpu:/a\n0::/jobs/mine\n")
+    machine("sys/fs/cgroup/jobs/mine/memory.max", "max\n")
+    machine("sys/fs/cgroup/jobs/mine/memory.current", "5000\n")
+    assert free_bytes(root) == 40 * 1024
+    machine("sys/fs/cgroup/jobs/memory.max", "30000\n")  # of the group above
+    machine("sys/fs/cgroup/jobs/memory.current", "20000\n")
+    assert free_bytes(root) == 10000
+    machine("sys/fs/cgroup/jobs/memory.stat", "anon 9000\ninactive_file 4000\n")  # files that the kernel can drop
+    assert free_bytes(root) == 14000
+    machine("sys/fs/cgroup/jobs/mine/memory.max", "5500\n")
+    assert free_bytes(root) == 500
+    machine("sys/fs/cgroup/jobs/mine/memory.current", "6000\n")
+    assert free_bytes(root) == 0
+
+
+def test_free_memory_of_the_older_groups(machine: Callable[[str, str], Path]) -> None:
+    root = machine("proc/meminfo", "MemAvailable:   40 kB\n")
+    machine("proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/outside/of/the/container\n")
+    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", "9000\n")
+    machine("sys/fs/cgroup/memory/memory.usage_in_bytes", "8000\n")
+    machine("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 100\n")
+    assert free_bytes(root) == 1100
+
+
+def test_free_memory_of_this_machine_is_known() -> None:
+    free = free_bytes()
+    assert free is None or 0 < free < 1 << 50
+
+
+def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        needed = []
+        host_bytes = shardcore.api.host_bytes
+        patch.setattr("shardcore.api.host_bytes", lambda *a: needed.append(host_bytes(*a)) or needed[-1])
+        patch.setattr("shardcore.distributed.machine.free_bytes", lambda: int(share * world_size * sum(needed)))
+        model = make_net()
+        before = [(id(p), p.data_ptr()) for p in model.parameters()]
+        try:
+            shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload, precision="bf16")
+        except MemoryError as error:
+            assert [(id(p), p.data_ptr()) for p in model.parameters()] == before
+            text = str(error)
+            for part in (f"needs {world_size * needed[0]} bytes", f"for the {world_size} ranks of {socket.gethostname()}"):
+                assert part in text
+            assert f"has {int(share * world_size * needed[0])} bytes" in text
+            return "short"
+        return "enough"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_too_little_memory_is_said_before_anything_is_changed(world_size: int) -> None:
+    """The ranks of a machine share it: what is enough for one of two is too little."""
+    for share, offload_to, answer in ((1.0, CPU_TIER, "enough"), (0.9, CPU_TIER, "short"), (0.0, None, "enough")):
+        assert run_ranks(world_size, functools.partial(_short), share, offload_to) == [answer] * world_size

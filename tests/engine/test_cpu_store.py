@@ -1,0 +1,273 @@
+"""A step on the cpu tier: the same bits wherever states lie; what moves, what overlaps, waits, copies and pinned memory."""
+
+import itertools
+import logging
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore._native import _C
+from shardcore.engine.cpu_store import staging_bytes
+from shardcore.engine.split_store import SplitStore
+from shardcore.estimate import predict
+from tests.support.choice import some
+from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.ranks import run_ranks
+from tests.support.tiers import CPU_TIER, GRADS, PARAMS, Watched, fits, hashes_of, partly_frozen, small_chunks, tier_with
+
+STEPS = 3
+
+
+def hash_after(**shard: Any) -> str:
+    return hash_of_training(*train(0, Run(stage=0, steps=STEPS, shard=shard))[:2])  # all buckets in one call of the store
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
+    stage: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(stage=stage, steps=STEPS, precision=precision)
+    expected = hash_of_training(*train(0, run)[:2])
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, late=True)
+    run.shard["offload"] = CPU_TIER
+    assert hash_of_training(*train(0, run)[:2]) == expected
+    run.shard["overlap_step"] = True  # on its worker
+    assert hash_of_training(*train(0, run)[:2]) == expected
+
+
+def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, lazy: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch)
+        tier_with(patch, late=True)
+        run = Run(stage, STEPS, shard={"offload": offload, "overlap_step": lazy})
+        return hash_of_training(*train(rank, run)[:2])
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_ranks_gather_has_come_from_the_tier(lazy: bool) -> None:
+    """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
+    assert run_ranks(2, _with_late_copies, 1, CPU_TIER, lazy) == run_ranks(2, _with_late_copies, 1, None, False)
+
+
+def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waits of a step itself: tests/cpp/offload_pipeline_test.cpp."""
+    expected = hash_after()
+    seen = 0
+
+    def leave_out(made: str) -> bool:
+        nonlocal seen
+        seen += made == "from_tier.wait"
+        return made == "from_tier.wait" and seen == 2
+
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, lambda tier: Watched(tier, [], leave_out), late=True)
+    assert hash_after(offload=CPU_TIER) != expected
+    assert seen >= 2
+
+
+def test_both_directions_are_in_flight_while_adam_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, lambda tier: Watched(tier, log))
+    model, optimizer, _ = train(0, Run(stage=0, steps=1, precision="bf16", shard={"offload": CPU_TIER, "units": 10**9}))
+    log.clear()
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    optimizer.step()
+    text = " ".join(log)
+    # Two come; then for each chunk: wait for it, Adam, send it back, wait for the place of the one after the next, fetch that.
+    chunks = log.count("adam")
+    assert chunks > 6
+    steady = "to_tier.synchronize adam from_tier from_tier.synchronize to_tier "
+    assert text.startswith("from_tier.synchronize to_tier from_tier.synchronize to_tier " + steady * (chunks - 2))
+    assert text.endswith("to_tier.synchronize adam from_tier to_tier.synchronize adam from_tier from_tier.wait")
+
+
+def test_a_failed_copy_ends_the_step_with_nothing_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, failing_copy=20)
+    model, optimizer, _ = train(0, Run(stage=0, steps=0, shard={"offload": CPU_TIER}))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"HostTier.\w+: copy \d+ of \d+ bytes failed \(a planted fault\)"):
+        optimizer.step()
+    copies = optimizer._engine.store.copies
+    moved = copies.bytes_to_tier, copies.bytes_from_tier
+    with pytest.raises(RuntimeError, match="a planted fault"):
+        optimizer.step()  # goes on failing: weights and states no longer belong together
+    assert moved[0] <= copies.bytes_to_tier
+
+
+def test_no_step_allocates_in_the_tier_and_all_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    empty = _C.HostTier.empty
+    monkeypatch.setattr(_C.HostTier, "empty", lambda self, *a, **k: (taken.append(1), empty(self, *a, **k))[1])
+    for precision in ("fp32", "bf16"):
+        model, optimizer, _ = train(0, Run(steps=0, precision=precision, accumulate=2, shard={"offload": CPU_TIER}))
+        made = len(taken)
+        for step in range(3):
+            with shardcore.no_sync(model):  # float32 gradients where they were bfloat16
+                loss_of(model, batch_of(step, 0, 0)).backward()
+            loss_of(model, batch_of(step, 1, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(taken) == made
+        store = optimizer._engine.store
+        states = sum(size for bucket in optimizer._engine.buckets for _, _, size in store.stored(bucket))
+        assert store.scratch_bytes == staging_bytes(optimizer._engine.buckets)
+        assert store.copies.bytes_allocated == states + store.scratch_bytes
+        predicted = predict(make_net(), None, 2, world_size=1, precision=precision, accumulate=2, offload=CPU_TIER)
+        assert predicted.resting.by_tier["cpu"] == store.copies.bytes_allocated
+
+
+# --- pinned memory ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused_by", ["system", "limit", "nobody"])
+def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning(
+    refused_by: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = hash_after()
+    place = 5 * mmap.PAGESIZE  # 24 * 37 weights and more, in float32
+    tier_with(monkeypatch, pinnable_bytes=1 << 30 if refused_by != "system" else 2 * place)
+    options = CPU_TIER | ({"pin_memory_limit": 2 * place} if refused_by == "limit" else {})
+    with caplog.at_level(logging.WARNING, logger="shardcore"):
+        model, optimizer, _ = train(0, Run(steps=STEPS, shard={"offload": options, "units": 10**9}))
+    assert hash_of_training(model, optimizer) == expected
+    copies = optimizer._engine.store.copies
+    staging = optimizer._engine.store.scratch_bytes
+    warnings = [record.getMessage() for record in caplog.records if "pinned" in record.getMessage()]
+    if refused_by == "nobody":
+        assert (warnings, copies.bytes_refused) == ([], 0)
+        assert staging <= copies.bytes_pinned < staging + 5 * mmap.PAGESIZE
+    else:
+        why = "the simulated system locks no more" if refused_by == "system" else f"pin_memory_limit is {2 * place} bytes"
+        assert copies.bytes_pinned <= 2 * place
+        assert copies.bytes_refused > 0
+        (text,) = warnings
+        for part in (f"{copies.bytes_refused} of ", "do not overlap", why, "ulimit -l", "pin_memory_limit"):
+            assert part in text
+
+
+def test_states_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They never travel; locking them would only take memory from others."""
+    tier_with(monkeypatch, pinnable_bytes=1 << 30)
+    _, optimizer, _ = train(0, Run(steps=0, shard={"offload": CPU_TIER}))
+    store = optimizer._engine.store
+    assert store.copies.bytes_pinned < store.scratch_bytes + 5 * mmap.PAGESIZE < store.copies.bytes_allocated
+
+
+def test_pin_memory_false_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier_with(monkeypatch, pinnable_bytes=1 << 30)
+    _, optimizer, _ = train(0, Run(steps=0, shard={"offload": CPU_TIER | {"pin_memory": False}}))
+    copies = optimizer._engine.store.copies
+    assert (copies.bytes_pinned, copies.bytes_refused) == (0, 0)
+
+
+OFFLOADS: list[dict[str, Any]] = [
+    *(CPU_TIER | {"ratio": ratio} for ratio in (0, 0.37, 0.8)),
+    GRADS,
+    *(GRADS | {"ratio": ratio} for ratio in (0.37, 0.8)),
+    PARAMS,
+    *(PARAMS | GRADS | {"ratio": ratio} for ratio in (0, 0.37, 1)),
+]
+ORDERS = [(1, "fp32", 1, None), (2, "bf16", 2, True)]
+MORE_ORDERS = [(1, "bf16", 2, True), (1, "bf16", 1, None), (2, "fp32", 2, False), (2, "bf16", 1, None), (3, "fp16", 2, True)]
+
+
+@pytest.mark.parametrize(("world_size", "precision", "accumulate", "sync_each"), some(ORDERS + MORE_ORDERS, ORDERS))
+def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulate: int, sync_each: bool | None) -> None:
+    common: dict[str, Any] = {"clip_grad_norm": 0.5, "sync_each": sync_each}
+    if precision == "fp16":
+        common["loss_scale"] = 1024.0
+    places = [(0, None), *((stage, offload) for stage in (0, 1, 2, 3) for offload in OFFLOADS if fits(stage, offload))]
+    runs = [
+        Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]} | lazy)
+        for (stage, offload), lazy in zip(places, itertools.cycle([{}, {"overlap_step": True}]), strict=False)
+    ]
+    hashes = run_ranks(world_size, hashes_of, runs)
+    assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
+    assert all(of_rank == hashes[0] for of_rank in hashes)
+
+
+RATIOS = (0, 0.37, 1)
+TIERS: list[dict[str, Any]] = [CPU_TIER, GRADS, PARAMS, PARAMS | GRADS]
+
+
+def _grid() -> list[tuple[int, Any, Any, bool]]:
+    offloads = [None, *(tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS)]
+    return [
+        (stage, offload, units, overlap_step)
+        for stage in (0, 1, 2, 3)
+        for offload in offloads
+        for units in ("auto", 500)
+        for overlap_step in (False, True)
+        if fits(stage, offload or {})
+    ]
+
+
+def _after_20_steps(rank: int, world_size: int, places: list[Any], accumulate: int, sync_each: bool | None) -> list[str]:
+    found = []
+    for stage, offload, units, overlap_step in places:
+        shard = {
+            "clip_grad_norm": 0.5,
+            "sync_each": sync_each,
+            "offload": offload,
+            "units": units,
+            "overlap_step": overlap_step,
+        }
+        # Sums of a few bfloat16 gradients are exact in float32, so only float32 ones show in which order they were added.
+        run = Run(stage, 0, accumulate, "bf16" if accumulate == 1 else "fp32", shard=shard)
+        model, optimizer, _ = train(rank, run)
+        for step in range(20):
+            for micro in range(accumulate):
+                x, y = batch_of(step, micro, rank)
+                loss_of(model, (torch.full_like(x, torch.inf) if (step, micro) == (7, 0) else x, y)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.skipped_steps == 1
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (4, True), (4, False)])
+def test_the_whole_grid_has_one_hash(world_size: int, accumulate: int, sync_each: bool | None) -> None:
+    places = _grid()
+    hashes: list[list[str]] = [[], []]
+    for start in range(0, len(places), 6):  # a call has two minutes
+        for rank, more in enumerate(run_ranks(world_size, _after_20_steps, places[start : start + 6], accumulate, sync_each)):
+            hashes[rank] += more
+    assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []
+    assert hashes[world_size - 1] == hashes[0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr("shardcore.api.short_of_memory", lambda comm, needs: needed.append(needs))
+    for offload in (tiers | {"ratio": ratio} for tiers in TIERS for ratio in RATIOS):
+        shard = {"offload": offload, "grad_dtype": "bf16"}
+        model, optimizer, _ = train(0, Run(3, 0, accumulate, "bf16", shard=shard), partly_frozen())
+        copies = optimizer._engine.store.copies
+        for step in range(2):
+            assert copies.bytes_allocated == needed[-1] == shardcore.memory_report(model).by_tier.get("cpu", 0), offload
+            for micro in range(accumulate):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        predicted = predict(partly_frozen(), None, 3, world_size=1, precision="bf16", accumulate=accumulate, **shard)
+        assert predicted.resting.by_tier.get("cpu", 0) == needed[-1], offload
+
+
+def test_a_step_like_the_last_one_cuts_and_views_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
+    store = optimizer._engine.store
+    kept = [*store.on_device._views.values(), *store.on_cpu._parts.values()]
+    monkeypatch.setattr(SplitStore, "_near", None)
+    stepped(model, optimizer, 0, 2)
+    assert all(a is b for a, b in zip([*store.on_device._views.values(), *store.on_cpu._parts.values()], kept, strict=True))

@@ -1,0 +1,518 @@
+"""State dicts, options and states of a sharded model's optimizer: exact, exchangeable with torch, effective when loaded."""
+
+import copy
+import logging
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import shardcore
+from shardcore.distributed.comm import Comm
+from shardcore.engine.optimizer_state import OptimizerStateIO
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.ranks import run_ranks
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1}
+RUNS = [
+    Run(stage=stage, precision=precision, shard={"offload": offload}, steps=3)
+    for stage in (0, 1, 2, 3)
+    for precision in ("fp32", "bf16")
+    for offload in (None, {"optimizer": "cpu"})
+]
+RUNS += [
+    Run(stage=2, precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}, steps=3),
+    *(Run(stage=3, precision=p, shard={"offload": {"optimizer": "cpu", "params": "cpu"}}, steps=3) for p in ("fp32", "bf16")),
+]
+IDS = [f"stage{r.stage}-{r.precision}-{'-'.join(map(str, (r.shard['offload'] or {'device': ''}).values()))}" for r in RUNS]
+
+
+def _one_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+    loss_of(model, batch_of(step, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _resumed(rank: int, world_size: int, run: Run) -> list[str]:
+    """Train on; the second model starts elsewhere, loads the first one's state dicts and must end at the same bits."""
+    model, optimizer, _ = train(rank, run)
+    saved = model.state_dict(), optimizer.state_dict()
+    _one_step(model, optimizer, rank, 9)
+    other, other_optimizer, _ = train(rank, Run(**{**run.__dict__, "seed": 5, "steps": 1}))
+    differs = hash_of_training(other, other_optimizer)
+    other.load_state_dict(saved[0])
+    other_optimizer.load_state_dict(saved[1])
+    _one_step(other, other_optimizer, rank, 9)
+    return [hash_of_training(model, optimizer), hash_of_training(other, other_optimizer), differs]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_loading_resumes_bit_for_bit(run: Run) -> None:
+    for first, resumed, unrelated in run_ranks(2, _resumed, run):
+        assert first == resumed != unrelated
+
+
+def _whole(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    model, optimizer, _ = train(rank, run)
+    weights = model.state_dict()
+    expected = make_net().state_dict()
+    assert list(weights) == list(expected)
+    for key, value in weights.items():
+        assert value.shape == expected[key].shape
+        assert value.dtype == torch.float32
+        assert value.untyped_storage().nbytes() <= value.numel() * 4, "ordinary tensors of their own memory"
+    state = optimizer.state_dict()["state"]
+    assert list(state) == list(range(len(list(model.parameters()))))
+    for number, param in enumerate(model.parameters()):
+        assert state[number]["exp_avg"].shape == param.shape
+        assert state[number]["step"].item() == run.steps
+        assert torch.equal(state[number]["exp_avg"], shardcore.full_state(param, "exp_avg"))
+    with shardcore.full_params(model):
+        live = hash_of(p.float() for p in model.parameters())
+    return {"weights": hash_of(weights[name] for name, _ in model.named_parameters()), "live": live}
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_state_dicts_are_whole_and_from_the_master(run: Run) -> None:
+    results = run_ranks(2, _whole, run)
+    assert results[0] == results[1]
+    assert (results[0]["weights"] == results[0]["live"]) == (run.precision == "fp32"), "bf16 weights hide what masters know"
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_torch_continues_from_a_sharded_state_and_back(stage: int, kind: str) -> None:
+    decay = 0.1
+    run = Run(stage=stage, adam={"lr": 1e-2, "weight_decay": decay, "adam_w_mode": kind == "AdamW"})
+    model, optimizer, _ = train(0, run)
+    plain = make_net()
+    plain.load_state_dict(model.state_dict())
+    theirs = getattr(torch.optim, kind)(plain.parameters(), lr=0.5)
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.param_groups[0]["lr"] == 1e-2
+    for step in range(10, 15):
+        _one_step(model, optimizer, 0, step)
+        _one_step(plain, theirs, 0, step)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+    again, again_optimizer, _ = train(0, Run(stage=stage, steps=1, seed=3))
+    again.load_state_dict(plain.state_dict())
+    again_optimizer.load_state_dict(theirs.state_dict())
+    assert again_optimizer.param_groups[0]["adam_w_mode"] == (kind == "AdamW")
+    _one_step(again, again_optimizer, 0, 20)
+    _one_step(plain, theirs, 0, 20)
+    for p, q in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
+def test_the_optimizers_state_is_carried_into_the_shards(precision: str, offload: Any) -> None:
+    """Two steps, shard, two steps: as four steps under the engine from the start (float32: also before it)."""
+    model = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **ADAM)
+    for step in range(2):
+        _one_step(model, optimizer, 0, step)
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision=precision, offload=offload)
+    assert shardcore.full_state(model.gain, "step").item() == 2
+    for step in range(2, 4):
+        _one_step(model, optimizer, 0, step)
+    whole, _, _ = train(0, Run(stage=2, steps=4))
+    for p, q in zip(model.state_dict().values(), whole.state_dict().values(), strict=True):
+        if precision == "fp32":
+            assert torch.equal(p, q)
+        else:
+            assert torch.allclose(p, q, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, shardcore.FusedAdam])
+def test_only_one_state_that_is_carried_is_there_twice(kind: Any, offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_net()
+    optimizer = kind(model.parameters())
+    _one_step(model, optimizer, 0, 0)
+    old = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    there = []
+    scatter = OptimizerStateIO._scatter
+
+    def counted(*arguments: Any) -> None:
+        scatter(*arguments)
+        there.append(sum(state() is not None for state in old))
+
+    monkeypatch.setattr(OptimizerStateIO, "_scatter", counted)
+    shardcore.shard(model, optimizer, 2, offload=offload, precision="bf16")
+    assert there == list(range(len(old), 0, -1))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_load_state_dict_holds_through_the_next_step(run: Run) -> None:
+    """Weights loaded after shard must reach the masters: with lr 0 and no decay a step must leave them alone, exactly."""
+    model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
+    torch.manual_seed(77)
+    given = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    optimizer.param_groups[0]["lr"] = 0.0
+    model.load_state_dict(given)
+    model.blocks[1].load_state_dict({key: value + 1 for key, value in model.blocks[1].state_dict().items()})
+    expected = {key: value.clone() for key, value in given.items()}
+    for key, value in model.blocks[1].state_dict().items():
+        expected[f"blocks.1.{key}"] = value.float()
+    _one_step(model, optimizer, 0, 1)
+    for key, value in model.state_dict().items():
+        if run.precision == "bf16" and key.startswith("blocks.1."):
+            continue  # a submodule's state_dict is of its bfloat16 weights
+        assert torch.equal(value, expected[key]), key
+
+
+@pytest.mark.parametrize("run", RUNS, ids=IDS)
+def test_weights_edited_in_place_are_kept(run: Run) -> None:
+    model, optimizer, _ = train(0, Run(**{**run.__dict__, "adam": {"lr": 1e-2}}))
+    optimizer.param_groups[0]["lr"] = 0.0
+    before = model.state_dict()
+    with shardcore.full_params(model), torch.no_grad():
+        model.head.weight[0] = 3.0
+    _one_step(model, optimizer, 0, 1)
+    after = model.state_dict()
+    assert torch.equal(after["head.weight"][0], torch.full((24,), 3.0))
+    assert torch.equal(after["head.weight"][1:], before["head.weight"][1:])
+    assert torch.equal(after["inp.weight"], before["inp.weight"])
+
+
+def test_a_tied_weight_is_whole_under_both_names() -> None:
+    model = make_net()
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    model, _, _ = train(0, Run(precision="bf16"), model)
+    state = model.state_dict()
+    assert torch.equal(state["blocks.0.up.weight"], state["blocks.2.up.weight"])
+    assert state["blocks.2.up.weight"].dtype == torch.float32
+    model.load_state_dict(state)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    model, optimizer, _ = train(0, Run())
+    good = optimizer.state_dict()
+    expected = hash_of_training(model, optimizer)
+    for number, bad in (
+        (3, {**good["state"][3], "exp_avg": torch.zeros(2, 2)}),
+        (0, {**good["state"][0], "momentum": torch.zeros(())}),
+        (5, {**good["state"][5], "step": torch.tensor(-1.0)}),
+        (99, good["state"][0]),
+    ):
+        broken = {"state": {**good["state"], number: bad}, "param_groups": good["param_groups"]}
+        with pytest.raises((ValueError, TypeError)):
+            optimizer.load_state_dict(broken)
+        assert hash_of_training(model, optimizer) == expected
+    with pytest.raises(ValueError, match="no 'state'"):
+        optimizer.load_state_dict({"param_groups": []})
+    with pytest.raises(ValueError, match="assign is True"):
+        model.load_state_dict(model.state_dict(), assign=True)
+
+
+def test_full_state_names_what_there_is() -> None:
+    model, _, _ = train(0, Run())
+    with pytest.raises(KeyError, match="has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq"):
+        shardcore.full_state(model.gain, "momentum")
+    with pytest.raises(ValueError, match="Parameter is not sharded"):
+        shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
+
+
+def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
+    """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
+    model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
+    loss_of(model, batch_of(1, 0, rank)).backward()
+    received: list[int] = []
+    exchange = Comm._exchange
+
+    def counting(comm: Comm, sent: Any, places: Any, kind: Any, name: str, ranks: Any, of: Any) -> Any:
+        received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
+        return exchange(comm, sent, places, kind, name, ranks, of)
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "_exchange", counting)
+        for name, param in model.named_parameters():
+            for what, read in (("grad", shardcore.full_grad), ("state", lambda p: shardcore.full_state(p, "exp_avg"))):
+                received.clear()
+                read(param)
+                found.append((f"{what} of {name}", sum(received), 4 * param.numel()))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
+    for found in run_ranks(3, _received, stage):
+        assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
+
+
+def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
+    """By call: how many gathers of whole values are under way at each wait for one."""
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
+    under_way: list[int] = []
+    started: list[str] = []
+    all_gather = Comm.all_gather
+
+    class Seen:
+        def wait(self) -> None:
+            under_way.append(len(started) - len(under_way))
+
+    def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        works = all_gather(comm, whole, *arguments, **options)
+        if not whole.is_floating_point():  # what ranks tell each other
+            return works
+        started.append("")
+        return [Seen(), *works]
+
+    def whole() -> None:
+        with shardcore.full_params(model):
+            pass
+
+    shards = shardcore.sharded_state_dict(model)
+    calls = {
+        "state_dict": model.state_dict,
+        "optimizer.state_dict": optimizer.state_dict,
+        "full_params": whole,
+        "load_sharded_state_dict": lambda: shardcore.load_sharded_state_dict(model, shards),
+    }
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Comm, "all_gather", seen)
+        for name, call in calls.items():
+            call()
+            found[name] = under_way.copy()
+            under_way.clear()
+            started.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        (2, {"optimizer.state_dict": [2] * 7 + [1], "load_sharded_state_dict": [4, 3, 2, 1]}),
+        (3, {"optimizer.state_dict": [2] * 7 + [1], "state_dict": [2, 2, 2, 1], "full_params": [4, 3, 2, 1]}),
+    ],
+)
+def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
+    for found in run_ranks(2, _under_way, stage):
+        assert {name: counts for name, counts in found.items() if counts} == expected
+
+
+def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer, _ = train(0, Run(shard={"offload": {"optimizer": "cpu", "ratio": 0.5}}))
+    engine = optimizer._engine
+    bucket = next(bucket for bucket, (near, far) in engine.store._parts.items() if near.owned_numel and far.owned_numel)
+    asked: list[str] = []
+    for name in ("on_device", "on_cpu"):
+        store = getattr(engine.store, name)
+        read = store.read
+        monkeypatch.setattr(store, "read", lambda *a, _read=read, _name=name: (asked.append(_name), _read(*a))[1])
+    assert engine.store.read(bucket, "exp_avg", 0, 0).numel() == 0
+    assert asked == ["on_cpu"]
+
+
+def one_backward(model: nn.Module) -> None:
+    loss_of(model, batch_of(9, 0, 0)).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("change", [{"amsgrad": True}, {"state_dtype": "bf16"}, {"master": "fp32"}])
+def test_options_that_decide_which_states_there_are_stay(stage: int, change: dict[str, Any]) -> None:
+    model, optimizer, _ = train(0, Run(stage=stage, steps=1))
+    key, value = next(iter(change.items()))
+    saved = optimizer.state_dict()
+    before = hash_of(model.state_dict().values())
+    optimizer.param_groups[0][key] = value
+    one_backward(model)
+    with pytest.raises(ValueError, match=rf"step: param_groups\[0\].{key} is {value!r}; expected .*, as when shard\(\)"):
+        optimizer.step()
+    assert hash_of(model.state_dict().values()) == before
+    optimizer.load_state_dict(saved) if key == "amsgrad" else optimizer.param_groups[0].update(saved["param_groups"][0])
+    optimizer.step()
+
+
+def test_a_state_dict_of_amsgrad_is_refused_where_there_is_no_maximum() -> None:
+    _, given, _ = train(0, Run(steps=1, adam={"amsgrad": True}))
+    model, optimizer, _ = train(0, Run(steps=1))
+    before = hash_of(model.state_dict().values())
+    with pytest.raises(ValueError, match=r"load_state_dict: param_groups\[0\].amsgrad is True; expected False"):
+        optimizer.load_state_dict(given.state_dict())
+    assert optimizer.param_groups[0]["amsgrad"] is False
+    assert hash_of(model.state_dict().values()) == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (shardcore.FusedAdam, {"exp_avg": torch.zeros(3)}),
+        (shardcore.FusedAdam, {"ema": torch.zeros(5)}),
+        (torch.optim.AdamW, {"exp_avg": torch.zeros(3)}),
+        (torch.optim.AdamW, {"ema": torch.zeros(5)}),
+        (torch.optim.AdamW, {"step": torch.tensor(1.5)}),
+    ],
+)
+def test_a_bad_state_is_refused_before_anything_changes(kind: Any, bad: dict[str, torch.Tensor]) -> None:
+    model = make_net()
+    optimizer = kind(model.parameters())
+    one_backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    good = dict(optimizer.state[model.gain])
+    optimizer.state[model.gain] = good | bad
+    with pytest.raises((ValueError, TypeError), match=r"shard: the optimizer's state of param_groups\[0\] params"):
+        shardcore.shard(model, optimizer, 2, precision="bf16")
+    assert model.gain.dtype == torch.float32
+    assert not hasattr(model, "_shardcore_engine")
+    optimizer.state[model.gain] = good
+    one_backward(model)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_grad_forgets_what_a_user_assigned(stage: int) -> None:
+    model, optimizer, _ = train(0, Run(stage=stage, steps=1))
+    for forget in (optimizer.zero_grad, model.zero_grad):
+        model.gain.grad = torch.ones(())
+        with pytest.raises(ValueError, match=r"^backward: gain\.grad was assigned; expected None"):
+            one_backward(model)
+        forget()
+        one_backward(model)
+        optimizer.step()
+
+
+def test_after_a_sparse_gradient_training_goes_on() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4))
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, precision="fp32")
+    with pytest.raises(ValueError, match=r"0.weight has layout torch.sparse_coo; expected a dense gradient"):
+        model(torch.arange(3)).sum().backward()
+    optimizer.zero_grad()
+    model[0].sparse = False
+    model(torch.arange(3)).sum().backward()
+    optimizer.step()
+
+
+def _checkpoint(rank: int, world_size: int, stage: int) -> list[str]:
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=2))
+    before = hash_of(model.state_dict().values())
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert {entry["step"].item() for entry in saved["state"].values()} == {2.0}
+    whole = optimizer.state_dict()["state"]
+    train_more = [batch_of(step, 0, rank) for step in (5, 6)]
+    for batch in train_more:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    set_optimizer_state_dict(model, optimizer, saved)
+    again = optimizer.state_dict()["state"]
+    same = all(torch.equal(whole[n][key], again[n][key]) for n in whole for key in whole[n])
+    return [before, str(same)]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_torchs_distributed_checkpoint_reads_and_writes_the_state(stage: int) -> None:
+    first, second = run_ranks(2, _checkpoint, stage)
+    assert first == second
+    assert first[1] == "True"
+
+
+def test_state_shows_parameters_and_step_counts() -> None:
+    model, optimizer, _ = train(0, Run(steps=3))
+    assert len(optimizer.state) == len(list(model.parameters()))
+    assert optimizer.state[model.gain]["step"] == 3
+    with pytest.raises(KeyError, match=r"optimizer\.state: 'exp_avg' was read, but states lie in shards; expected shardcore\."):
+        optimizer.state[model.gain]["exp_avg"]
+    with pytest.raises(TypeError):
+        optimizer.state[model.gain] = {}
+
+
+def _other_entries(rank: int, world_size: int, kind: Any) -> list[Any]:
+    model = make_net()
+    optimizer: Any = kind(model.parameters(), lr=1e-2)
+    one_backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state["tokens"] = 17
+    model, optimizer = shardcore.shard(model, optimizer, 2, precision="fp32")
+    optimizer.state["ema"] = {"decay": 0.5}
+    one_backward(model)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert list(saved["state"]) == [*range(len(list(model.parameters()))), "tokens", "ema"]
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], "tokens": 20}})
+    del optimizer.state["ema"]
+    assert len(optimizer.state) == len(list(optimizer.state)) == len(list(model.parameters())) + 1
+    for change in (
+        lambda: optimizer.state.__setitem__(model.gain, {}),
+        lambda: optimizer.state.__delitem__(model.gain),
+        lambda: optimizer.state[model.gain].update(exp_avg=torch.zeros(())),
+        lambda: optimizer.state[model.gain].__setitem__("exp_avg", torch.zeros(())),
+        lambda: optimizer.state[model.gain].clear(),
+        lambda: optimizer.state.clear(),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(TypeError, match=r"optimizer\.state: .* states lie in shards; expected optimizer\.load_state_dict"):
+            change()
+    optimizer.param_groups.extend(optimizer.param_groups)
+    twice = optimizer.state_dict()
+    ids = twice["param_groups"][0]["params"]
+    assert [group["params"] for group in twice["param_groups"]] == [ids, ids]
+    with pytest.raises(ValueError, match=r"load_state_dict: param_groups has 2 groups; expected 1, as shard\(\) found them"):
+        optimizer.load_state_dict(twice)
+    return [saved["state"]["tokens"], saved["state"]["ema"], twice["state"]["tokens"], list(twice["state"])[:-1] == ids]
+
+
+@pytest.mark.parametrize("kind", [shardcore.FusedAdam, torch.optim.AdamW])
+def test_other_entries_of_state_and_groups_listed_twice_are_in_state_dicts(kind: Any) -> None:
+    assert run_ranks(2, _other_entries, kind) == [[17, {"decay": 0.5}, 20, True]] * 2
+
+
+def test_the_replaced_optimizer_keeps_no_states() -> None:
+    model = make_net()
+    old = torch.optim.AdamW(model.parameters())
+    one_backward(model)
+    old.step()
+    old.zero_grad()
+    scheduler = torch.optim.lr_scheduler.StepLR(old, 1)
+    _, new = shardcore.shard(model, old, 2, precision="bf16")
+    assert not old.state
+    assert scheduler.optimizer is old
+    assert new.state_dict()["state"][0]["step"] == 1
+
+
+def test_parameters_that_no_optimizer_updates_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    for stage in (0, 1):
+        caplog.clear()
+        model = make_net()
+        with caplog.at_level(logging.WARNING, "shardcore"):
+            shardcore.shard(model, shardcore.FusedAdam(model.blocks.parameters()), stage, precision="bf16")
+        said = [record.getMessage() for record in caplog.records]
+        assert [message.startswith("shard: no group of the optimizer has these") for message in said] == [True] * stage
+    assert all(name in said[0] for name in ("gain", "inp.weight", "inp.bias", "head.weight"))
+
+
+def _submodule(rank: int, world_size: int, stage: int) -> bool:
+    model, _, _ = train(rank, Run(stage=stage, precision="bf16", shard={"overlap_step": stage == 2}))
+    whole, block = model.state_dict(), model.blocks[1].state_dict()
+    with shardcore.full_params(model):
+        copied = copy.deepcopy(model.blocks[1]).state_dict()
+    assert all(value.dtype == torch.bfloat16 for value in copied.values())
+    assert block["up.weight"].dtype == torch.float32
+    for prefix in ("blocks.1.", "block.", "m.blocks.1."):
+        for into in ({}, {"destination": OrderedDict()}):
+            prefixed = model.blocks[1].state_dict(prefix=prefix, **into)
+            assert list(prefixed) == [prefix + key for key in block]
+            assert all(prefixed[prefix + key].equal(value) for key, value in block.items())
+    for parts in ({"outer": model, "alias": model.blocks[1]}, {"alias": model.blocks[1], "outer": model}):
+        prefixed = nn.ModuleDict(parts).state_dict()  # as a LightningModule has a part of its model
+        assert all(prefixed[f"outer.{key}"].equal(value) for key, value in whole.items())
+        assert all(prefixed[f"alias.{key}"].equal(value) for key, value in block.items())
+    both = model.head.state_dict()
+    model.blocks[1].state_dict(destination=both, prefix="enc.")
+    assert all(both[f"enc.{key}"].equal(value) for key, value in block.items())
+    return all(torch.equal(value, whole[f"blocks.1.{key}"]) for key, value in block.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_submodules_state_dict_is_from_the_master_too(stage: int) -> None:
+    assert run_ranks(2, _submodule, stage) == [True, True]

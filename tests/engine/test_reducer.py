@@ -1,0 +1,329 @@
+"""What counts as a backward: partial accumulation, checkpointing, failures, other graphs, several models; and buffers."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardcore
+from shardcore.engine.bucket import Bucket
+from tests.support.models import Block, Net, Reused, Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.ranks import run_ranks
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def _early_step(rank: int, world_size: int, declared: int) -> str:
+    run = Run(steps=0, accumulate=declared, shard={"sync_each": False})
+    model, optimizer, _ = train(rank, run)
+    for micro in range(2):
+        loss_of(model, batch_of(0, micro, rank)).backward()
+    optimizer.step()
+    return hash_of_training(model, optimizer)
+
+
+def test_step_takes_what_is_there() -> None:
+    early, in_time = run_ranks(2, _early_step, 4)[0], run_ranks(2, _early_step, 2)[0]
+    assert early == in_time
+
+
+def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, real = 0, Bucket.collect
+
+    def collect(bucket: Bucket, *arguments: Any) -> None:
+        nonlocal most
+        real(bucket, *arguments)
+        most = max(most, len(bucket._waiting))
+
+    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
+    model, _, _ = train(0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model)
+    monkeypatch.setattr(Bucket, "collect", collect)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    assert most == 31, "82 come in this backward, which reduces nothing"
+
+
+def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
+    patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
+    for name, method in twin.items():
+        patch.setattr(Bucket, name, method)
+    model, optimizer, _ = train(0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each}))
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = _collected(monkeypatch, -1, sync_each)
+    assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
+    assert _collected(monkeypatch, 1 << 16, sync_each) == alone
+    assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
+
+
+def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
+    torch.manual_seed(0)
+    model = nn.Linear(400, 400)  # 640 kB: a gradient that is copied by itself
+    batches = torch.randn(world_size, 5, 400)
+    local = []
+    for batch in batches:
+        twin = copy.deepcopy(model)
+        twin(batch).square().sum().backward()
+        local.append(twin.weight.grad)
+    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAM), stage=stage, precision="fp32")
+    model(batches[rank]).square().sum().backward()
+    grad = shardcore.full_grad(model.weight)
+    return torch.equal(grad, (local[0] + local[1]) * 0.5), torch.equal(grad, local[rank])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_larger_than_caches_arrive_whole(stage: int) -> None:
+    assert run_ranks(2, _large_gradients, stage) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_with_graphs_are_added_locally_like_others(stage: int) -> None:
+    def trained(create_graph: bool) -> str:
+        model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2, shard={"sync_each": False}))
+        for micro in range(2):
+            loss_of(model, batch_of(0, micro, 0)).backward(create_graph=create_graph)
+        optimizer.step()
+        return hash_of_training(model, optimizer)
+
+    assert trained(create_graph=True) == trained(create_graph=False)
+
+
+def _no_sync(rank: int, world_size: int, use_no_sync: bool) -> str:
+    model, optimizer, _ = train(rank, Run(steps=0, accumulate=1 if use_no_sync else 2, shard={"sync_each": False}))
+    if use_no_sync:
+        with shardcore.no_sync(model):
+            loss_of(model, batch_of(0, 0, rank)).backward()
+    else:
+        loss_of(model, batch_of(0, 0, rank)).backward()
+    loss_of(model, batch_of(0, 1, rank)).backward()
+    optimizer.step()
+    return hash_of_training(model, optimizer)
+
+
+def test_no_sync_is_local_accumulation() -> None:
+    assert run_ranks(2, _no_sync, True) == run_ranks(2, _no_sync, False)
+
+
+class Checkpointed(Net):
+    """Blocks recomputed in backward, the first one called twice."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in [*self.blocks, self.blocks[0]]:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x) * self.gain
+
+
+def _checkpointed(rank: int, world_size: int, reentrant: bool, stage: int) -> dict[str, list[Any]]:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    model.reentrant = reentrant
+    model, _, _ = train(rank, Run(stage=stage, steps=3), model)
+    return {key: value.tolist() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed()
+    model.reentrant = reentrant
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(3):
+        for rank in range(2):
+            (loss_of(model, batch_of(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = [run_ranks(2, _checkpointed, reentrant, stage)[0] for stage in (0, 1, 2, 3)]
+    assert results[0] == results[1] == results[2] == results[3]
+    for key, value in model.state_dict().items():
+        assert torch.allclose(torch.tensor(results[0][key]), value, rtol=1e-5, atol=1e-6), key
+
+
+def _reused(
+    rank: int, world_size: int, stage: int, units: Any, accumulate: int = 1, precision: str = "bf16", **options: Any
+) -> str:
+    torch.manual_seed(0)
+    run = Run(stage=stage, precision=precision, shard={"units": units, "sync_each": False, **options}, accumulate=accumulate)
+    model, optimizer, _ = train(rank, run, Reused())
+    return hash_of_training(model, optimizer)
+
+
+def test_units_do_not_show_where_gradients_come_in_parts() -> None:
+    """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
+    kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
+    assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
+    assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in kinds}) == 1
+    assert len({_reused(0, 1, *kind, accumulate=2) for kind in kinds}) == 1
+
+
+def _fail_in_backward(model: Any) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("planted")
+
+    handle = model.blocks[1].up.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        loss_of(model, batch_of(5, 0, 0)).backward()
+    handle.remove()
+
+
+def test_an_exception_in_backward_leaves_the_next_step_whole() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    expected, expected_optimizer, _ = train(0, Run(steps=1))
+    _fail_in_backward(model)
+    for each, adam in ((model, optimizer), (expected, expected_optimizer)):
+        loss_of(each, batch_of(1, 0, 0)).backward()
+        adam.step()
+    assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
+
+
+def test_a_copy_of_a_sharded_model_is_an_ordinary_model() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    twin = copy.deepcopy(model)
+    assert type(twin) is Net
+    loss_of(twin, batch_of(0, 0, 0)).backward()
+    assert all(p.grad is not None for p in twin.parameters())
+    twin.zero_grad()
+    assert all(p.grad is None for p in twin.parameters())
+    before = {key: value.clone() for key, value in twin.state_dict().items()}
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    optimizer.step()
+    assert all(torch.equal(value, before[key]) for key, value in twin.state_dict().items())
+
+
+def test_closures_run() -> None:
+    model, optimizer, _ = train(0, Run(steps=0))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(0, 0, 0))
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(loss_of(make_net(), batch_of(0, 0, 0)).item())
+    assert shardcore.full_state(model.gain, "step").item() == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_autograd_grad_is_no_backward(stage: int) -> None:
+    model, optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2))
+    expected, expected_optimizer, _ = train(0, Run(stage=stage, steps=0, accumulate=2))
+    for micro in range(2):
+        torch.autograd.grad(loss_of(model, batch_of(5, micro, 0)), [model.head.weight])
+        loss_of(model, batch_of(0, micro, 0)).backward()
+        torch.autograd.grad(loss_of(model, batch_of(6, micro, 0)), [model.head.weight])
+        loss_of(expected, batch_of(0, micro, 0)).backward()
+    if stage == 0:
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    optimizer.step()
+    expected_optimizer.step()
+    assert hash_of_training(model, optimizer) == hash_of_training(expected, expected_optimizer)
+
+
+def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
+    model, optimizer, _ = train(0, Run(steps=0))
+    stale = loss_of(model, batch_of(1, 0, 0))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+def test_gradients_that_nothing_forgot_after_a_step_are_tell_devicece(caplog: pytest.LogCaptureFixture) -> None:
+    """From stage 1 on `p.grad = None` forgets nothing, which would otherwise show in the loss alone."""
+    for stage, forgets, told in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
+        model, optimizer, _ = train(0, Run(steps=0, stage=stage))
+        optimizer.step()  # there is nothing to forget
+        caplog.clear()
+        for step in range(3):
+            for micro in range(2):
+                loss_of(model, batch_of(step, micro, 0)).backward()
+            optimizer.step()
+            for param in model.parameters():
+                param.grad = None
+            if forgets:
+                model.zero_grad()
+        assert caplog.text.count("backward: adds to the gradients that the last step used") == told
+
+
+def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    _fail_in_backward(model)
+    with pytest.raises(ValueError, match="the last backward ended in an error"):
+        optimizer.step()
+    assert "its gradients, and those it was to be added to, are dropped" in caplog.text
+    before = model.head.weight.detach().clone()
+    model.head(torch.ones(2, 24)).sum().backward()  # no root forward in between
+    optimizer.step()
+    assert not torch.equal(model.head.weight, before)
+
+
+class Critic(nn.Module):
+    """Uses its second layer on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.first(x) + (self.second(x) if both else 0.0)
+
+
+def _two_models(rank: int, world_size: int, stage: int) -> list[list[float]]:
+    torch.manual_seed(0)
+    made: list[Any] = [make_net(), Critic()]
+    for model in made:
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="fp32", units=1)
+    x, y = batch_of(0, 0, rank)
+    ((made[1](made[0](x), both=rank == 0) - y) ** 2).mean().backward()
+    return [shardcore.full_grad(p).flatten().tolist() for model in made for p in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_two_models_in_one_backward_with_a_branch_on_one_rank(stage: int) -> None:
+    torch.manual_seed(0)
+    net, critic = make_net(), Critic()
+    for rank in range(2):
+        x, y = batch_of(0, 0, rank)
+        (((critic(net(x), both=rank == 0) - y) ** 2).mean() / 2).backward()
+    expected = [p.grad.flatten() for model in (net, critic) for p in model.parameters()]
+    for got in run_ranks(2, _two_models, stage):
+        for a, b in zip(got, expected, strict=True):
+            assert torch.allclose(torch.tensor(a), b, rtol=1e-5, atol=1e-6)
+
+
+def _pooled(rank: int, world_size: int, stage: int) -> dict[str, int]:
+    torch.manual_seed(0)
+    sizes = [64, 320, 128, 448, 192, 384, 256, 416, 96, 352, 160, 288, 224, 64]
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+    model, optimizer = shardcore.shard(
+        model, shardcore.FusedAdam(model.parameters()), stage, units=list(model), precision="fp32"
+    )
+    for step in range(3):
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return shardcore.memory_report(model).by_kind | {"largest": max(4 * b.layout.numel for b in optimizer._engine.buckets)}
+
+
+def test_stage_2_keeps_few_buffers_whatever_the_sizes_of_units() -> None:
+    one, two = (run_ranks(2, _pooled, stage)[0] for stage in (1, 2))
+    assert two["communication"] <= 6 * two["largest"]  # two in flight and one that fills, each sent and received
+    assert two["gradients"] + two["communication"] < 0.8 * (one["gradients"] + one["communication"])
+
+
+def test_stage_2_trains_units_of_many_sizes_to_the_bits_of_stage_0() -> None:
+    assert len({str(run_ranks(2, _trained, stage)) for stage in (0, 2)}) == 1
+
+
+def _trained(rank: int, world_size: int, stage: int) -> list[float]:
+    model, _, losses = train(rank, Run(stage=stage, steps=3))
+    return [float(value.double().sum()) for value in model.state_dict().values()] + (losses if rank == 0 else [])

@@ -1,0 +1,358 @@
+"""Kinds of states under shard: split masters, bfloat16 and 8-bit moments, weights rounded stochastically without a master.
+
+Each kind has one hash, that of the unsharded optimizer, over stages, tiers, worlds (whose ranks see the same batch) and ways
+to get there; broken twins must not have it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardcore
+from shardcore.engine import state_store as store
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.split_store import MEASURED_STEPS
+from shardcore.engine.step import Updater
+from shardcore.optim import state_format as kinds
+from tests.support.choice import EVERY, combinations, part, some
+from tests.support.models import Net, batch_of, hash_of
+from tests.support.ranks import run_ranks
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {"master": "fp32"},
+    "split": {"master": "split"},
+    "bf16": {"master": "fp32", "state_dtype": "bf16"},
+    "8bit": {"master": "fp32", "state_dtype": "8bit"},
+    "split 8bit": {"master": "split", "state_dtype": "8bit"},
+    "stochastic": {"stochastic_rounding": True, "seed": 7},
+    "stochastic 8bit": {"stochastic_rounding": True, "state_dtype": "8bit"},
+}
+CPU_TIER = {"optimizer": "cpu"}
+PART = CPU_TIER | {"ratio": 0.37}
+LEAVING = PART | {"gradients": "cpu"}
+ALL_TIERS = LEAVING | {"params": "cpu"}
+MAX_NORM = 0.5
+STEPS = 3
+# (stage, offload, units, and perhaps overlap_step): what must not show in the bits
+PLACES = [
+    (stage, offload, "auto" if stage % 2 == i else 500) for stage in (0, 1, 2, 3) for i, offload in enumerate((None, CPU_TIER))
+] + [(1, PART, 500, True), (2, LEAVING, "auto"), (3, ALL_TIERS, 500, True), (3, CPU_TIER | {"params": "cpu"}, "auto")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As on the ranks: how torch's own forward rounds depends on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Model(Net):
+    """Net, of which a step may leave the last block out."""
+
+    def forward(self, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks[:depth]:
+            x = block(x)
+        return self.head(x) * self.gain + self.offset
+
+
+def make(kind: str) -> tuple[Model, Any]:
+    """A bfloat16 model and its optimizer; two groups, not in the model's order, and a frozen parameter among them."""
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    model.blocks[1].up.weight.requires_grad_(False)
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-2}]
+    return model, shardcore.FusedAdam(groups, lr=1e-2, **KINDS[kind])
+
+
+def sharded(kind: str, place: tuple[Any, ...], **more: Any) -> tuple[Model, Any]:
+    stage, offload, units, *overlap_step = place
+    model, optimizer = make(kind)
+    return shardcore.shard(model, optimizer, stage, offload=offload, units=units, overlap_step=overlap_step == [True], **more)
+
+
+def go(model: nn.Module, optimizer: Any, start: int, end: int) -> None:
+    """Steps of the same batches on every rank; the last block takes no part in step 1."""
+    for step in range(start, end):
+        x, y = batch_of(step, 0, 0)
+        ((model(x.bfloat16(), depth=2 if step == 1 else 3).float() - y) ** 2).mean().backward()
+        optimizer.step(max_norm=MAX_NORM)
+        optimizer.zero_grad()
+
+
+def fingerprint(model: nn.Module, optimizer: Any) -> str:
+    """A hash of weights as they compute, and of all states, masters included. Collective."""
+    state = optimizer.state_dict()["state"]
+    kept = [entry[key].float() for _, entry in sorted(state.items()) for key in sorted(entry)]
+    if optimizer._engine is None:
+        return hash_of([*model.parameters(), *kept])
+    with shardcore.full_params(model):
+        return hash_of([*model.parameters(), *kept])
+
+
+def unsharded(kind: str, steps: int = STEPS) -> str:
+    model, optimizer = make(kind)
+    go(model, optimizer, 0, steps)
+    return fingerprint(model, optimizer)
+
+
+def _hashes(rank: int, world_size: int, kind: str, places: list[tuple[Any, ...]]) -> list[str]:
+    return [_trained(kind, place) for place in places]
+
+
+def _trained(kind: str, place: tuple[Any, ...], **more: Any) -> str:
+    model, optimizer = sharded(kind, place, **more)
+    go(model, optimizer, 0, STEPS)
+    return fingerprint(model, optimizer)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), combinations(KINDS, [1, 2, 3], meet=1))
+@pytest.mark.parametrize("every", EVERY)
+def test_each_kind_has_the_unsharded_bits_everywhere(kind: str, world_size: int, every: int) -> None:
+    """Stages, tiers, units, cuts into shards; the ranks' gradients are equal."""
+    expected = unsharded(kind)
+    places = PLACES if world_size < 3 else part(PLACES, every, list(KINDS).index(kind))
+    hashes = run_ranks(world_size, _hashes, kind, places)
+    assert {value for of_rank in hashes for value in of_rank} == {expected}
+
+
+def _hybrid(rank: int, world_size: int, kinds: list[str]) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("node", "rank"))
+    return [_trained(kind, (stage, CPU_TIER, 500), process_group=mesh) for kind in kinds for stage in (1, 3)]
+
+
+def test_replicas_draw_the_same_random_bits() -> None:
+    for hashes in run_ranks(4, _hybrid, ["split 8bit", "stochastic"]):
+        assert hashes == [unsharded("split 8bit")] * 2 + [unsharded("stochastic")] * 2
+
+
+@pytest.mark.parametrize("overlap_step", [False, True])
+def test_a_share_that_is_chosen_late_keeps_the_bits(overlap_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardcore.engine.split_store.choose_ratio", lambda *_: 0.5)
+    auto = CPU_TIER | {"ratio": "auto", "device_memory_limit": 1 << 30}
+    model, optimizer = sharded("split 8bit", (2, auto, 500, overlap_step))
+    go(model, optimizer, 0, MEASURED_STEPS + 3)
+    optimizer.synchronize()
+    store_now, buckets = optimizer._engine.store, optimizer._engine.buckets
+    assert {tier for bucket in buckets for tier, _, size in store_now.stored(bucket) if size} == {"device", "cpu"}
+    assert fingerprint(model, optimizer) == unsharded("split 8bit", MEASURED_STEPS + 3)
+
+
+def test_kinds_differ_unless_they_are_lossless() -> None:
+    """If they did not, the hashes above could not tell which kind ran."""
+    hashes = {kind: unsharded(kind) for kind in KINDS}
+    assert hashes["split"] == hashes["fp32"]
+    assert hashes["split 8bit"] == hashes["8bit"]
+    assert len(set(hashes.values())) == len(KINDS) - 2
+
+
+# --- broken twins -----------------------------------------------------------------------------------------------------
+
+
+def _replan(change: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    def patch(patch: pytest.MonkeyPatch) -> None:
+        spans_of = Updater._spans_of
+
+        def changed(*arguments: Any) -> Any:
+            return {bucket: [change(span) for span in spans] for bucket, spans in spans_of(*arguments).items()}
+
+        patch.setattr(Updater, "_spans_of", changed)
+
+    return patch
+
+
+def _forget_remainders(patch: pytest.MonkeyPatch) -> None:
+    step = store.DeviceStore.step
+
+    def forgetful(self: Any, spans: Any, hypers: Any) -> None:
+        step(self, spans, hypers)
+        for span in spans:
+            self._states[span.bucket]["remainder"].zero_()
+
+    patch.setattr(store.DeviceStore, "step", forgetful)
+
+
+def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
+    part = store.Span.part
+    patch.setattr(store.Span, "part", lambda span, offset, numel: replace(part(span, offset, numel), key=span.key))
+
+
+TWINS: dict[str, tuple[str, Any, Any]] = {
+    "elements counted in the shard": ("8bit", None, _replan(lambda span: replace(span, key=(span.key[0], span.start)))),
+    "parameters counted in the bucket": ("stochastic", None, _replan(lambda span: replace(span, key=(0, span.key[1])))),
+    "spans over several parameters": ("8bit", None, lambda patch: patch.setattr(kinds, "draws_random_bits", lambda _: False)),
+    "remainders dropped": ("split", None, _forget_remainders),
+    "elements counted in the chunk": ("stochastic 8bit", CPU_TIER, _chunks_count_anew),
+}
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_broken_kind_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, offload, break_it = TWINS[twin]
+    expected = unsharded(kind)
+    monkeypatch.setattr(CpuStore.__init__, "__defaults__", (None, 256))  # chunks end inside parameters
+    assert _trained(kind, (2, offload, "auto")) == expected
+    break_it(monkeypatch)
+    assert _trained(kind, (2, offload, "auto")) != expected
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+SAVED, LOADED = (3, ALL_TIERS, 500, True), (2, None, "auto")
+
+
+def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
+    """Two steps, then the state by each way into another optimizer, then one more step."""
+    warnings.filterwarnings("error", "load_state_dict|FusedAdam", UserWarning)
+    model, optimizer = sharded(kind, SAVED)
+    go(model, optimizer, 0, 2)
+    weights, states = model.state_dict(), optimizer.state_dict()
+    shards = shardcore.sharded_state_dict(model), shardcore.sharded_state_dict(optimizer)
+    found = {}
+
+    def end(way: str, model: nn.Module, optimizer: Any) -> None:
+        go(model, optimizer, 2, STEPS)
+        found[way] = fingerprint(model, optimizer)
+
+    end("straight on", model, optimizer)
+    other, other_optimizer = sharded(kind, LOADED)
+    other.load_state_dict(weights)
+    other_optimizer.load_state_dict(states)
+    end("whole into another stage", other, other_optimizer)
+    plain, plain_optimizer = make(kind)
+    plain.load_state_dict(weights)
+    plain_optimizer.load_state_dict(states)
+    end("whole into an unsharded one", plain, plain_optimizer)
+    before, before_optimizer = make(kind)
+    go(before, before_optimizer, 0, 2)
+    before, before_optimizer = shardcore.shard(before, before_optimizer, LOADED[0], precision="bf16")
+    end("carried into shards", before, before_optimizer)
+    last, last_optimizer = sharded(kind, (SAVED[0], None, SAVED[2]))
+    shardcore.load_sharded_state_dict(last, shards[0])
+    shardcore.load_sharded_state_dict(last_optimizer, shards[1])
+    end("shards", last, last_optimizer)
+    return found
+
+
+@pytest.mark.parametrize(("kind",), some(zip(KINDS), [("split 8bit",), ("stochastic",)]))
+def test_states_come_back_exactly_by_every_way(kind: str) -> None:
+    found = run_ranks(2, _resumed, kind)
+    assert found[0] == found[1] == dict.fromkeys(found[0], unsharded(kind))
+
+
+def test_full_state_shows_what_state_dicts_show() -> None:
+    model, optimizer = sharded("split 8bit", SAVED)
+    go(model, optimizer, 0, 2)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entry in optimizer.state_dict()["state"].items():
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq", "master"}
+        for key, value in entry.items():
+            assert torch.equal(shardcore.full_state(params[number], key), value)
+            assert value.dtype == torch.float32
+    with pytest.raises(KeyError, match="no state 'remainder'; expected one of step, exp_avg, exp_avg_sq, master"):
+        shardcore.full_state(params[0], "remainder")
+
+
+def test_what_a_kind_cannot_keep_is_warned_of() -> None:
+    model, optimizer = sharded("fp32", SAVED)
+    go(model, optimizer, 0, 2)
+    state = optimizer.state_dict()
+    for kind, lost in (("8bit", "exp_avg is rounded from float32 to 8-bit codes"), ("stochastic", "master is left out")):
+        _, other = sharded(kind, LOADED)
+        with pytest.warns(UserWarning, match=lost):
+            other.load_state_dict(state)
+
+
+def test_shards_that_a_kind_cannot_keep_are_warned_of() -> None:
+    (model, optimizer), (_, other) = sharded("fp32", SAVED), sharded("8bit", SAVED)
+    go(model, optimizer, 0, 2)
+    state = shardcore.sharded_state_dict(optimizer)
+    with pytest.warns(UserWarning, match=r"load_sharded_state_dict: .*exp_avg is rounded to what .* \(and 4\d more like it\)"):
+        shardcore.load_sharded_state_dict(other, state)
+
+
+# --- weights that others write ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offload", [None, CPU_TIER, PART])
+def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -> None:
+    model, optimizer = sharded("split", (1, offload, "auto"))
+    go(model, optimizer, 0, 2)
+    weight = model.head.weight
+    old = shardcore.full_state(weight, "master")
+    assert not torch.equal(old, weight.float()), "there are remainders"
+    with torch.no_grad():
+        weight[0] = 0.0
+        weight[1] = 3.0
+    new = shardcore.full_state(weight, "master")
+    assert torch.equal(new[2:], old[2:])
+    assert new[0].abs().max() < 2.0**-126, "a remainder is left of some, below what bfloat16 knows"
+    assert torch.equal(new.bfloat16(), weight)
+    weight.data.zero_()  # which no counter tells of
+    assert shardcore.full_state(weight, "master").abs().max() < 2.0**-126
+    given = {key: torch.randn_like(value, dtype=torch.float32) for key, value in model.state_dict().items()}
+    model.load_state_dict(given)
+    for key, value in model.state_dict().items():
+        if key not in ("offset", "blocks.1.up.weight"):
+            assert torch.equal(value, given[key]), key
+    go(model, optimizer, 2, 3)
+
+
+@pytest.mark.parametrize(("kind", "precision", "reason"), [
+    ("split", "fp16", "float16 with master='split'; expected bfloat16"),
+    ("stochastic", "fp16", "float16 with stochastic_rounding=True; expected bfloat16"),
+])  # fmt: skip
+def test_float16_weights_are_refused_where_the_kind_needs_bfloat16(kind: str, precision: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"shard: the sharded weight .* has dtype {reason}"):
+        sharded(kind, SAVED, precision=precision)
+
+
+def test_a_step_moves_only_what_its_kind_needs() -> None:
+    """bfloat16 gradients to the tier, bfloat16 weights too unless a float32 master replaces them, bfloat16 weights back."""
+    for kind, bytes_in in (("8bit", 2), ("split 8bit", 4), ("stochastic 8bit", 4)):
+        model, optimizer = sharded(kind, (2, CPU_TIER, "auto"))
+        copies = optimizer._engine.store.copies
+        before = copies.bytes_to_tier, copies.bytes_from_tier
+        go(model, optimizer, 0, 1)
+        numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert copies.bytes_to_tier - before[0] == bytes_in * numel
+        assert copies.bytes_from_tier - before[1] == 2 * numel
+
+
+def _another_seed(rank: int, world_size: int) -> str:
+    model, optimizer = sharded("8bit", SAVED)
+    optimizer.param_groups[1]["seed"] = rank
+    before = fingerprint(model, optimizer)
+    with pytest.raises(ValueError, match=r"step: ranks disagree: .*seed") as raised:
+        go(model, optimizer, 0, 1)
+    optimizer.param_groups[1]["seed"] = 0
+    assert fingerprint(model, optimizer) == before
+    return str(raised.value)
+
+
+def test_ranks_that_draw_other_random_bits_are_refused() -> None:
+    assert all("param_groups[1].seed" in text for text in run_ranks(2, _another_seed))
+
+
+def test_float32_models_become_any_kind() -> None:
+    """Masters start from the weights as given; float32 weights have none and draw no random bits for themselves."""
+    torch.manual_seed(0)
+    model = Model()
+    given = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), master="split")
+    model, _ = shardcore.shard(model, optimizer, keep_fp32=["gain", "head"], precision="bf16")
+    assert model.inp.weight.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert name == "offset" or torch.equal(value, given[name])
+    with pytest.raises(KeyError, match="no state 'master'"):
+        shardcore.full_state(model.gain, "master")

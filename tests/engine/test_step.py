@@ -1,0 +1,345 @@
+"""Parameters that were changed since the last step are named, and a step that Ctrl-C interrupts is whole."""
+
+import re
+import signal
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import shardcore
+from shardcore.engine.engine import Membership
+from shardcore.engine.reducer import Reducer
+from shardcore.engine.state_store import DeviceStore
+from shardcore.engine.step import Updater
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, train
+from tests.support.ranks import run_ranks
+from tests.support.schedules import start
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.zeros(2, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Listed(Net):
+    """Net with two tied weights, a list of parameters, a frozen one and one that no group of the optimizer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[1].up.weight
+        self.shifts = nn.ParameterList([nn.Parameter(torch.zeros(5))])
+        self.inp.bias.requires_grad_(False)
+        self.left_out = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.left_out + sum(self.shifts)
+
+
+def _set_in(module: nn.Module, name: str, value: Any) -> None:
+    setattr(module, name, value)
+
+
+def _meta_head(model: Any) -> None:
+    model.head.to("meta")
+
+
+def _data(param: nn.Parameter) -> None:
+    param.data = torch.ones(param.shape)
+
+
+# what is done between two steps -> what the error says
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "setattr": (
+        lambda m: _set_in(m.head, "scale", nn.Parameter(torch.ones(5))),
+        "head.scale was added and would",
+    ),
+    "register_parameter": (
+        lambda m: m.blocks[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+        "blocks.1.scale was added",
+    ),
+    "add_module": (lambda m: m.add_module("tail", nn.Linear(2, 2)), "tail.weight was added .*; tail.bias was added"),
+    "ParameterList": (lambda m: m.shifts.append(nn.Parameter(torch.zeros(5))), "shifts.1 was added"),
+    "replaced": (lambda m: _set_in(m.head, "weight", nn.Parameter(torch.ones(5, 24))), "head.weight was replaced"),
+    "adapters": (
+        lambda m: _set_in(m.blocks[0], "up", Adapted(m.blocks[0].up)),
+        r"blocks\.0\.up\.down was added .*; blocks\.0\.up\.up was added",
+    ),
+    "tied": (
+        lambda m: _set_in(m.blocks[0].up, "weight", m.blocks[1].up.weight),
+        r"blocks\.0\.up\.weight is blocks\.1\.up\.weight now",
+    ),
+    "untied": (
+        lambda m: _set_in(m.blocks[2].up, "weight", nn.Parameter(torch.ones(37, 24))),
+        r"blocks\.2\.up\.weight was replaced",
+    ),
+    "removed": (lambda m: m.blocks.__delitem__(2), r"blocks\.2\.norm\.weight was removed"),
+    "moved": (_meta_head, "head.weight was replaced"),
+    "data": (lambda m: _data(m.head.weight), "head.weight no longer lies in shardcore's memory"),
+    "data of no group": (lambda m: _data(m.left_out), "left_out no longer lies in shardcore's memory"),
+}
+
+
+def sharded(stage: int, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Listed()
+    optimizer = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad and p is not model.left_out], lr=1e-2)
+    return shardcore.shard(model, optimizer, stage, precision="fp32", **options)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_next_step_names_what_changed(change: str, stage: int) -> None:
+    model, optimizer = sharded(stage)
+    apply, text = CHANGES[change]
+    for step in range(2):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        if step == 1:
+            apply(model)
+            with pytest.raises(ValueError, match="step: .*" + text):
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", ["setattr", "add_module", "ParameterList", "replaced", "adapters"])
+def test_without_the_check_it_would_train_something_else(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "check", lambda self, op: None)
+    model, optimizer = sharded(2)
+    known = set(model.parameters())
+    CHANGES[change][0](model)
+    new = [param for param in model.parameters() if param not in known]
+    assert new
+    before = hash_of(new)
+    if change != "add_module":
+        loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    assert hash_of(new) == before
+
+
+def _on_rank_1(rank: int, world_size: int, changes: list[str], stage: int) -> list[str]:
+    texts = []
+    for change in changes:
+        model, optimizer = sharded(stage)
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        if rank == 1:
+            CHANGES[change][0](model)
+        try:
+            optimizer.step()
+            texts.append("no error")
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_change_on_one_rank_is_refused_on_all(stage: int) -> None:
+    other, own = run_ranks(2, _on_rank_1, ["replaced", "data"], stage)
+    assert "head.weight was replaced" in own[0]
+    assert "head.weight no longer lies" in own[1]
+    assert all("rank 1 refused the step, so no rank was updated" in text for text in other)
+
+
+def _data_before_forward(rank: int, world_size: int, stage: int) -> str:
+    model, optimizer = sharded(stage)
+    if rank == 1:
+        _data(model.head.weight)
+    try:
+        loss_of(model, batch_of(0, 0, rank)).backward()
+        optimizer.step()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_assigned_before_a_forward(stage: int) -> None:
+    other, own = run_ranks(2, _data_before_forward, stage)
+    assert "head.weight no longer lies in shardcore's memory" in own
+    assert ("rank 1 refused" if stage < 3 else "can never end: rank 0 for the weights of blocks.0") in other
+
+
+def _averaged_twice(rank: int, world_size: int, inside: str) -> str:
+    from torch.distributed._composable import replicate
+
+    model, optimizer = sharded(0)
+    if inside == "replicate()":
+        replicate(model.blocks[0])
+    else:
+        model.blocks[0] = nn.parallel.DistributedDataParallel(model.blocks[0])
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    with pytest.raises(ValueError) as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("inside", ["replicate()", "DistributedDataParallel"])
+def test_what_would_average_a_part_a_second_time_is_refused(inside: str) -> None:
+    for text in run_ranks(2, _averaged_twice, inside):
+        assert text.startswith(f"step: blocks.0 is wrapped in {inside}, which would average")
+
+
+def test_modules_around_others_only_change_names() -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=0))
+    plain, plain_optimizer, _ = train(0, Run(stage=2, steps=0))
+    for step in range(2):
+        for each, its in ((model, optimizer), (plain, plain_optimizer)):
+            loss_of(each, batch_of(step, 0, 0)).backward()
+            if step == 0 and each is model:
+                model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+            its.step()
+            its.zero_grad()
+    assert hash_of(model.parameters()) == hash_of(plain.parameters())
+
+
+def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]]:
+    """Load weights, then an optimizer state, on rank 1 only, then on all; and on another model on all at once."""
+    texts, hashes = [], []
+    for alone in (True, False):
+        model, optimizer = sharded(stage)
+        state, adam = model.state_dict(), optimizer.state_dict()
+        for load, what in ((model.load_state_dict, state), (optimizer.load_state_dict, adam)):
+            if alone:
+                if rank == 1:
+                    load(what)
+                loss_of(model, batch_of(0, 0, rank)).backward()
+                with pytest.raises(ValueError) as refusal:
+                    optimizer.step()
+                texts.append(str(refusal.value))
+                optimizer.zero_grad()
+            load(what)
+        for step in range(2):  # the second one does not hold the loads against any rank
+            loss_of(model, batch_of(step, 0, rank)).backward()
+            optimizer.step()
+        hashes.append(hash_of_training(model, optimizer))
+    return texts, hashes
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
+    for (weights, states), (after, expected) in run_ranks(2, _alone, stage):
+        assert "steps, loaded on rank 1 but" in weights
+        assert "an optimizer state was loaded on rank 1 but nothing on rank 0" in states
+        assert after == expected
+
+
+def _through_data(rank: int, world_size: int, run: Run) -> list[str]:
+    """Clip weights as a WGAN does; what the state dicts between say."""
+    model, optimizer, _ = train(rank, run)
+    said: list[str] = []
+
+    def save() -> bool:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saved = model.state_dict()
+            shardcore.sharded_state_dict(model)
+        said.extend(f"{warning.category.__name__} {warning.message}" for warning in caught)
+        return saved["blocks.1.up.weight"].abs().max().item() > 0.011
+
+    with shardcore.full_params(model), torch.no_grad():
+        model.head.weight.clamp_(-0.01, 0.01)
+    save()
+    assert not said, "an edit that counts"
+    with shardcore.full_params(model):
+        for param in model.blocks[1].parameters():
+            param.data.clamp_(-0.01, 0.01)
+    lost = save()
+    save()
+    _backward_and_step(model, optimizer, rank)
+    save()
+    with shardcore.full_params(model):
+        model.inp.weight.data.zero_()
+    save()
+    return [str(lost), *said]
+
+
+def _backward_and_step(model: nn.Module, optimizer: Any, rank: int) -> None:
+    optimizer.scale_loss(loss_of(model, batch_of(7, 0, rank))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [None, {"optimizer": "cpu", "ratio": 0.4}])
+def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: Any) -> None:
+    run = Run(stage=stage, precision="bf16", steps=2, shard={"offload": offload})
+    names: list[set[str]] = [set(), set()]
+    for lost, *said in run_ranks(2, _through_data, run):
+        assert lost == "True"
+        for text in said:
+            assert re.match(r"UserWarning (sharded_)?state_dict: the weights of .* were edited behind autograd", text)
+            names["inp.weight" in text].update(re.findall(r"[\w.]+\.(?:weight|bias)", text))
+        assert len(said) <= 2
+    assert {"blocks.1.norm.weight", "blocks.1.up.weight", "blocks.1.down.weight"} <= names[0]
+    assert names[1] == {"inp.weight"}
+
+
+@pytest.mark.parametrize("run", [Run(stage=2), Run(stage=2, precision="bf16", adam={"master": "split"})])
+def test_an_edit_through_data_counts_where_weights_are_masters(run: Run) -> None:
+    assert run_ranks(2, _through_data, run) == [["False"]] * 2
+
+
+def test_overflow_to_non_finite_weights_is_no_edit() -> None:
+    model, _, _ = train(0, Run(stage=2, precision="fp16", steps=0))
+    with torch.no_grad():
+        model.head.weight.fill_(float("nan"))
+    model.load_state_dict({**model.state_dict(), "inp.weight": torch.full((24, 10), 1e6)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert model.state_dict()["inp.weight"].eq(1e6).all()
+
+
+IN_STEP: dict[str, tuple[Any, str]] = {
+    "before it is decided": (Reducer, "reduce_pending"),
+    "as it is decided": (Updater, "decide"),
+    "while the weights change": (DeviceStore, "step"),
+    "behind that": (Updater, "count"),
+}
+
+
+def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, lazy: bool) -> tuple[str, int]:
+    """Train two steps; in the first one rank `who` is interrupted, and goes on."""
+    model, optimizer = start(rank, Run(stage), lazy, late=False)
+    owner, name = IN_STEP[place]
+    call, came = getattr(owner, name), [0]
+
+    def interrupted(*arguments: Any) -> Any:
+        if rank == who and not came[0]:
+            came[0] += 1
+            signal.raise_signal(signal.SIGINT)
+        return call(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        for step in range(2):
+            micro_steps(model, optimizer, rank, step, 1)
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                came[0] += 1
+            optimizer.zero_grad()
+    return hash_of_training(model, optimizer), came[0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "place", "lazy"),
+    [*((2, place, False) for place in IN_STEP), (2, "as it is decided", True), (3, "behind that", True)],
+)
+def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, lazy: bool) -> None:
+    expected = [hashed for hashed, _ in run_ranks(2, _interrupted, stage, place, -1, lazy)]
+    (first, none), (second, came) = run_ranks(2, _interrupted, stage, place, 1, lazy)
+    assert [first, second] == expected
+    assert (none, came) == (0, 2), "raised once, and passed on once"

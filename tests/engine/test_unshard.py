@@ -1,0 +1,302 @@
+"""Stage 3: weights are whole only around their use; what uses them, when, and what happens to those who come at other times."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from shardcore.engine.unshard import Unsharder
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.ranks import run_ranks
+from tests.support.schedules import recording
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What a world of one does with whole weights: "+blocks.0" when a unit's gather starts, "-blocks.0" when it is let go."""
+    with recording(monkeypatch) as events:
+        yield events
+
+
+def taken(log: list[str]) -> list[str]:
+    events = log.copy()
+    log.clear()
+    return events
+
+
+# --- when weights are whole -------------------------------------------------------------------------------------------
+
+
+def test_each_unit_is_gathered_ahead_and_let_go(log: list[str]) -> None:
+    model, _, _ = train(0, Run(stage=3, steps=0))
+    a, b, c = "blocks.0", "blocks.1", "blocks.2"
+    for step in range(3):
+        loss = loss_of(model, batch_of(step, 0, 0))
+        first = ["+root", f"+{a}", f"-{a}", f"+{b}", f"-{b}", f"+{c}", f"-{c}"]  # the order is not known yet
+        ahead = ["+root", f"+{a}", f"+{b}", f"-{a}", f"+{c}", f"-{b}"]  # the last unit stays: its backward is next
+        assert taken(log) == (first if step == 0 else ahead)
+        loss.backward()
+        first = [f"+{c}", f"-{c}", f"+{b}", f"-{b}", f"+{a}", f"-{a}", "-root"]
+        ahead = [f"+{b}", f"-{c}", f"+{a}", f"-{b}", f"-{a}", "-root"]
+        assert taken(log) == (first if step == 0 else ahead)
+
+
+def test_without_resharding_weights_are_gathered_once(log: list[str]) -> None:
+    model, optimizer, _ = train(0, Run(stage=3, steps=2, shard={"reshard_after_forward": False}))
+    log.clear()
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    assert sorted(event for event in taken(log) if event[0] == "+") == ["+blocks.0", "+blocks.1", "+blocks.2", "+root"]
+    kept = hash_of_training(model, optimizer)
+    assert kept == hash_of_training(*train(0, Run(stage=3, steps=2))[:2])
+
+
+def test_evaluation_leaves_nothing_whole(log: list[str]) -> None:
+    model, _, _ = train(0, Run(stage=3, steps=1))
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 10))
+        assert not any(unit.unsharded or unit.gathers is not None for unit in model._shardcore_engine.unsharder.units)
+
+
+class Reordered(Net):
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        x = self.inp(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x) * self.gain
+
+
+def test_another_order_is_learned_anew(log: list[str]) -> None:
+    """A pass that leaves the known way gathers nothing ahead from there on; the next pass knows the new way."""
+    torch.manual_seed(0)
+    model, optimizer, _ = train(0, Run(stage=3, steps=0), Reordered())
+    expected = Reordered()
+    expected.load_state_dict(model.state_dict())
+    for order in [(0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 2, 1), (1, 1, 0), (1, 1, 0), (2,), (0, 1, 2)]:
+        log.clear()
+        x = torch.ones(2, 10)
+        model(x, order).sum().backward()
+        expected(x, order).sum().backward()
+        for (name, param), twin in zip(model.named_parameters(), expected.parameters(), strict=True):
+            got = shardcore.full_grad(param)
+            assert (got is None) == (twin.grad is None), name
+            assert got is None or torch.allclose(got, twin.grad, rtol=1e-5, atol=1e-6), name
+        optimizer.zero_grad()
+        expected.zero_grad()
+        assert sum(event[0] == "+" for event in log) == sum(event[0] == "-" for event in log)
+
+
+def _pool_bytes(rank: int, world_size: int) -> list[int]:
+    torch.manual_seed(0)
+    model, _, _ = train(rank, Run(stage=3, steps=3), Net(depth=8))
+    weights = model._shardcore_engine.unsharder
+    units = {unit.name: sum(b.layout.numel * b.weight.itemsize for b in unit.buckets) for unit in weights.units}
+    used = weights.pool.allocated_bytes
+    with shardcore.full_params(model):
+        assert weights.pool.allocated_bytes >= sum(units.values())
+    return [used, weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_more_than_two_units_and_the_root_are_whole_at_once(world_size: int) -> None:
+    for used, used_after_full_params, limit in run_ranks(world_size, _pool_bytes):
+        assert used <= limit
+        assert used_after_full_params <= limit
+
+
+# --- who reads at other times -----------------------------------------------------------------------------------------
+
+
+def test_reading_a_closed_weight_names_it() -> None:
+    model, optimizer, _ = train(0, Run(stage=3, steps=1))
+    message = r"blocks\.1\.up\.weight: its weights lie in shards \(stage 3\).*with shardcore\.full_params\(model\)"
+    weight = model.blocks[1].up.weight
+    for read in (
+        lambda: weight + 1,
+        lambda: weight.tolist(),
+        lambda: weight.data.zero_(),
+        lambda: nn.functional.linear(torch.ones(24), weight),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            read()
+    with pytest.raises(RuntimeError, match=r"head\.weight: its weights lie in shards .* of the model;"):
+        nn.functional.linear(torch.ones(24), model.head.weight)
+    with pytest.raises(RuntimeError, match="its weights lie in shards"):
+        copy.deepcopy(model)
+    before = hash_of_training(model, optimizer)
+    out = model.blocks[1](torch.ones(2, 24))  # a unit of its own may be called
+    out.sum().backward()
+    assert shardcore.full_grad(weight) is not None
+    assert shardcore.full_grad(model.head.weight) is None
+    optimizer.zero_grad()
+    assert hash_of_training(model, optimizer) == before
+
+
+def test_parameters_stay_the_same_objects() -> None:
+    model = make_net()
+    params = list(model.parameters())
+    model, _, _ = train(0, Run(stage=3), model)
+    assert all(p is q for p, q in zip(params, model.parameters(), strict=True))
+    assert all(p.shape == q.shape and p.requires_grad for p, q in zip(params, make_net().parameters(), strict=True))
+
+
+def _edited(rank: int, world_size: int, stage: int, precision: str) -> str:
+    model, optimizer, _ = train(rank, Run(stage=stage, precision=precision))
+    with shardcore.full_params(model), torch.no_grad():
+        model.head.weight[1] = 2.0
+        with shardcore.full_params(model.blocks[0]):
+            model.blocks[0].up.weight.mul_(0.5)
+        model.inp.weight.add_(0.25)
+    loss_of(model, batch_of(7, 0, rank)).backward()
+    optimizer.step()
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_edits_in_full_params_reach_the_shards(precision: str) -> None:
+    hashes = {value for stage in (2, 3) for value in run_ranks(3, _edited, stage, precision)}
+    assert len(hashes) == 1
+
+
+def test_a_copy_made_in_full_params_is_an_ordinary_model() -> None:
+    model, _, _ = train(0, Run(stage=3))
+    with shardcore.full_params(model):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin.head.weight, model.head.weight)
+    batch = batch_of(0, 0, 0)
+    assert torch.equal(loss_of(twin, batch), loss_of(model, batch))
+    loss_of(twin, batch).backward()
+    assert twin.head.weight.grad is not None
+
+
+def test_loading_a_module_while_it_is_whole() -> None:
+    model, _, _ = train(0, Run(stage=3, precision="bf16"))
+    given = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
+    with shardcore.full_params(model):
+        model.load_state_dict(given)
+        assert torch.equal(model.head.weight, given["head.weight"].to(torch.bfloat16))
+    assert hash_of(model.state_dict().values()) == hash_of(given.values())
+
+
+def _generate(rank: int, world_size: int, generates: bool, lazy: bool) -> str:
+    """Train; between steps each rank runs forward as often as its samples are long, one of them with gradients."""
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2, shard={"overlap_step": lazy}))
+    for step in range(2, 5):
+        if generates:
+            with shardcore.full_params(model):
+                with torch.no_grad():
+                    outputs = [model(batch_of(step, i, 0)[0]) for i in range(3 * rank + step)]
+                    outputs += [model.head(torch.ones(24)) for _ in range(rank)]
+                assert all(output.isfinite().all() for output in outputs)
+                if rank == 0:
+                    assert model(batch_of(step, 0, 0)[0]).requires_grad
+                    assert model.blocks[1](torch.ones(24)).requires_grad
+            with shardcore.full_params(model.blocks[1]):
+                for _ in range(rank):
+                    model.blocks[1](torch.ones(24))
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_ranks_run_forwards_of_their_own_inside_full_params(lazy: bool) -> None:
+    assert run_ranks(2, _generate, True, lazy) == run_ranks(2, _generate, False, lazy)
+
+
+def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(stage=3, steps=1))
+    units = model._shardcore_engine.unsharder.units
+    opening = Unsharder._unshard
+
+    def failing(weights: Unsharder, unit: Any) -> None:
+        if unit is units[2]:
+            raise MemoryError("no more")
+        opening(weights, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unsharder, "_unshard", failing)
+        with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
+            pass
+    assert not any(unit.unsharded or unit.held for unit in units)
+    for step in range(1, 3):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hash_of_training(model, optimizer) == hash_of_training(*train(0, Run(stage=3, steps=3))[:2])
+
+
+def _load_after(rank: int, world_size: int, how: str) -> tuple[list[str], int, int]:
+    """Load shards while old weights may be on their way; returns the weights that are not new then, and the pool's bytes.
+
+    how: a `full_params` that fails on its way in, or a gather that nobody used, as a failed forward leaves it.
+    """
+    model, _, _ = train(rank, Run(stage=3, steps=1))
+    weights = model._shardcore_engine.unsharder
+    shards = shardcore.sharded_state_dict(model)
+    with shardcore.full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    before, opening = weights.pool.allocated_bytes, Unsharder._unshard
+
+    def failing(weights: Unsharder, unit: Any) -> None:
+        if unit is weights.units[2]:
+            raise MemoryError("no more")
+        opening(weights, unit)
+
+    if how == "gather":
+        weights._start(weights.units[2])
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Unsharder, "_unshard", failing)
+            with pytest.raises(MemoryError, match="no more"), shardcore.full_params(model):
+                pass
+        assert all(unit.gathers is None for unit in weights.units)
+    pool = weights.pool.allocated_bytes
+    shardcore.load_sharded_state_dict(model, shards)
+    state = model.state_dict()
+    with shardcore.full_params(model):
+        wrong = [name for name, param in model.named_parameters() if not torch.equal(param, state[name])]
+    return wrong, before, pool
+
+
+@pytest.mark.parametrize("how", ["full_params", "gather"])
+def test_shards_that_are_loaded_are_what_is_gathered_next(how: str) -> None:
+    for wrong, before, pool in run_ranks(2, _load_after, how):
+        assert wrong == []
+        assert pool <= before or how == "gather"
+
+
+def _penalized(rank: int, world_size: int, stage: int) -> tuple[str, str]:
+    """Every rank has the same batches, so that sharded training has the bits of unsharded training."""
+    hashes = []
+    for shards in (True, False):
+        model = make_net()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        if shards:
+            model, optimizer = shardcore.shard(model, optimizer, stage)
+        for step in range(3):
+            x, y = batch_of(step, 0, 0)
+            x.requires_grad_()
+            with shardcore.full_params(model) if shards else nullcontext():
+                out = model(x)
+                (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+                ((out - y).square().mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        hashes.append(hash_of(model.state_dict().values()))
+    return hashes[0], hashes[1]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_penalty_inside_full_params(stage: int) -> None:
+    for sharded, plain in run_ranks(2, _penalized, stage):
+        assert sharded == plain

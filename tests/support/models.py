@@ -1,0 +1,161 @@
+"""Small models and a training loop that tests run on ranks."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardcore
+
+
+class Block(nn.Module):
+    """A residual MLP block with a norm, so that units hold tensors of several sizes."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding-like input, repeated blocks, a head: the shape of a transformer, with odd sizes and a scalar parameter."""
+
+    def __init__(self, width: int = 24, hidden: int = 37, depth: int = 3) -> None:
+        super().__init__()
+        self.inp = nn.Linear(10, width)
+        self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(depth)])
+        self.head = nn.Linear(width, 5, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("offset", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.gain + self.offset
+
+
+@dataclass
+class Run:
+    """What a training run is asked for; `shard` are extra arguments of shardcore.shard."""
+
+    stage: int = 2
+    steps: int = 4
+    accumulate: int = 1
+    precision: str | None = "fp32"
+    seed: int = 0
+    batch: int = 4
+    shard: dict[str, Any] = field(default_factory=dict)
+    adam: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2, "weight_decay": 0.1})
+
+
+def make_net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batch_of(step: int, micro: int, rank: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's samples of one micro-step: a function of its arguments alone."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + 10_007 * micro + rank)
+    return torch.randn(size, 10, generator=generator), torch.randn(size, 5, generator=generator)
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return ((model(batch[0]).float() - batch[1]) ** 2).mean()
+
+
+def train(rank: int, run: Run, model: nn.Module | None = None) -> tuple[nn.Module, Any, list[float]]:
+    """Shard and train; returns the model, the optimizer and this rank's losses."""
+    model = make_net(run.seed) if model is None else model
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
+    model, optimizer = shardcore.shard(
+        model, optimizer, run.stage, precision=run.precision, accumulate=run.accumulate, **run.shard
+    )
+    losses = []
+    for step in range(run.steps):
+        for micro in range(run.accumulate):
+            loss = loss_of(model, batch_of(step, micro, rank, run.batch)) / run.accumulate
+            optimizer.scale_loss(loss).backward()  # the loss itself but with float16
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, losses
+
+
+def hash_of(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hash_of_training(model: nn.Module, optimizer: Any) -> str:
+    """A hash over the whole master weights and the whole optimizer state, moments included. Collective."""
+    weights = [value for _, value in sorted(model.state_dict().items())]
+    state = optimizer.state_dict()["state"]
+    moments = [entry[key].float() for _, entry in sorted(state.items()) for key in sorted(entry)]
+    return hash_of(weights + moments)
+
+
+class Reused(Net):
+    """Blocks recomputed by nested backwards, the first one used outside of that, too; modules that can be units inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.up = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 37))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(self.blocks[0](x)) * self.gain
+
+
+class Ramp(nn.Module):
+    """loss = sum(weight * slope): the gradient is the slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, slope: torch.Tensor) -> torch.Tensor:
+        return (self.weight * slope).sum()
+
+
+def micro_steps(model: Any, optimizer: Any, rank: int, step: int, accumulate: int, overflow: bool = False) -> list[float]:
+    losses = []
+    for micro in range(accumulate):
+        x, y = batch_of(step, micro, rank)
+        loss = loss_of(model, (x * float("inf") if overflow and micro == accumulate - 1 else x, y)) / accumulate
+        optimizer.scale_loss(loss).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def stepped(model: Any, optimizer: Any, rank: int, step: int) -> list[float]:
+    losses = micro_steps(model, optimizer, rank, step, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses
+
+
+def error_of(function: Any) -> str:
+    try:
+        function()
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def hashes_of_runs(rank: int, world_size: int, runs: Iterable[Run]) -> list[str]:
+    """Return the hash of each training. Collective."""
+    return [hash_of_training(*train(rank, run)[:2]) for run in runs]

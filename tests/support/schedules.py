@@ -1,0 +1,113 @@
+"""Schedules of the overlapped step's worker that tests choose, so that a wait that is missing shows in the bits."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.overlap_step import OverlapStep
+from shardcore.engine.unshard import Unsharder
+from tests.support.models import Run, train
+
+
+class _OnTheWorker:
+    """An OffloadPipeline whose steps are made when someone waits for them."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self._pipeline = pipeline
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+    def begin(self, chunks: Any, grads: Any, hypers: Any, num_threads: int, **options: Any) -> None:
+        self._pipeline.begin(chunks, grads, hypers, 0, **options)
+
+
+class LateStore:
+    """A store on whose worker a bucket is updated only when someone waits for it, or for one behind it: as late as allowed."""
+
+    def __init__(self, lazy: OverlapStep) -> None:
+        self._lazy, self._store, self._wait = lazy, lazy.store, lazy._wait_for_adam
+        self._allowed: dict[int, threading.Event] = {}
+        on_cpu = getattr(lazy.store, "on_cpu", lazy.store)
+        if isinstance(on_cpu, CpuStore):
+            on_cpu._pipeline = _OnTheWorker(on_cpu._pipeline)  # type: ignore[assignment]
+        lazy.store = self  # type: ignore[assignment]
+        lazy._wait_for_adam = self._waited  # type: ignore[method-assign]
+
+    def _event(self, update: Any) -> threading.Event:
+        return self._allowed.setdefault(id(update), threading.Event())
+
+    def _waited(self, update: Any) -> None:
+        for other in self._lazy._pending.values():
+            self._event(other.spans).set()
+            if other is update:
+                break
+        self._wait(update)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        inner = self._store.steps(parts, hypers)
+        for spans in parts:
+            if threading.current_thread() is not threading.main_thread():
+                assert self._event(spans).wait(30), "nobody waited"
+                del self._allowed[id(spans)]
+            yield next(inner)
+        yield from inner
+
+
+class SlowStore:
+    """A store on whose worker each bucket takes a while."""
+
+    def __init__(self, lazy: OverlapStep, seconds: float = 0.02) -> None:
+        self._store, self._seconds = lazy.store, seconds
+        lazy.store = self  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def steps(self, parts: Any, hypers: Any) -> Iterator[Any]:
+        for left in self._store.steps(parts, hypers):
+            time.sleep(self._seconds)
+            yield left
+
+
+def start(rank: int, run: Run, overlap: bool, late: bool = True, model: nn.Module | None = None) -> tuple[Any, Any]:
+    """Shard a model without training it."""
+    run = Run(**{**vars(run), "steps": 0, "shard": {**run.shard, "overlap_step": overlap}})
+    model, optimizer, _ = train(rank, run, model)
+    if overlap and late:
+        LateStore(optimizer._engine.overlap_step)
+    return model, optimizer
+
+
+class recording:  # noqa: N801 - a context manager, usable on ranks, where there are no fixtures
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.events = patch, []
+
+    def __enter__(self) -> list[str]:
+        start, close = Unsharder._start, Unsharder._reshard
+
+        def logged_start(weights: Unsharder, unit: Any) -> None:
+            if not unit.unsharded and unit.gathers is None:
+                self.events.append(f"+{unit.name or 'root'}")
+            start(weights, unit)
+
+        def logged_close(weights: Unsharder, unit: Any, keep: bool = False) -> None:
+            was = unit.unsharded or unit.gathers is not None
+            close(weights, unit, keep)
+            if was and not unit.unsharded:
+                self.events.append(f"-{unit.name or 'root'}")
+
+        self.patch.setattr(Unsharder, "_start", logged_start)
+        self.patch.setattr(Unsharder, "_reshard", logged_close)
+        return self.events
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()

@@ -1,0 +1,265 @@
+"""What `shard`'s options do to weights, gradients and ranks, beyond the defaults."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.ranks import run_ranks
+
+
+def test_precision_casts_weights_and_keeps_masters_as_given() -> None:
+    given = {key: value.clone() for key, value in make_net().state_dict().items()}
+    model, _, _ = train(0, Run(steps=0, precision="bf16", shard={"keep_fp32": [nn.LayerNorm, "gain"]}))
+    for name, param in model.named_parameters():
+        kept = "norm" in name or name == "gain"
+        assert param.dtype == (torch.float32 if kept else torch.bfloat16), name
+        assert torch.equal(model.state_dict()[name], given[name]), name
+        if not kept:
+            assert torch.equal(shardcore.full_state(param, "master"), given[name])
+    assert model.offset.dtype == torch.float32, "buffers keep their dtype"
+
+
+def test_inputs_are_cast_and_outputs_are_not() -> None:
+    seen: list[torch.dtype] = []
+
+    class Probe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor, *, index: torch.Tensor, more: dict[str, torch.Tensor]) -> torch.Tensor:
+            seen.extend([x.dtype, index.dtype, more["y"].dtype])
+            return (x * self.weight).float()
+
+    for cast, expected, precision in (
+        (True, torch.bfloat16, "bf16"),
+        (False, torch.float32, "bf16"),
+        (True, torch.float32, None),
+    ):
+        model = Probe() if precision is not None else Probe().bfloat16()
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), cast_inputs=cast, precision=precision)
+        seen.clear()
+        out = model(torch.ones(3), index=torch.tensor([1]), more={"y": torch.ones(1)})
+        assert seen == [expected, torch.int64, expected]
+        assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models_become_float32(dtype: torch.dtype) -> None:
+    model = make_net().to(dtype)
+    given = [p.detach().float() for p in model.parameters()]
+    model, _, _ = train(0, Run(steps=0, precision="fp32"), model)
+    for p, value in zip(model.parameters(), given, strict=True):
+        assert p.dtype == torch.float32
+        assert torch.equal(p, value)
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        loss_of(model, batch_of(step, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_float32_script_keeps_its_bits(stage: int, make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    plain = make_net()
+    _steps(plain, shardcore.FusedAdam(plain.parameters(), lr=1e-2, weight_decay=0.1))
+    caplog.set_level("INFO", "shardcore")
+    model = make_net()
+    model, optimizer = shardcore.shard(model, make(model.parameters(), lr=1e-2, weight_decay=0.1), stage)
+    _steps(model, optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert hash_of(model.state_dict().values()) == hash_of(plain.state_dict().values())
+    assert not [text for text in caplog.messages if "converts" in text]
+
+
+class Mixed(Net):
+    """Blocks in bfloat16 between float32 layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x).bfloat16()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.float()) * self.gain + self.offset
+
+
+def _mixed(rank: int, world_size: int, stage: int, master: str | None) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model, plain = Mixed(), Mixed()
+    plain.load_state_dict(model.state_dict())
+    alone = shardcore.FusedAdam(
+        [{"params": plain.blocks.parameters(), "master": "fp32"}, {"params": [*plain.inp.parameters(), plain.head.weight]}],
+        lr=0.1,
+    )
+    plain.gain.requires_grad_(False)
+    model.gain.requires_grad_(False)
+    params = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(params, lr=0.1, master=master), stage)
+    _steps(model, optimizer)
+    _steps(plain, alone)
+    for name, param in model.named_parameters():
+        assert param.dtype == (torch.bfloat16 if name.startswith("blocks") else torch.float32), name
+    kept = [shardcore.full_state(p, "master") for p in model.blocks.parameters()]
+    masters = [alone.state[p]["master"] for p in plain.blocks.parameters()]
+    with shardcore.full_params(model):
+        return hash_of([*model.parameters(), *kept]), hash_of([*plain.parameters(), *masters])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("master", [None, "split"])
+def test_bfloat16_weights_have_masters_beside_float32_ones(stage: int, master: str | None) -> None:
+    """To the bits of unsharded training, since every rank has the same batches."""
+    assert len({digest for pair in run_ranks(2, _mixed, stage, master) for digest in pair}) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "keep", "said"),
+    [
+        ("bf16", ["head"], ["3 from float32 to bfloat16"]),
+        ("fp32", [], ["18 from bfloat16 to float32"]),
+        ("fp16", ["gain"], ["3 from float32 to float16, 18 from bfloat16 to float16"]),
+        (None, ["blocks.1"], ["6 from bfloat16 to float32"]),
+        (None, ["head"], []),
+    ],
+)
+def test_conversions_are_one_line(
+    precision: str | None, keep: list[str], said: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardcore")
+    model = Mixed()
+    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision=precision, keep_fp32=keep)
+    assert caplog.messages == [f"shard: precision={precision!r} converts parameters: {text}" for text in said]
+
+
+def test_float16_weights_are_scaled_on_request() -> None:
+    model, optimizer, _ = train(0, Run(steps=0, precision=None), make_net().half())
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert optimizer.loss_scale == 1.0
+    x, y = batch_of(0, 0, 0)
+    ((model(x.half()).float() - y) ** 2).mean().backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+    model, optimizer, _ = train(0, Run(steps=0, precision=None, shard={"loss_scale": 256.0}), make_net().half())
+    assert optimizer.loss_scale == 256.0
+
+
+def _grad_dtype(rank: int, world_size: int, run: Run) -> tuple[str, str]:
+    model, optimizer, _ = train(rank, run)
+    loss_of(model, batch_of(9, 0, rank)).backward()
+    return hash_of_training(model, optimizer), str(shardcore.full_grad(model.head.weight).dtype)
+
+
+def test_bf16_gradients_are_the_same_on_every_stage_and_tier() -> None:
+    runs = [
+        Run(stage=stage, precision="bf16", shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3})
+        for stage in (0, 1, 2, 3)
+        for offload in (None, {"optimizer": "cpu"})
+    ]
+    answers = [run_ranks(2, _grad_dtype, run)[0] for run in runs]
+    assert set(answers) == {(answers[0][0], "torch.bfloat16")}
+    other = run_ranks(2, _grad_dtype, Run(precision="bf16", shard={"clip_grad_norm": 0.3}))[0]
+    assert other[1] == "torch.float32"
+    assert other[0] != answers[0][0]
+
+
+def _start(rank: int, world_size: int, broadcast: bool, stage: int) -> list[str]:
+    model = make_net(seed=rank)
+    model.offset.fill_(rank)
+    model, _, _ = train(rank, Run(steps=0, stage=stage, shard={"broadcast": broadcast}), model)
+    return [hash_of(p for p in model.parameters()), hash_of([model.offset])]
+
+
+def test_rank_0_is_broadcast_unless_told_otherwise() -> None:
+    expected = [hash_of(make_net(0).parameters()), hash_of([torch.zeros(5)])]
+    assert run_ranks(2, _start, True, 2) == [expected, expected]
+    apart = run_ranks(2, _start, False, 0)
+    assert apart[0] == expected
+    assert apart[1] == [hash_of(make_net(1).parameters()), hash_of([torch.ones(5)])]
+
+
+class WithEmpty(Net):
+    """A unit whose only parameter has no element, and one of a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Linear(0, 5, bias=False)
+        self.one = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.empty(x[:, :0]) + self.one(x[:, :1])
+
+
+def _empty(rank: int, world_size: int, stage: int, offload: Any) -> str:
+    torch.manual_seed(0)
+    model = WithEmpty()
+    options = {"units": [model.empty, model.one], "offload": offload}
+    return hash_of_training(*train(rank, Run(stage=stage, shard=options), model)[:2])
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_empty_parameters_and_empty_shards(world_size: int) -> None:
+    hashes = {
+        value
+        for stage in (0, 1, 2, 3)
+        for offload in (None, {"optimizer": "cpu"})
+        for value in run_ranks(world_size, _empty, stage, offload)
+    }
+    assert len(hashes) == 1
+
+
+def _subgroup(rank: int, world_size: int) -> str:
+    import torch.distributed as dist
+
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model, optimizer, _ = train(rank % 2, Run(shard={"process_group": pairs[rank // 2]}))
+    return hash_of_training(model, optimizer)
+
+
+def _pair(rank: int, world_size: int) -> str:
+    return hash_of_training(*train(rank, Run())[:2])
+
+
+def test_a_process_group_of_some_ranks() -> None:
+    assert set(run_ranks(4, _subgroup)) == set(run_ranks(2, _pair))
+
+
+def test_memory_report_counts_what_the_layout_says() -> None:
+    model, optimizer, _ = train(0, Run(precision="bf16", steps=1, shard={"offload": {"optimizer": "cpu"}}))
+    numel = sum(bucket.layout.numel for bucket in optimizer._engine.buckets)
+    report = shardcore.memory_report(model)
+    assert report.by_kind["weights"] == 2 * numel
+    assert report.by_kind["gradients"] == 2 * numel
+    assert report.by_kind["master"] == 4 * numel
+    assert report.by_kind["states"] == 8 * numel
+    places = 2 + 3  # for gradients and for weights of a chunk, with room for float32
+    staging = places * 4 * max(bucket.owned_numel for bucket in optimizer._engine.buckets)
+    assert report.by_kind["communication"] == staging
+    assert report.by_tier == {"device": 4 * numel, "cpu": 12 * numel + staging}
+    titles, device, cpu, together = (row.split() for row in str(report).splitlines())
+    assert titles == ["unit", "tier", "weights", "gradients", "master", "states", "communication", "total"]
+    mib = [f"{count * numel / 2**20:.2f}" for count in (2, 4, 8)]
+    assert device == ["all", "device", mib[0], mib[0], "0.00", "0.00", "0.00", mib[1]]
+    assert cpu[:6] == ["all", "cpu", "0.00", "0.00", mib[1], mib[2]]
+    assert (cpu[6], together[-1]) == (f"{staging / 2**20:.2f}", f"{sum(report.by_tier.values()) / 2**20:.2f}")
+    rows = [tuple(row.split()[:2]) for row in report.table(by_unit=True).splitlines()]
+    assert {("blocks.1", "device"), ("blocks.1", "cpu"), ("shared", "cpu"), ("all", "device"), ("all", "all")} <= set(rows)
+    with pytest.raises(ValueError, match="is not sharded"):
+        shardcore.memory_report(make_net())
+
+
+def test_full_params_is_a_context() -> None:
+    model, _, _ = train(0, Run(steps=0))
+    with shardcore.full_params(model):
+        assert model.head.weight.shape == (5, 24)
+    with pytest.raises(ValueError, match="Net is not sharded"), shardcore.full_params(make_net()):
+        pass

@@ -1,0 +1,75 @@
+"""The walls hold in this checkout, and each rule finds the breach that it is there for."""
+
+from pathlib import Path
+
+import pytest
+
+from tools import check_includes
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A clean small checkout; ``write`` adds a file to it."""
+
+    def write(path: str, text: str) -> Path:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return tmp_path
+
+    write("csrc/core/span.h", "#include <cstdint>\n")
+    write("csrc/adam/adam_cpu.cpp", '#include "adam/adam_cpu.h"\n#include "core/span.h"\n')
+    write("csrc/bind/module.cpp", '#include <torch/types.h>\n#include "adam/adam_cpu.h"\n')
+    write("shardcore/layout.py", "import math\n")
+    return write
+
+
+def test_this_checkout_keeps_the_rules():
+    assert list(check_includes.problems()) == []
+
+
+def test_a_clean_checkout_passes(checkout):
+    assert list(check_includes.problems(checkout("csrc/flags.txt", "# never -march=native\ncxx: -O3\n"))) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        (
+            "csrc/core/x.h",
+            "#include <torch/types.h>",
+            "csrc/core/x.h:1: includes torch/types.h; expected torch and Python in csrc/bind",
+        ),
+        ("csrc/adam/x.h", "#  include <pybind11/pybind11.h>", "torch and Python in csrc/bind only"),
+        ("csrc/norm/x.cpp", "\n#include <c10/util/Half.h>", "csrc/norm/x.cpp:2: includes c10/util/Half.h"),
+        ("csrc/copy/x.cu", "#include <Python.h>", "torch and Python in csrc/bind only"),
+        ("csrc/core/x.cpp", '#include "adam/adam_math.h"', "csrc/core includes adam/adam_math.h; expected only core"),
+        ("csrc/adam/x.cpp", '#include "bind/checks.h"', "csrc/adam includes bind/checks.h; expected only adam, core"),
+        ("csrc/adam/x.cpp", '#include "norm/norm.h"', "csrc/adam includes norm/norm.h"),
+        ("csrc/adam/x.cpp", '#include "../core/span.h"', "expected a path from csrc/"),
+        ("csrc/core/x.cpp", "#include <omp.h>", "expected no OpenMP"),
+        ("csrc/stuff/x.cpp", "", "csrc/stuff is not a room"),
+        ("csrc/core/long.cpp", "//\n" * 701, "has 701 lines; expected at most 700"),
+        ("tests/test_layout.py", "#\n" * 701, "has 701 lines; expected at most 700"),
+        ("shardcore/x.py", "def f():\n    import os\n", "shardcore/x.py:2: imports inside f()"),
+        (
+            "shardcore/x.py",
+            "class A:\n    async def g(self):\n        from os import path\n",
+            "shardcore/x.py:3: imports inside g()",
+        ),
+        (
+            "tests/test_layout_of_units.py",
+            "from tests.engine.test_units import x",
+            "_units.py:1: imports tests.engine.test_units.x",
+        ),
+        ("tests/test_layout.py", "def f():\n    import tests.test_api", "tests/test_layout.py:2: imports tests.test_api"),
+        ("tests/test_layouts.py", "", "tests/test_layouts.py: is named after none of cpp, layout; expected test_<module>.py"),
+        ("tests/engine/test_layout.py", "", "tests/engine/test_layout.py: is named after none of "),
+        ("csrc/flags.txt", "cxx: -O3 -march=native", "csrc/flags.txt:1: has -march=native"),
+        ("setup.py", "flags = ['-ffast-math']", "setup.py:1: has -ffast-math"),
+    ],
+)
+def test_each_rule_finds_its_breach(checkout, path, text, problem):
+    found = list(check_includes.problems(checkout(path, text)))
+    assert len(found) == 1
+    assert problem in found[0]
