@@ -534,21 +534,17 @@ class Engine:
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problems: list[Exception],
         norm_type: float | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
         params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank. problems: why this rank refuses, if it does; taken out where it is raised. norm_type: of the norm to take, None
-        for no norm.
+        rank. norm_type: of the norm to take, None for no norm.
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
 
         def check() -> str:
-            if problems:
-                raise problems.pop()
             self.reducer.accept_user_grads(op)
             self.reducer.host_grads.arrive()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
