@@ -42,7 +42,7 @@ class OwnGrads:
 
         edited: is called when they have other values.
         """
-        self.device, self._piece, self._edited = device, comm.topology.piece_index(comm.rank), edited
+        self.device, self._edited = device, edited
         self._views: dict[Bucket, list[torch.Tensor]] = {}
         for bucket in buckets:
             for start, part in bucket.grads() if bucket.reduced else ():
@@ -75,7 +75,7 @@ class OwnGrads:
         self._edited()
 
     def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
-        return sq_norm_of(bucket.own_grads(self._piece), self.device)
+        return sq_norm_of(bucket.own_grads(), self.device)
 
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
