@@ -142,7 +142,7 @@ class Updater:
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
     ) -> tuple[float | Arrival | None, StepPlan | None]:
-        """StepPlan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
+        """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
         multiplied by `grad_scale` and, if `max_norm` is given, by the clip coefficient of their global norm; `loss_scale` is
