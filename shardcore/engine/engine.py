@@ -35,7 +35,10 @@ from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, in_backward, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+from shardcore.optim import AdamOptimizer
+from shardcore.optim.sharded import EngineRef
+from shardcore.optim.state import step_tensor
+from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
 
 @dataclass
