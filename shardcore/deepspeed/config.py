@@ -364,7 +364,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
     with open(path, "rb") as file:
         text = file.read()
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
         raise ValueError(f"{_OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
 
@@ -376,7 +376,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} appears twice in one object")
         seen[key] = value
     return seen
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"it has {name}")
