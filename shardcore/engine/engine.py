@@ -432,7 +432,7 @@ class Engine:
         return self.scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on. See ScalesLoss.scale_loss."""
+        """Return the loss to run backward on. See FusedAdam.scale_loss."""
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
