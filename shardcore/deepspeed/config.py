@@ -79,14 +79,9 @@ class Config:
             raise ValueError(
                 f"{_OP}: config train_batch_size has {train}; expected train_micro_batch_size_per_gpu * "
                 f"gradient_accumulation_steps * world_size, which is {micro} * {steps} * {world_size} = "
-                f"{micro * steps * world_size} {self._derived()}"
+                f"{micro * steps * world_size} (what is not given is derived, rounded down)"
             )
         return BatchSizes(train, micro, steps)
-
-    def _derived(self) -> str:
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        missing = [name for name in names if getattr(self, name) is None]
-        return f"({' and '.join(missing)} derived, rounded down)" if missing else "(all three are given)"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
