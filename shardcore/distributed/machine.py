@@ -1,6 +1,6 @@
 """The machine that this rank runs on: its cores and its memory, less what control groups and the machine's other ranks take.
 
-Memory, quotas (of control groups of version 2) and the topology of cores are read on Linux only. Reclaimable file cache counts as
+Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only. Reclaimable file cache counts as
 free. `root`, the folder of the system's files, is for tests.
 """
 
