@@ -33,7 +33,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
-from shardcore.optim.hooked import keep_uncompiled
+from shardcore.optim.sharded import keep_uncompiled
 
 
 class Gatherer:
@@ -51,10 +51,10 @@ class Gatherer:
     @staticmethod
     def bring(bucket: Bucket) -> _C.CopyEvent | None:
         """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that is from another tier."""
-        place = bucket.owned_slice(bucket.weight)
+        target = bucket.owned_slice(bucket.weight)
         if bucket.tier is not None:
-            return bucket.tier.from_tier(place, bucket.owned_weight)
-        place.copy_(bucket.owned_weight)
+            return bucket.tier.from_tier(target, bucket.owned_weight)
+        target.copy_(bucket.owned_weight)
         return None
 
     def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
@@ -130,7 +130,7 @@ class Unsharder:
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
-        self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self._slot_of = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
@@ -285,7 +285,7 @@ class Unsharder:
         if unit.unsharded or unit.gathers is not None:
             return
         if self.overlap_step is not None:
-            self.overlap_step.wait(unit.buckets)
+            self.overlap_step.wait_for(unit.buckets)
         self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
@@ -405,7 +405,7 @@ class Unsharder:
         try:
             for unit in held:
                 if self.overlap_step is not None:
-                    self.overlap_step.wait(unit.buckets)
+                    self.overlap_step.wait_for(unit.buckets)
                 self._gather(unit)
             for unit in held:
                 self._wait(unit)
@@ -455,7 +455,7 @@ class Unsharder:
 
         What is being gathered (since a forward failed) has the old values, and is freed.
         """
-        chosen = [self._place[param] for param in params if param in self._place]
+        chosen = [self._slot_of[param] for param in params if param in self._slot_of]
         for unit, bucket, managed in chosen:
             if unit.gathers is not None:
                 self._reshard(unit)

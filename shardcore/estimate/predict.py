@@ -8,7 +8,7 @@ Not predicted: activations, the model's buffers, and temporary memory of shard()
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
-from shardcore.engine.split_store import cuts_of, parts_of, scratch_bytes
+from shardcore.engine.split_store import split, weight_scratch_bytes
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
@@ -138,6 +138,8 @@ def predict(
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
+    if tiers.optimizer is not None:
+        split(updated, tiers.ratio)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [param for param in model.parameters() if not param.requires_grad and param not in in_buckets]
     step = _Step(
@@ -148,7 +150,7 @@ def predict(
         wanted.reduce_policy(world_size),
         keepers_of(wanted.reshard_after_forward),
         world_size == 1 and not wanted.loss_scaler().active,
-        cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
+        {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
     )
     step.fill_pools()
     lines = memory_lines(
@@ -157,7 +159,7 @@ def predict(
         _States(updated, tiers),
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
-        adding_bytes((bucket.owned_numel - cut for bucket, cut in step.cuts.items()), step.policy),
+        adding_bytes(step.offloaded, step.policy),
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
         lambda bucket: None,
     )
@@ -169,27 +171,18 @@ class _States(DeviceStore):
     """States on the meta device, counted on the tiers of `tiers`."""
 
     def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
-        super().__init__([])
-        self.tier, self._tiers = tiers.optimizer or "device", tiers
-        self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        far = [far for _, far in self._parts.values()]
-        leave, here = self._tiers.gradients is not None, self._tiers.params is not None
-        return 0 if self._tiers.optimizer is None else staging_bytes(far, grads_leave=leave, weights_here=here)
-
-    @property
-    def weight_scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0 if self._tiers.params is None else scratch_bytes([near for near, _ in self._parts.values()])
+        super().__init__([], _META)
+        if tiers.optimizer is not None:
+            self.tier = tiers.optimizer
+            self.scratch_bytes = staging_bytes(buckets, tiers.gradients is not None, tiers.params is not None)
+        if tiers.params is not None:
+            self.weight_scratch_bytes = weight_scratch_bytes(buckets)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
-        for part, tier in zip(self._parts[bucket], ("device", self.tier), strict=True):
-            if part.owned_numel:
-                states = bucket.state_format.new(part.owned_numel, partial(allocate, device=_META))
+        for numel, tier in (bucket.device_numel, "device"), (bucket.host_numel, self.tier):
+            if numel:
+                states = bucket.state_format.new(numel, partial(allocate, device=_META))
                 yield from ((tier, key, flat.nbytes) for key, flat in states.items())
 
 
@@ -197,7 +190,8 @@ class _States(DeviceStore):
 class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
-    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. cuts: see engine/host_gradients.py.
+    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. offloaded: the
+    buckets whose gradients are.
     """
 
     comm: Comm
@@ -207,7 +201,7 @@ class _Step:
     policy: ReducePolicy
     keepers: int
     alone: bool
-    cuts: Mapping[Bucket, int]
+    offloaded: Collection[Bucket]
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
@@ -223,9 +217,9 @@ class _Step:
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
         self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
-        for bucket, cut in self.cuts.items():
+        for bucket in self.offloaded:
             dtype = home_dtype(bucket, self.policy, self.alone)
-            bucket.host_grad = torch.empty(bucket.owned_numel - cut, dtype=dtype, device=_META)
+            bucket.host_grad = torch.empty(bucket.host_numel, dtype=dtype, device=_META)
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.dtype)
@@ -259,7 +253,7 @@ class _Step:
                 add("exchange gradients", len(ranks), [numel * dtype.itemsize] * reductions)
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
-            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.cuts else first
+            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
             add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
@@ -341,7 +335,7 @@ class _Step:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
         unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
         left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and local.dtype == dtype
-        if bucket in self.cuts:
+        if bucket in self.offloaded:
             self._leave(bucket, local, unchanged)
         else:
             if unchanged or left:
@@ -371,11 +365,11 @@ class _Step:
 
     def _keep_rest(self) -> None:
         for bucket, source, _ in self._leaving:
-            if bucket.grad is None and self.cuts[bucket]:
-                bucket.grad = self.pool.keep(self.cuts[bucket], source.dtype)
+            if bucket.grad is None and bucket.device_numel:
+                bucket.grad = self.pool.keep(bucket.device_numel, source.dtype)
 
     def _take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        goes_on = self.comm.world_size > 1 or bucket in self.cuts
+        goes_on = self.comm.world_size > 1 or bucket in self.offloaded
         return take_full(bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident)
 
     def _give(self, bucket: Bucket, local: torch.Tensor) -> None:

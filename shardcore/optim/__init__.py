@@ -6,7 +6,6 @@ and clipping have one meaning.
 
 from shardcore.optim.adam import AdamOptimizer, CPUAdam, FusedAdam
 from shardcore.optim.clip import by_engine, clip_grad_norm_, global_norm, join, norm_part
-from shardcore.optim.engine import EngineRef, engine_of, weakly
 from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
@@ -18,6 +17,7 @@ from shardcore.optim.options import (
     hyper_of,
     lr_on_device,
 )
+from shardcore.optim.sharded import EngineRef, engine_of, weakly
 from shardcore.optim.state import ParamState, StepCount, step_count, step_tensor
 from shardcore.optim.state_dict import (
     export_groups,

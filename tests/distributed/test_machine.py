@@ -148,19 +148,19 @@ def test_the_workers_use_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch
     used: list[tuple[torch.device, int]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, threading.get_ident())))
     device = torch.device("cuda", 3)
-    worker = Worker("test", None, device)
-    idents = [worker.submit(lambda threads: threading.get_ident()).result() for _ in range(2)]
+    worker = Worker("test", WorkerThreads(1), device)
+    idents = [worker.submit(threading.get_ident).result() for _ in range(2)]
     assert used == [(device, idents[0])]
     assert idents[0] == idents[1] != threading.get_ident()
     host = HostGrads(None, Comm(), ReducePolicy(1, True, torch.float32), False, BufferPool(device))
-    host._worker.submit(lambda threads: None).result()
+    host._worker.submit(threading.get_ident).result()
     assert [found for found, _ in used] == [device] * 2
 
     def broken(device: torch.device) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(torch.cuda, "set_device", broken)
-    assert Worker("test", None, device).submit(lambda threads: 5).result() == 5
+    assert Worker("test", WorkerThreads(1), device).submit(lambda: 5).result() == 5
 
 
 def test_the_worker_gets_cpu_threads(monkeypatch: pytest.MonkeyPatch) -> None:

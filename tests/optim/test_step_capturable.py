@@ -325,7 +325,7 @@ def test_the_short_way_is_taken(monkeypatch):
         for p, grad in zip(params, grads_of(params, seed=step), strict=True):
             p.grad = grad
         if step == 2:
-            monkeypatch.setattr("shardcore.optim.adam.collect", lambda *args: pytest.fail("the long way"))
+            monkeypatch.setattr("shardcore.optim.adam.Update", lambda *args: pytest.fail("the long way"))
         optimizer.step(max_norm=1.0)
     assert optimizer.state[params[0]]["step"] == 3
 

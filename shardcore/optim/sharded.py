@@ -18,7 +18,9 @@ Gradients = Sequence[torch.Tensor | None]
 class ScalesLoss:
     """What an optimizer offers for options of shardcore.shard (fp16's loss scaling, overlap_step) and all else leaves out."""
 
-    _engine: "Engine | None"  # no default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks
+    _engine: (
+        "ShardedEngine | None"  # no default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks
+    )
 
     @property
     def loss_scale(self) -> float:
@@ -83,7 +85,18 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Engine(Protocol):
+def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
+    """Make torch.compile call these methods of a class as they are, and say the reason. Imports torch._dynamo.
+
+    (Bound methods kept on an object would keep that object in a cycle.)
+    """
+    for name in names:
+        method = vars(kind)[name]
+        if not hasattr(method, "_torchdynamo_disable"):
+            setattr(kind, name, torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
+
+
+class ShardedEngine(Protocol):
     """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
 
     The optimizer has checked the arguments; what it found is ``problem``, which the engine raises on every rank.
@@ -118,6 +131,5 @@ class Engine(Protocol):
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problems: list[Exception],
         norm_type: float | None = None,
     ) -> GradShards: ...
