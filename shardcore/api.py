@@ -21,18 +21,20 @@ from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.distributed.machine import plan_worker, short_of_memory
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import host_bytes, warn_of_pageable
+from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import home_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
-from shardcore.engine.split_store import host_store, parts_of
+from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.optim import AdamOptimizer, CPUAdam, EngineRef, engine_of, joined_state, other_entries
+from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
+from shardcore.optim.sharded import EngineRef, engine_of
+from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 
 
@@ -287,7 +289,6 @@ def _plan(
             options.overlap_step,
             options.reshard_after_forward,
             tiers.gradients is not None,
-            tiers.ratio,
             tiers.device_memory_limit,
         )
         needed = _host_bytes(plan, tiers)
@@ -306,11 +307,12 @@ def _plan(
 
 def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     """Return the bytes of host memory that offload takes on this rank."""
-    far, needed = [parts_of(bucket, tiers.ratio)[1] for bucket in plan.updated], 0
+    needed = 0
     if tiers.optimizer is not None:
-        needed = host_bytes(far, tiers.gradients is not None, tiers.params is not None)
+        split(plan.updated, tiers.ratio)
+        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None)
     if tiers.gradients is not None:
-        needed += home_bytes(far, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
+        needed += home_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
     if tiers.params is not None:
         needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
     return needed
@@ -322,19 +324,18 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
     comm.acquire_group()
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
-            plan.host = host_store(
+            store: type[CpuStore] | type[SplitStore] = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
+            plan.host = store(
                 plan.updated,
                 plan.device,
                 tiers.pin_memory,
                 tiers.pin_memory_limit,
-                ratio=tiers.ratio,
                 grads_leave=tiers.gradients is not None,
                 weights_here=tiers.params is not None,
-                changes=tiers.auto,
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
-        plan.store = DeviceStore(plan.updated) if plan.host is None else plan.host
+        plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
         others = other_entries(given.state)
         states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
     works = plan.overlap_step or plan.offloads_gradients
@@ -365,7 +366,7 @@ def _fill(
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
-    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
+    builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
 

@@ -14,7 +14,8 @@ from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
-from shardcore.optim import AdamOptimizer, FusedAdam, check_capturable
+from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim.options import check_capturable
 
 logger = logging.getLogger("shardcore")
 
@@ -94,7 +95,8 @@ class ShardOptions:
             raise TypeError(f"shard: reshard_after_forward is {reshard!r}; expected True, False or a number of ranks")
         if _is_int(reshard) and (reshard < 1 or shard_world_size % reshard):
             raise ValueError(
-                f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size} ranks that share weights"
+                f"shard: reshard_after_forward is {reshard}; expected a divisor of {shard_world_size}, the ranks that share "
+                "weights"
             )
         if not isinstance(reshard, bool) and self.stage != 3:
             raise ValueError(

@@ -1,10 +1,10 @@
 """Weights of models built on the meta device: made module by module, or read from files, straight into shards.
 
-Invariants: a Parameter stays the same object (`become`). Whole values exist for one module at a time (from files: for one
-parameter, and only where the stage keeps whole weights anyway). Every check that needs no value runs before anything changes.
+Invariants: a Parameter stays the same object (`become`). Full values exist for one module at a time (from files: for one
+parameter, and only where the stage keeps full weights anyway). Every check that needs no values runs before anything changes.
 
-Note [transformers]: it is never imported first: who has a model of it has imported it. Its young and private names are used in
-this file alone; tested with transformers 5.23. Before version 5 there is no conversion, and names are as in the files.
+Note [transformers]: a model of it implies that it is imported, so it is never imported here. Its private names are used in this
+file alone; tested with transformers 5.23. Versions before 5 convert no weights: names are those of the files.
 """
 
 import logging
@@ -35,15 +35,15 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 class OwnInit:
-    """Fills a module as building its model did: by `_init_weights` of the transformers model around it, or reset_parameters.
+    """Initializes a module as building it does: by `_init_weights` of the transformers model around it, or reset_parameters.
 
-    `_init_weights` takes one module after the other, children first, and may write to those below (GPT-2's scales the
-    projections of its blocks). So it is called for the module and for each one around it, while all that is not the module's
-    own is on the meta device, where nothing is computed and no random number is drawn.
+    transformers calls `_init_weights` for each module, children first, and it may write to modules below (GPT-2's scales the
+    projections of its blocks). So it is called for the module and for each one around it, while all tensors that are not the
+    module's own are on the meta device, where nothing is computed and no random numbers are drawn.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Find, for each module of `model`, the modules around it and the transformers models that they belong to."""
+        """Find, for each module of `model`, the modules around it and their transformers models."""
         self._model = model
         self._stand_ins: dict[torch.Tensor, torch.Tensor] = {}
         self._calls: dict[nn.Module, list[tuple[Any, nn.Module]]] = {}
@@ -54,11 +54,11 @@ class OwnInit:
             self._calls[module] = of_name[name] = around if owner is None else [(owner, module), *around]
 
     def covers(self, module: nn.Module) -> bool:
-        """Whether something fills this module."""
+        """Whether there is a function that initializes this module."""
         return bool(self._calls[module]) or callable(getattr(module, "reset_parameters", None))
 
     def computes(self, name: str) -> bool:
-        """Whether files may lack this parameter or buffer of a transformers model: from_pretrained makes it, too."""
+        """Whether from_pretrained, too, initializes this parameter or buffer of a transformers model if no file has it."""
         path, _, key = name.rpartition(".")
         module = self._model.get_submodule(path)
         patterns = [pattern for owner, _ in self._calls[module] for pattern in owner._keys_to_ignore_on_load_missing or ()]
@@ -66,7 +66,7 @@ class OwnInit:
         return bool(self._calls[module]) and made
 
     def __call__(self, module: nn.Module) -> None:
-        """Fill the module's own parameters and buffers, in place."""
+        """Initialize the module's own parameters and buffers, in place."""
         reset: Any = getattr(module, "reset_parameters", None)
         if not self._calls[module]:
             reset()
@@ -111,34 +111,34 @@ def _own(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers(recurse=False)
 
 
-_INTEGERS = (torch.int16, torch.int32, torch.int64)
+def _unset(dtype: torch.dtype) -> float | None:
+    """Return the value by which unset elements are recognized; None for numbers of one byte, which have none to spare."""
+    if dtype == torch.bool:
+        return 2  # as a byte
+    if dtype.itemsize == 1 or not dtype.is_signed:
+        return None
+    return torch.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 def blank_like(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory in which what nobody fills shows: NaN, the least integer, no bool (integers of a byte do not show)."""
+    """Return memory whose unset elements `is_blank` finds."""
     made = torch.empty(like.shape, dtype=like.dtype, device=device)
-    if like.is_complex() or (like.is_floating_point() and like.itemsize > 1):
-        made.fill_(torch.nan)
-    elif like.dtype in _INTEGERS:
-        made.fill_(torch.iinfo(like.dtype).min)
-    elif like.dtype == torch.bool:
-        made.view(torch.uint8).fill_(2)
+    if (unset := _unset(like.dtype)) is not None:
+        (made.view(torch.uint8) if like.dtype == torch.bool else made).fill_(unset)
     return made
 
 
 def is_blank(tensor: torch.Tensor) -> bool:
     """Whether an element is as `blank_like` left it."""
-    if tensor.is_meta:
+    unset = _unset(tensor.dtype)
+    if tensor.is_meta or unset is None:
         return False
-    if tensor.is_complex() or (tensor.is_floating_point() and tensor.itemsize > 1):
-        return bool(tensor.isnan().any())
-    if tensor.dtype in _INTEGERS:
-        return bool((tensor == torch.iinfo(tensor.dtype).min).any())
-    return tensor.dtype == torch.bool and bool((tensor.view(torch.uint8) > 1).any())
+    values = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return bool((values.isnan() if unset != unset else values == unset).any())
 
 
 def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFiles":
-    """Return the files as `model` names and shapes what is in them."""
+    """Return the files with the names and shapes of `model`."""
     if not _is_pretrained(model):
         return files
     try:
@@ -149,15 +149,15 @@ def files_of(model: nn.Module, files: TensorFiles) -> "TensorFiles | ConvertedFi
 
 
 class ConvertedFiles:
-    """Tensors in files under a transformers model's names, as `TensorFiles` has them: `stored` and `read`.
+    """Tensors in files under a transformers model's names, with the interface of `TensorFiles`: `stored` and `read`.
 
-    dropped: names of what the model does not have, as from_pretrained reports and drops it (the old head under a new one).
-    What is only renamed is read by ranges. What transformers makes of several tensors, or of one in another form, is made
-    whole when it is read, and kept until the next such tensor is.
+    dropped: names that the model does not have, which from_pretrained drops with a report (the old head under a new one).
+    Tensors that are only renamed are read by ranges. Those that transformers makes of several, or in another form, are made in
+    full when they are read, and kept until the next such read.
     """
 
     def __init__(self, model: Any, files: TensorFiles, loading: Any, transforms: list[Any]) -> None:
-        """Follow transformers' conversion of names. Reads no values: shapes are those of the conversion of meta tensors."""
+        """Convert names as transformers does. Reads no values: shapes come from a conversion of meta tensors."""
         self._model, self._files = model, files
         self._key: dict[str, str] = {}
         self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -178,7 +178,7 @@ class ConvertedFiles:
             else:
                 self._parts.setdefault(name, (converter_of[pattern], []))[1].append((key, pattern))
         unexpected = SimpleNamespace(missing_keys=set(), unexpected_keys=self._key.keys() - own.keys())
-        model._adjust_missing_and_unexpected_keys(unexpected)  # leaves out what from_pretrained ignores
+        model._adjust_missing_and_unexpected_keys(unexpected)  # removes what from_pretrained ignores
         self.dropped = [name for name in self._key if name in unexpected.unexpected_keys]
         self.stored.update({name: files.stored[key] for name, key in self._key.items() if name in own})
         for first, (_, parts) in self._parts.items():
@@ -196,19 +196,19 @@ class ConvertedFiles:
             return torch.empty(0, dtype=self.stored[name].torch_dtype, device="cpu")
         if self._made is None or self._made[0] != first:
             self._made = None
-            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._whole).items()}
+            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()}
         return self._made[1][name][start : start + numel]
 
     def _empty(self, key: str) -> torch.Tensor:
         stored = self._files.stored[key]
         return torch.empty(stored.shape, dtype=stored.torch_dtype or torch.float32, device="meta")
 
-    def _whole(self, key: str) -> torch.Tensor:
+    def _full(self, key: str) -> torch.Tensor:
         shape = self._files.stored[key].shape
         return self._files.read(key, 0, prod(shape)).view(shape)
 
     def _convert(self, first: str, values: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what transformers makes of the tensors that become `first` and perhaps others, by name."""
+        """Return what transformers makes of the tensors that become `first`, and perhaps others, by name."""
         converter, parts = self._parts[first]
         converter = deepcopy(converter)
         for key, pattern in parts:
@@ -233,9 +233,9 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "FromInit | FromFiles | None":
-    """Return what will fill the model's meta parameters and buffers, or None if there is nothing to fill. Changes nothing.
+    """Return what will fill the model's meta parameters and buffers, or None if it has none. Changes nothing.
 
-    Raises TypeError, ValueError or OSError for what cannot be filled, ModuleNotFoundError without the safetensors package.
+    Raises TypeError, ValueError or OSError if they cannot be filled, ModuleNotFoundError without the safetensors package.
     """
     meta = {tensor: name for name, tensor in _named(model) if tensor.is_meta}
     for tensor, name in meta.items():
@@ -246,8 +246,7 @@ def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "From
                 "shard: materialize is a callable and nothing of the model is on the meta device; expected None, or a model "
                 'built under torch.device("meta") (it would never be called)'
             )
-        in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
-        return FromInit(model, meta, materialize, in_memory) if meta else None
+        return FromInit(model, meta, materialize) if meta else None
     items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
     paths = [item for item in items if isinstance(item, str | os.PathLike)] if isinstance(items, list | tuple) else []
     fills = [item for item in items if callable(item)] if paths else []
@@ -266,9 +265,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if something holds the meta tensor itself, so that it cannot become another."""
-    held = tensor._use_count() > 1 or weakref.getweakrefs(tensor)  # type: ignore[attr-defined]
-    if held:
+    """Raise ValueError if something refers to the meta tensor itself, so that it cannot be swapped for another."""
+    if tensor._use_count() > 1 or weakref.getweakrefs(tensor):  # type: ignore[attr-defined]
         raise ValueError(
             f"shard: {name} is on the meta device and is held by something else (the graph of a forward that ran on it, or a "
             "weak reference); expected a model that was only built"
@@ -278,16 +276,10 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
 
 
 class FromInit:
-    """Fills each module by a function of it, in the model's order, so that random numbers are drawn as they were there."""
+    """Fills module after module by a function, in the model's order, so that random numbers are drawn as when it is built."""
 
-    def __init__(
-        self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None, in_memory: Sequence[str] = ()
-    ) -> None:
-        """Plan for the modules that own tensors of `meta` (with names); without `init` each is filled as building it does.
-
-        in_memory: parameters that keep the values they have, of which `fill` warns: nobody may have set them.
-        """
-        self._in_memory = in_memory
+    def __init__(self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None) -> None:
+        """Plan for the modules that own tensors of `meta` (with names); init: None initializes each as building it does."""
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
         own = OwnInit(model)
         self._init: Fill = init or own
@@ -313,19 +305,12 @@ class FromInit:
         return [(table, key, tensor) for table in tables for key, tensor in table.items() if tensor in self._meta]
 
     def _kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Return the module's own parameters that are not to be filled: they have their values, or get them from files."""
+        """Return the module's own parameters that are not filled here: they have values, or get them from files."""
         return [(key, param) for key, param in module._parameters.items() if param is not None and param not in self._meta]
 
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
-        if self._in_memory and builder.comm.rank == 0:
-            logger.warning(
-                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing has set it (a constructor that "
-                'calls torch.FloatTensor(...) leaves memory unset even under torch.device("meta")), expected '
-                'model.to("meta") before the optimizer is made',
-                ", ".join(self._in_memory),
-            )
-        place_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
+        bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
         for name, module in self._modules:
             fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []
             kept: list[tuple[dict[str, Any], str, torch.Tensor]] = [(module._parameters, *own) for own in self._kept(module)]
@@ -333,7 +318,7 @@ class FromInit:
                 if tensor.is_meta:
                     fresh.append((table, key, tensor))
                     become(tensor, blank_like(tensor, builder.device))
-                else:  # another module has filled it; this one draws its random numbers, too, but for nothing
+                else:  # tied, and filled by another module; this one draws its random numbers too, as when it is built
                     kept.append((table, key, tensor))
             for table, key, tensor in kept:
                 blank = blank_like(tensor, builder.device)
@@ -348,15 +333,15 @@ class FromInit:
                     for table, key, tensor in kept:
                         table[key] = tensor
             for table, key, tensor in fresh:
-                if tensor not in place_of:
-                    builder.place_rest([table[key]], broadcast)
+                if tensor not in bucket_of:
+                    builder.move_rest([table[key]], broadcast)
                     continue
                 values = tensor.data.contiguous()
                 if broadcast:
                     builder.comm.broadcast(values)
                 with together(builder.comm, doing):
-                    set_weights(store, *place_of[tensor], part_of(values))
-                    builder.place(*place_of[tensor])
+                    set_weights(store, *bucket_of[tensor], part_of(values))
+                    builder.attach(*bucket_of[tensor])
 
     def _check(self, name: str, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool) -> None:
         """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
@@ -371,21 +356,20 @@ class FromInit:
                     "memory, as it was built"
                 )
             if has_values and is_blank(found):
-                said = "NaN" if found.is_floating_point() else "unset values"
+                said = "NaN (of unset memory)" if found.is_floating_point() else "unset values"
                 raise ValueError(
-                    f"{what} has {said} (all memory has before it is filled); expected every element to be filled, or the "
-                    "tensor in memory before shard()"
+                    f"{what} has {said}; expected every element to be filled, or the tensor in memory before shard()"
                 )
 
 
 class FromFiles:
-    """Fills parameters and buffers with what files have under their names; every rank reads what it keeps."""
+    """Fills parameters and buffers from files, by name; every rank reads what it keeps."""
 
     def __init__(self, model: nn.Module, files: TensorFiles | ConvertedFiles, init: Fill | None) -> None:
-        """Match names; `init` fills the modules whose tensors the files lack, a transformers model what no file has.
+        """Match names; `init` fills modules whose tensors no file has (of a transformers model by itself, as from_pretrained).
 
-        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes. What the files of a
-        transformers model have beside it is dropped, with a warning from `fill`.
+        Raises ValueError or TypeError for missing and unexpected names, and for other shapes or dtypes. Unexpected names in the
+        files of a transformers model are dropped, with a warning from `fill`.
         """
         self._files = files
         self._dropped = files.dropped if isinstance(files, ConvertedFiles) else []
@@ -453,7 +437,7 @@ class FromFiles:
                 key = left.pop(managed.param, None)
                 if key is not None:
                     if managed.param.is_meta:
-                        builder.place(bucket, managed)
+                        builder.attach(bucket, managed)
                     set_weights(store, bucket, managed, self._reader(key))
         for tensor, key in left.items():
             if tensor.is_meta:

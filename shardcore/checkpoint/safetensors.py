@@ -1,6 +1,6 @@
 """Tensors in .safetensors files: found by name, checked before use, read by ranges. Never pickle.
 
-The safetensors package reads headers and bytes; it is optional, and missing it is an error only here.
+The safetensors package, which reads headers and bytes, is optional and imported here only.
 """
 
 import json
@@ -19,7 +19,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-# What the format calls dtypes that a model may have; another one is of no use here.
+# The format's names of the dtypes that a model may have.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: what the file's header says of it, and how to read it."""
+    """A tensor in a file: its entry in the file's header, and the handle that reads it."""
 
     path: Path
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Stored:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The dtype in torch, or None for one that no model has."""
+        """The dtype in torch; None if torch has none."""
         return _DTYPES.get(self.dtype)
 
 
@@ -79,7 +79,7 @@ class TensorFiles:
                 raise ValueError(f"shard: {path} has no {name}; expected it there, as {_INDEX} says (is the copy complete?)")
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype, to be read at once."""
+        """Return elements [start, start + numel) of the flattened tensor, in the file's dtype. Raises OSError."""
         tensor = self.stored[name]
         if numel == 0:
             return torch.empty(0, dtype=tensor.torch_dtype, device="cpu")
@@ -95,7 +95,7 @@ class TensorFiles:
 
 
 def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files that `path` stands for, and where an index says that names are."""
+    """Return the files of `path` (a file or a folder), and the file of each name in the folder's index."""
     if not path.is_dir():
         if path.suffix != ".safetensors":
             raise ValueError(f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle is never read)")
@@ -135,5 +135,5 @@ def _open(package: ModuleType, path: Path) -> dict[str, Stored]:
         return found
     except Exception as error:
         raise ValueError(
-            f"shard: {path} is torn or no safetensors file ({error}); expected a whole one: copy it again"
+            f"shard: {path} is torn or no safetensors file ({error}); expected a complete one: copy it again"
         ) from error

@@ -1,11 +1,11 @@
-"""State dicts that stay in shards, for torch.distributed.checkpoint: no rank ever holds the whole.
+"""State dicts in shards, for torch.distributed.checkpoint: no rank holds full tensors.
 
-Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. No DTensor placement says that (Shard(0)
-cuts at rows). But torch.distributed.checkpoint describes every tensor as boxes of it, (offsets, sizes), whoever has them;
-any range of a row-major tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has whole
-tensors under their own names, which DTensors, plain tensors and other world sizes load. `Shards` says its boxes by the
-protocol that DTensor follows. torch.distributed.checkpoint calls it, so it is imported there only: it brings in 700 modules.
-Its HuggingFaceStorageWriter keeps one box per name and file, and drops the others; `_refuse_in_safetensors` makes it refuse.
+Note [Boxes]: a rank has ranges of flattened parameters, cut at 256-element blocks. DTensor has no such placement (Shard(0) cuts
+at rows). But torch.distributed.checkpoint describes every tensor as boxes, (offsets, sizes), and any range of a row-major
+tensor is a few boxes (at most 2 * dimensions - 1), which are views of it. So a checkpoint has full tensors under their own
+names, which DTensors, plain tensors and other world sizes load. `Shards` provides its boxes by the protocol of DTensor.
+torch.distributed.checkpoint is imported in its methods, which it calls, since it loads 700 modules. Its
+HuggingFaceStorageWriter keeps one box per name and file and drops the others; `_refuse_in_safetensors` makes it refuse.
 """
 
 import logging
@@ -23,7 +23,8 @@ from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.state_store import set_owned
-from shardcore.optim import step_count, step_tensor, warn_of_lost
+from shardcore.optim.state import step_count, step_tensor
+from shardcore.optim.state_dict import warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("shardcore")
 
 _OP = "load_sharded_state_dict"
-_SCALE = "loss_scale."  # what its keys begin with
+_SCALE = "loss_scale."  # the prefix of its keys
 
 
 class Shards(torch.Tensor):
-    """What this rank has of a tensor: `ranges` of it, flattened, as [(first element, values)]. Nothing can be computed with it.
+    """This rank's `ranges` of a flattened tensor, [(first element, values)]. Every operation on it raises TypeError.
 
-    boxes: the same memory by offset in the whole tensor; see Note [Boxes].
+    boxes: the same memory by offset in the full tensor; see Note [Boxes].
     """
 
     ranges: list[tuple[int, torch.Tensor]]
@@ -63,11 +64,11 @@ class Shards(torch.Tensor):
         """Refuse every operation."""
         raise TypeError(
             f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads and writes; expected the "
-            "whole tensor (model.state_dict())"
+            "full tensor (model.state_dict())"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it is; the values are not all here."""
+        """Describe it without values, which are not all on this rank."""
         numel = sum(values.numel() for _, values in self.ranges)
         return f"Shards({numel} of the {self.numel()} elements of a {tuple(self.shape)} {self.dtype})"
 
@@ -103,8 +104,7 @@ class Shards(torch.Tensor):
 def _refuse_in_safetensors() -> None:
     """Make HuggingFaceStorageWriter raise ValueError, on every rank, for boxes that would overwrite each other in its files.
 
-    Its plan is the first place that knows both the writer and the boxes, and torch checks nothing there, so its method is
-    replaced. Tested with torch 2.13.
+    Only its plan knows both the writer and the boxes, so that method is replaced. Tested with torch 2.13.
     """
     writer = import_module("torch.distributed.checkpoint").HuggingFaceStorageWriter
     prepare = writer.prepare_local_plan
@@ -118,7 +118,7 @@ def _refuse_in_safetensors() -> None:
                 raise ValueError(
                     f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} boxes of it on this rank, of "
                     "which its files would keep one; expected a FileSystemWriter for what sharded_state_dict returns, or "
-                    "model.state_dict(), which is whole, written by rank 0 alone (dcp.save(..., no_dist=True))"
+                    "model.state_dict(), which has full tensors, written by rank 0 alone (dcp.save(..., no_dist=True))"
                 )
         return prepare(self, plan)
 
@@ -126,7 +126,7 @@ def _refuse_in_safetensors() -> None:
 
 
 def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the (offsets, sizes) of the boxes that elements [start, start + numel) of the flattened tensor are, in order."""
+    """Yield (offsets, sizes) of the boxes that make up elements [start, start + numel) of the flattened tensor, in order."""
     if not shape:
         yield (), ()
         return
@@ -144,12 +144,12 @@ def boxes_of(shape: tuple[int, ...], start: int, numel: int) -> Iterator[tuple[t
             start += length
 
 
-# (start, numel) -> those elements of a buffer of the owned range
+# (start, numel) -> those elements of a buffer of this rank's shard
 ReadOwned = Callable[[int, int], torch.Tensor]
 
 
 def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor:
-    """Copy what this rank has of a parameter."""
+    """Copy this rank's ranges of a parameter."""
     ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
     shape, none = managed.param.shape, read(0, 0)
     return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
@@ -163,20 +163,21 @@ def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
 
 @torch.no_grad()
 def model_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the model's state by name: `Shards` of masters, ordinary tensors of what every rank has whole. Collective."""
+    """Return the model's state by name: `Shards` of masters, plain tensors of what every rank has in full. Collective."""
     engine.read_all("sharded_state_dict", "the model")
     engine.updater.warn_of_lost_edits("sharded_state_dict")
-    own = [name or "the model" for name, module in engine.model.named_modules() if _has_extra_state(module)]
+    default = nn.Module.get_extra_state
+    own = [name or "the model" for name, module in engine.model.named_modules() if type(module).get_extra_state is not default]
     if own and engine.comm.rank == 0:
         logger.warning(
-            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); expected it "
-            "to be kept apart: get_extra_state() and set_extra_state() of the module",
+            "sharded_state_dict: the extra state of %s is left out (torch.distributed.checkpoint would pickle it); save "
+            "get_extra_state() of the module yourself",
             ", ".join(own),
         )
     found: dict[torch.Tensor, torch.Tensor] = {}
     for _, tensor in _named(engine.model):
         bucket = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
-        if tensor in found:  # tied: one memory under both names
+        if tensor in found:  # tied: the same memory under each name
             continue
         if bucket is None:
             found[tensor] = tensor.detach().clone()
@@ -187,7 +188,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Set weights, masters and buffers from what `model_state` returned and a checkpoint filled. Collective."""
+    """Set weights, masters and buffers from the tensors of `model_state`, filled from a checkpoint. Collective."""
     named = dict(_named(engine.model))
 
     def check() -> str:
@@ -199,12 +200,12 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
         if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
-            raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
+            raise ValueError(f"{_OP}: called while weights are unsharded; expected it outside full_params and after backward")
         return "that of the model"
 
     engine.together(_OP, check)
     if engine.unsharder is not None:
-        engine.unsharder.reshard_all()  # what is being gathered (a forward that failed left it), or kept, has the old values
+        engine.unsharder.reshard_all()  # what is kept, or still being gathered after a failed forward, has the old values
     name_of = {tensor: name for name, tensor in named.items()}
     for name, tensor in named.items():
         if tensor not in engine.bucket_of:
@@ -225,7 +226,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return the states by "parameter.key": `Shards`, and each parameter's step count; and a moving loss scale. Collective."""
+    """Return states by "parameter.key" (`Shards`), step counts and a dynamic loss scale. Collective."""
     engine.read_all("sharded_state_dict", "the optimizer")
     found: dict[str, torch.Tensor] = {}
     for name, bucket, managed in _updated(engine):
@@ -241,7 +242,7 @@ def optimizer_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Set states, step counts and loss scale from what `optimizer_state` returned and a checkpoint filled. Collective."""
+    """Set states, step counts and loss scale from the tensors of `optimizer_state`, filled from a checkpoint. Collective."""
     scale = {f"{_SCALE}{key}": key for key in engine.scaler.state() or {}}
     keys = {
         f"{name}.{key}": (bucket, managed)
@@ -284,16 +285,12 @@ def load_optimizer_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what belongs into a state dict: parameters, tied ones under each name, and persistent buffers."""
+    """Yield what a state dict has: parameters (tied ones under each name) and persistent buffers."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{key}".lstrip("."), buffer
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _updated(engine: Engine) -> Iterator[tuple[str, Bucket, Managed]]:

@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration: read, check, and name every problem in it at once.
+"""Reads and checks a DeepSpeed configuration, and reports all its problems in one error.
 
-Invariants: a key outside the table below is refused by its dotted path, so that no setting is ever ignored; checking needs
-no process group and changes nothing. Only what depends on the number of ranks waits for `Config.batch_sizes`.
+Invariants: a key outside the table below is refused by its dotted path, so that no setting is ignored; checking needs no
+process group and changes nothing. Only `Config.batch_sizes` depends on the number of ranks.
 Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs/config-json.
 """
 
@@ -37,9 +37,9 @@ class BatchSizes:
 class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
-    gradient_clipping: global norm, 0 means off. optimizer: FusedAdam's options, or None if the configuration names no
-    optimizer. loss_scale: a fixed one or how it moves, None without fp16. offload: "cpu" or None, of states; ratio: how much
-    of them; params: as offload, of weights. steps_per_print: None means never.
+    gradient_clipping: global norm, 0 for none. optimizer: FusedAdam's options, None without an optimizer. loss_scale: fixed or
+    dynamic, None without fp16. offload: "cpu" or None, for states; ratio: their share; params: the same for weights.
+    steps_per_print: None for never. given: dotted paths that the user wrote.
     """
 
     train_batch_size: int | None = None
@@ -58,10 +58,10 @@ class Config:
     pin_memory: bool = False
     optimizer: Mapping[str, Any] | None = None
     steps_per_print: int | None = 10
-    given: frozenset[str] = field(default=frozenset(), compare=False)  # dotted paths that the user wrote
+    given: frozenset[str] = field(default=frozenset(), compare=False)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
-        """Derive what is missing of the three batch sizes; ValueError if they contradict each other or say too little."""
+        """Derive the missing batch sizes; ValueError if they contradict each other or are too few."""
         train, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         if train is None and micro is None:
             raise ValueError(
@@ -79,14 +79,9 @@ class Config:
             raise ValueError(
                 f"{_OP}: config train_batch_size has {train}; expected train_micro_batch_size_per_gpu * "
                 f"gradient_accumulation_steps * world_size, which is {micro} * {steps} * {world_size} = "
-                f"{micro * steps * world_size} {self._derived()}"
+                f"{micro * steps * world_size} (what is not given is derived, rounded down)"
             )
         return BatchSizes(train, micro, steps)
-
-    def _derived(self) -> str:
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        missing = [name for name in names if getattr(self, name) is None]
-        return f"({' and '.join(missing)} derived, rounded down)" if missing else "(all three are given)"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ def _has(where: str, value: Any, expected: str) -> str:
     return f"{_OP}: config {where} has {value!r}; expected {expected}"
 
 
-def _whole(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
+def _integer(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
     def check(where: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(_has(where, value, kind))
@@ -174,9 +169,9 @@ def _refused(why: str) -> Check:
     return check
 
 
-_count = _whole(1, math.inf, "at least 1")
-_power = _whole(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
-_stage = _whole(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+_count = _integer(1, math.inf, "at least 1")
+_power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
+_stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 _dtype = _word("fp32", "bf16", "fp16", expected='"fp32", "bf16" or "fp16"')
 _adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (shardcore trains with no other optimizer)")
 
@@ -221,6 +216,19 @@ _SECTIONS: Section = {
 }
 
 
+# The keys that are fields of Config as they are.
+_FIELDS = {key: key for key, entry in _SECTIONS.items() if not isinstance(entry, Mapping)} | {
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "fp16.auto_cast": "auto_cast",
+    "zero_optimization.stage": "stage",
+    "zero_optimization.offload_optimizer.device": "offload",
+    "zero_optimization.offload_optimizer.ratio": "ratio",
+    "zero_optimization.offload_optimizer.pin_memory": "pin_memory",
+    "zero_optimization.offload_param.device": "params",
+}
+
+
 def _paths(section: Section, prefix: str = "") -> Iterator[str]:
     for key, entry in section.items():
         yield prefix + key
@@ -229,7 +237,7 @@ def _paths(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(where: str, key: str, section: Section) -> ValueError:
-    """Name the unknown key, and the known one that was probably meant: a similar one here, or the same one elsewhere."""
+    """Name the unknown key, and the key that was probably meant: a similar one here, or the same one in another section."""
     near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.75)
     prefix = where.removesuffix(key)
     elsewhere = [path for path in _paths(_SECTIONS) if path.rsplit(".", 1)[-1] == key]
@@ -239,7 +247,7 @@ def _unknown(where: str, key: str, section: Section) -> ValueError:
 
 
 def _walk(given: Any, section: Section, where: str, values: dict[str, Any], problems: list[Exception]) -> None:
-    """Check `given` against the table; `values` gets all that is known by dotted path: sections True, what is wrong None."""
+    """Check `given` against the table, adding to `values` by dotted path: sections as True, invalid values as None."""
     if not isinstance(given, Mapping):
         problems.append(TypeError(_has(where, given, "an object with keys")))
         return
@@ -281,23 +289,11 @@ def read_config(config: Any, args: Any = None) -> Config:
     _walk(given, _SECTIONS, "", values, problems)
     problems += _contradictions(values)
     _raise_all(problems)
+    fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
     return Config(
-        train_batch_size=values.get("train_batch_size"),
-        train_micro_batch_size_per_gpu=values.get("train_micro_batch_size_per_gpu"),
-        gradient_accumulation_steps=values.get("gradient_accumulation_steps"),
-        gradient_clipping=values.get("gradient_clipping", Config.gradient_clipping),
-        bf16=values.get("bf16.enabled", False),
-        fp16=values.get("fp16.enabled", False),
-        auto_cast=values.get("fp16.auto_cast", False),
-        communication_data_type=values.get("communication_data_type"),
+        **fields,
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
-        stage=values.get("zero_optimization.stage", 0),
-        offload=values.get("zero_optimization.offload_optimizer.device"),
-        params=values.get("zero_optimization.offload_param.device"),
-        ratio=values.get("zero_optimization.offload_optimizer.ratio", 1.0),
-        pin_memory=values.get("zero_optimization.offload_optimizer.pin_memory", False),
         optimizer=_adam_options(values) if "optimizer" in values else None,
-        steps_per_print=values.get("steps_per_print", 10),
         given=frozenset(values),
     )
 
@@ -333,7 +329,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
 
 
 def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
-    """The fixed scale, or what a loss_scale of 0 means: one that moves. The other keys count only then, as in DeepSpeed."""
+    """Return the fixed scale, or for 0 a dynamic one; the other keys count only then, as in DeepSpeed."""
     fixed: float = values.get("fp16.loss_scale", 0.0)
     names = {"initial_scale_power": "initial_power", "loss_scale_window": "window", "min_loss_scale": "minimum"}
     keys = (*names, "hysteresis", "consecutive_hysteresis")
@@ -341,7 +337,7 @@ def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
 
 
 def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """FusedAdam's arguments, all of them explicit. "Adam" means AdamW too unless adam_w_mode is false (as DeepSpeed)."""
+    """Return FusedAdam's arguments. "Adam" means AdamW, too, unless adam_w_mode is false, as in DeepSpeed."""
     defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     return {
         key: values.get(f"optimizer.params.{key}", default)
@@ -363,7 +359,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
     with open(path, "rb") as file:
         text = file.read()
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
         raise ValueError(f"{_OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
 
@@ -375,7 +371,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} appears twice in one object")
         seen[key] = value
     return seen
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"it has {name}")

@@ -14,19 +14,19 @@ from shardcore.optim import AdamOptimizer
 
 
 class ShardedLoader(DataLoader[Any]):
-    """This rank's micro-batches. Every iteration over it is the next epoch, with a new order that all ranks share."""
+    """This rank's micro-batches. Each iteration over it is an epoch, with a new order that is the same on all ranks."""
 
     def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
-        """Load what `sampler` picks; `options` go to DataLoader."""
+        """Load the samples of `sampler`; `options` are DataLoader's."""
         self._epoch = 0
         super().__init__(dataset, sampler=sampler, **options)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass have the order of this epoch (to continue an earlier run)."""
+        """Set the epoch of the next iteration (to resume a run)."""
         self._epoch = epoch
 
     def __iter__(self) -> Any:
-        """Begin a pass."""
+        """Start the next epoch."""
         sampler: Any = self.sampler
         sampler.set_epoch(self._epoch)
         self._epoch += 1
@@ -34,9 +34,9 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class TrainingEngine:
-    """A sharded model with its optimizer, scheduler and micro-step counter. Attributes it lacks are those of `module`.
+    """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
 
-    global_steps: boundaries passed, skipped steps included. micro_steps: calls of step().
+    global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class TrainingEngine:
         self._inside_no_sync = False
 
     def __getattr__(self, name: str) -> Any:
-        """Look in `module` for what the engine does not have."""
-        if name == "module":  # not there yet: a copy under construction
+        """Return the attribute of `module`."""
+        if name == "module":  # not set yet: a copy under construction
             raise AttributeError(name)
         return getattr(self.module, name)
 
@@ -74,10 +74,9 @@ class TrainingEngine:
     forward = __call__
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Divide `loss` (one element) by the accumulation and run backward; returns the divided loss.
+        """Divide `loss` (one element) by the accumulation steps, run backward and return the divided loss. Collective.
 
-        scale_wrt_gas=False leaves out the division. With fp16 backward runs on the scaled loss. Gradients are reduced over
-        ranks on the way. Collective.
+        scale_wrt_gas: whether to divide. With fp16 backward runs on the scaled loss.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"backward: loss has type {type(loss).__name__}; expected a tensor of one element")
@@ -93,11 +92,11 @@ class TrainingEngine:
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-step. At an accumulation boundary: clip, update, zero the gradients, step the scheduler.
+        """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step the scheduler.
 
-        A step with a non-finite gradient updates nothing on any rank and leaves the scheduler alone, which is why a scheduler
-        waits for the norm of the step. lr_kwargs go to lr_scheduler.step. Collective at a boundary. ValueError if there was no
-        backward since the last call.
+        A step with a non-finite gradient updates nothing on any rank and does not step the scheduler, so with a scheduler the
+        host waits for the norm. lr_kwargs: of lr_scheduler.step. Collective at a boundary. Raises ValueError without a backward
+        since the last call.
         """
         if self._inside_no_sync:
             raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
@@ -126,12 +125,12 @@ class TrainingEngine:
 
     @property
     def skipped_steps(self) -> int:
-        """Boundaries at which a gradient was not finite, so that nothing was updated on any rank. Waits for the last norm."""
+        """Return how many steps were skipped since a gradient was not finite. Waits for the last norm."""
         return self.optimizer.skipped_steps - self._skipped_before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add the gradients of backwards inside locally, without reduction; step() comes after the block."""
+        """Accumulate gradients locally, without reduction, inside the context; call step() after it."""
         if self._inside_no_sync:
             raise ValueError("no_sync: entered inside no_sync(); expected one block at a time")
         self._inside_no_sync = True
@@ -142,7 +141,7 @@ class TrainingEngine:
             self._inside_no_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the micro-steps so far."""
+        """Clear the gradients of the micro-steps so far."""
         self.optimizer.zero_grad(set_to_none)
         self._loss = None
 
@@ -164,19 +163,19 @@ class TrainingEngine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the averaged gradients at the last boundary, before clipping; None before the first. Waits."""
+        """Return the norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
         return self._core.last_grad_norm
 
     def train_batch_size(self) -> int:
-        """Return the samples of one optimizer step over all ranks."""
+        """Return the samples per optimizer step over all ranks."""
         return self._sizes.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of one backward on one rank."""
+        """Return the samples per backward and rank."""
         return self._sizes.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps of one optimizer step."""
+        """Return the micro-steps per optimizer step."""
         return self._sizes.accumulation
 
     def zero_optimization_stage(self) -> int:

@@ -1,14 +1,13 @@
 """initialize(): runs a DeepSpeed configuration through shardcore.shard.
 
-Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the
-configuration. Whatever fails on one rank before `shard` fails on all of them, with nothing changed. The group that was started
-stays: made anew at once, its ranks would meet those of the old one in the store, and wait for each other.
+Invariants: all arithmetic is that of `shard`; this file only starts the process group, and translates the configuration.
+Whatever fails on one rank before `shard` fails on all of them, with nothing changed but that the process group is started.
 Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/initialize.html and .../training.html.
 """
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -24,7 +23,8 @@ from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
-from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
+from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim.options import dtype_name
 
 logger = logging.getLogger("shardcore")
 
@@ -44,27 +44,27 @@ def initialize(
     args: Any = None,
     materialize: Materialize | None = None,
 ) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
-    """Shard `model` as a DeepSpeed configuration says; returns (engine, optimizer, dataloader, lr_scheduler).
+    """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader, lr_scheduler). Collective.
 
-    model_parameters: what to optimize, a list of parameters or of param_groups; all trainable ones if None.
-    config: a dict or the path of a JSON file (or `args.deepspeed_config`). Keys that shardcore does not know are refused.
-    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Without it the
-        configuration names one.
-    training_data: a dataset with a length; the loader gives every rank its part in micro-batches, shuffled anew each pass.
+    model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`). Unknown keys are refused.
+    optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default: the one in
+        the configuration.
+    training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
         collate_fn: the loader's.
     lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
-    materialize: what fills a model built under `torch.device("meta")`, as in shard (it stands where DeepSpeed has zero.Init).
+    materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
 
     The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
-    Starts torch.distributed from the environment unless it is started: as torchrun sets it, or else mpirun or srun, whose ranks
-    then get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, too. Over several nodes mpirun has
-    to pass on MASTER_ADDR, the host of rank 0. Without any of them the world is this process. With CUDA the device is
-    LOCAL_RANK's unless another one than 0 is current, and the backend nccl. Collective. A configuration that cannot be
-    followed raises before a group is started. Raises on every rank, with nothing changed but that the group is started, which
-    the next call uses: ValueError, TypeError, or NotImplementedError for what is not built yet; OSError for the file.
+    Starts torch.distributed from the environment if it is not initialized: from torchrun's variables, or those of mpirun or
+    srun, for which RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass
+    MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
+    device LOCAL_RANK's, unless the current device is another than 0.
+    Raises on every rank, with nothing changed but that the process group is started: ValueError, TypeError,
+    NotImplementedError for settings that are not supported yet, OSError for the file.
     """
     if dist.is_available() and not dist.is_initialized():
-        read_config(config, args)  # no group is started for a configuration that nobody can follow
+        read_config(config, args)  # before a group is started
         _start_process_group()
     comm = Comm()
     problem: Exception | None = None
@@ -88,23 +88,21 @@ def initialize(
         problem = None  # as in shard
     if "gradient_clipping" not in settings.given and comm.rank == 0:
         logger.warning(
-            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default now "
-            "(it was 0.0, off, in older releases); expected the limit that you mean, or 0.0",
+            "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default (in older "
+            "releases 0.0, off); set the limit, or 0.0",
             settings.gradient_clipping,
         )
-    offload: dict[str, Any] | None = None
-    if settings.offload is not None:
-        offload = {
-            "optimizer": settings.offload,
-            "params": settings.params,
-            "ratio": settings.ratio,
-            "pin_memory": settings.pin_memory,
-        }
+    tiers = {
+        "optimizer": settings.offload,
+        "params": settings.params,
+        "ratio": settings.ratio,
+        "pin_memory": settings.pin_memory,
+    }
     model, adam = shard(
         model,
         given,
         settings.stage,
-        offload=offload,
+        offload=None if settings.offload is None else tiers,
         precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
         loss_scale=settings.loss_scale,
         reduce_dtype=settings.communication_data_type,
@@ -116,11 +114,8 @@ def initialize(
     return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
 
 
-# --- what initialize is made of ---------------------------------------------------------------------------------------
-
-
 def _start_process_group() -> None:
-    """Start torch.distributed if the environment says how. It stays, whatever is raised afterwards."""
+    """Start torch.distributed if the environment describes a world."""
     follow_launcher(_OP)
     device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
     if "RANK" not in os.environ and launched_world_size()[1] == 1:
@@ -150,7 +145,7 @@ def _check_model(model: Any, settings: Config) -> None:
 
 
 def _is_function(thing: Any) -> bool:
-    """Whether `thing` makes an optimizer or scheduler rather than being one: a class, or callable without a `step`."""
+    """Whether `thing` makes an optimizer or scheduler: a class, or a callable without a `step`."""
     return isinstance(thing, type) or (callable(thing) and not hasattr(thing, "step"))
 
 
@@ -178,25 +173,13 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
         return made
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{_OP}: optimizer has type {type(optimizer).__name__}; expected a torch.optim.Optimizer or a function")
-    if model_parameters is not None and _trainable(params) != _trainable(optimizer.param_groups):
+    if model_parameters is not None and _trainable(FusedAdam(params)) != _trainable(optimizer):
         raise ValueError(f"{_OP}: model_parameters are not those of optimizer; expected the same ones, or only optimizer=...")
     return optimizer
 
 
-def _trainable(params: Sequence[Any]) -> set[torch.Tensor]:
-    """The trainable tensors in a list of parameters, (name, parameter) pairs or groups of these. TypeError for other items."""
-    found: set[torch.Tensor] = set()
-    for item in params:
-        param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
-        inner = item.get("params") if isinstance(item, Mapping) else param
-        if isinstance(inner, torch.Tensor):
-            found |= {inner} if inner.requires_grad else set()
-        elif isinstance(item, Mapping) and isinstance(inner, Iterable):
-            found |= _trainable(list(inner))
-        else:
-            has = "a group without a list of params" if isinstance(item, Mapping) else f"an item of type {type(item).__name__}"
-            raise TypeError(f"{_OP}: model_parameters has {has}; expected parameters, or groups as torch.optim takes them")
-    return found
+def _trainable(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
 
 
 def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer: Any) -> None:

@@ -1,12 +1,11 @@
-"""Collectives between ranks, and how ranks agree. The one place that knows torch's names for them.
+"""Collectives between ranks. The one place that calls torch.distributed's, whose names differ between versions.
 
 All data collectives move bytes (uint8 views), so every dtype works on every backend and nothing is summed in transit:
 arithmetic on gradients happens in csrc/reduce, in rank order, unless the user asks for the backend's (`reduce_scatter`). A
 world of one needs no process group and moves nothing.
 
-Note [Tags]: gloo tells messages apart by tags. A tag has the message's kind and a number. One half of the numbers is for
-messages about something that has a number itself (a bucket), so ranks on different ways never pair messages about different
-things, which gloo, where sizes differ, would answer by ending the process.
+Note [Tags]: gloo pairs messages by tag, and ends the process where the sizes of a pair differ. A tag holds the kind of message
+and a number: of what the message is about (a bucket), or a count. So messages about different things are never paired.
 """
 
 import json
@@ -45,14 +44,14 @@ _A_KIND = 1 << 28
 
 
 class Tags:
-    """The tags of one engine's messages, the same on every rank that sends the same messages."""
+    """The tags of one engine's messages, equal on all ranks that send the same messages."""
 
     def __init__(self) -> None:
-        """Begin with those of the first message."""
+        """Start counting."""
         self._count: Counter[tuple[int, int | None]] = Counter()
 
     def next(self, kind: int, of: int | None) -> int:
-        """Return the tag of the next message of this kind, about what has the number `of` (None: the order of calls tells)."""
+        """Return the tag of the next message of this kind, about number `of` (None: paired by the order of calls)."""
         self._count[kind, of] += 1
         number = self._count[kind, of]
         if of is None:
@@ -69,31 +68,31 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Traffic(IntEnum):
-    """What messages are for. Each kind has tags of its own, so that a rank's gradients can never arrive as another's states."""
+    """The kinds of messages, which have tags of their own."""
 
     BACKWARD = 1
     STEP = 2
-    READ = 3  # what the user asks for: state dicts, whole gradients and states
-    WEIGHTS = 4  # whole weights around their use
+    READ = 3  # for the user: state dicts, full gradients and states
+    WEIGHTS = 4  # unsharding
 
 
 class Started:
-    """A collective under way: the messages of one operation."""
+    """A collective that was started: the messages of one operation."""
 
     __slots__ = ("_operation", "_works")
 
     def __init__(self, operation: watchdog.Operation, works: Iterable[dist.Work]) -> None:
-        """Hold `works`, which each can be waited for once."""
+        """Hold `works`, each of which is waited for once."""
         self._operation, self._works = operation, iter(works)
 
     def wait(self) -> None:
-        """Wait: until done on the CPU, in stream order on CUDA. After an interrupt it can be called again."""
+        """Wait: until done on the CPU, in stream order on CUDA. May be called again after an interrupt."""
         with watchdog.waiting(self._operation), _explained(self._operation):
-            deque(map(methodcaller("wait"), self._works), maxlen=0)  # advanced by C alone: an interrupt loses none
+            deque(map(methodcaller("wait"), self._works), maxlen=0)  # no Python between two works, where an interrupt loses one
 
 
 class Comm:
-    """The ranks that share a model: `rank` of `world_size`, on `group` (None when alone), lying as `topology` says."""
+    """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`."""
 
     def __init__(
         self,
@@ -104,14 +103,14 @@ class Comm:
         """Join `group`, or the default group if torch.distributed is initialized, or be a world of one.
 
         group: a mesh of two dimensions replicates over the first and shards over the second. ranks_per_node: gradients are
-        added over the ranks of a node, then over nodes (default: over all ranks at once; of a mesh, its second dimension).
-        gpu: where the model is, if that is a GPU: each rank needs its own, also for the first message.
-        Raises TypeError for what is no group; ValueError if launched as several ranks (WORLD_SIZE > 1) without an initialized
-        process group, for ranks that no nodes can be made of, and (NotAMemberError) for a group that this rank is not part of.
+        added within a node, then across nodes (default: over all ranks at once; for a mesh, its second dimension).
+        gpu: the model's GPU, if any, over which NCCL sends.
+        Raises TypeError if group has another type; ValueError if launched as several ranks (WORLD_SIZE > 1) without a process
+        group, if ranks_per_node does not divide the world, and (NotAMemberError) for a group without this rank.
         """
-        sharded = None
+        shard_dim = None
         if isinstance(group, DeviceMesh):
-            group, sharded = group_of(group)
+            group, shard_dim = group_of(group)
         elif not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
             raise TypeError(f"shard: process_group is {group!r}; expected a process group, a DeviceMesh, or None for all ranks")
         self.group: dist.ProcessGroup | None = None
@@ -125,34 +124,34 @@ class Comm:
             raise ValueError(
                 "shard: process_group was given but torch.distributed is not initialized; expected init_process_group() before"
             )
-        elif (told := launched_world_size())[1] > 1:
+        elif (launched := launched_world_size())[1] > 1:
             raise ValueError(
-                f"shard: {told[0]} is {told[1]} but torch.distributed is not initialized (each rank would train alone); "
+                f"shard: {launched[0]} is {launched[1]} but torch.distributed is not initialized (ranks would train alone); "
                 "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
-                "WORLD_SIZE=1 in the environment says that this process is to train alone"
+                "set WORLD_SIZE=1 to train in this process alone"
             )
-        self.topology = topology_of(self.world_size, ranks_per_node, sharded)
+        self.topology = topology_of(self.world_size, ranks_per_node, shard_dim)
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags = Tags()
         self._slot = GroupSlot(None)
-        self._on_way: list[Any] = []
+        self._in_flight: list[Any] = []
         self._log: watchdog.Log | None = None
 
     def acquire_group(self) -> None:
-        """Move to another group of the same ranks if an engine uses this one, as long as this object lives. Collective.
+        """Move to a group of the same ranks that no other engine uses while this object lives. Collective.
 
-        Two models' backwards can interleave differently on different ranks; on one group their messages would mix. Groups
-        whose engines are gone on every rank are used again, unless an engine left a backward there, or a wait failed. A group
-        of NCCL alone gets one of gloo beside it, for what the ranks tell each other (`compare_device`).
+        Backwards of two models can interleave differently on different ranks, which would mix their messages on one group. A
+        group is used again once its engine is gone on every rank, unless messages may be left on it. A group of NCCL alone
+        gets a gloo group beside it, over which ranks compare (`compare_device`).
         """
         if self.group is None:
             return
         slots = slots_of(self.group)
         free = [index for index, slot in enumerate(slots) if not slot.taken]
-        said = self.gather_json([free, f"{random.SystemRandom().getrandbits(64):x}"])
-        common = set(free).intersection(*(others for others, _ in said))
+        rows = self.gather_json([free, f"{random.SystemRandom().getrandbits(64):x}"])
+        common = set(free).intersection(*(others for others, _ in rows))
         if not common:
             common.add(len(slots))
             with _explained():
@@ -161,15 +160,15 @@ class Comm:
         self._slot = slot = slots[min(common)]
         self.group = slot.group or self.group
         slot.taken = True
-        if not slot.met and self.world_size > 1:
-            if self.uses_nccl and self._compares_by_nccl and not any(other.met for other in slots if other.host is None):
+        if self.uses_nccl and self._compares_by_nccl and self.world_size > 1 and not slot.host_tried:
+            if not any(other.host_tried and other.host is None for other in slots):
                 slot.host = host_group_beside(self.group, self.device, self.gather_json)
-            slot.met = True
+            slot.host_tried = True
         self._log = watchdog.log_of(self.group)
         logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
         for log in logs:
-            log.begin_engine(said[0][1], self.uses_nccl and log is self._log)
-        weakref.finalize(self, _release, slot, self._on_way, logs)
+            log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
+        weakref.finalize(self, _release, slot, self._in_flight, logs)
 
     @property
     def _compares_by_nccl(self) -> bool:
@@ -177,33 +176,33 @@ class Comm:
 
     @property
     def compare_device(self) -> torch.device:
-        """Where what ranks compare travels: the CPU, which waits for no device, wherever gloo is there for that."""
+        """The device over which ranks compare: the CPU wherever there is gloo, so that the host waits for no GPU."""
         return self.device if self.world_size > 1 and self._compares_by_nccl else torch.device("cpu")
 
-    def keep_alive(self, on_way: T) -> T:
-        """Return `on_way`, a container of what travels: what is in it when this object goes stays with the group.
+    def keep_alive(self, in_flight: T) -> T:
+        """Return `in_flight`, a container of buffers in flight, which the group keeps when this object is freed.
 
-        Not on NCCL, which keeps the memory of what it was given itself.
+        NCCL itself keeps the memory that it uses.
         """
         if not self.uses_nccl:
-            self._on_way.append(on_way)
-        return on_way
+            self._in_flight.append(in_flight)
+        return in_flight
 
     def _start(self, name: str, ranks: Sequence[int] | None = None) -> watchdog.Operation:
-        """Count a collective of this name, of `ranks` (None: all), which is to be started now."""
+        """Count a collective of this name, among `ranks` (None: all), before it is started."""
         if self._log is None:
             assert self.group is not None
             self._log = watchdog.log_of(self.group)
         return self._log.start(name, ranks)
 
     def _started(self, operation: watchdog.Operation, works: Sequence[dist.Work | None]) -> list[Started]:
-        begun = [work for work in works if work is not None]
-        if begun and self.uses_nccl:
-            watchdog.on_device(operation, begun[-1])
-        return [Started(operation, begun)] if begun else []
+        started = [work for work in works if work is not None]
+        if started and self.uses_nccl:
+            watchdog.on_device(operation, started[-1])
+        return [Started(operation, started)] if started else []
 
     def take_order(self) -> list[str]:
-        """Return, for ranks to compare, which collectives ran since the last call: on NCCL, where their order counts."""
+        """Return the collectives since the last call, for ranks to compare: on NCCL, where their order matters; else none."""
         return [] if self._log is None or not self.uses_nccl else self._log.take_order()
 
     @cached_property
@@ -213,26 +212,26 @@ class Comm:
 
     @property
     def backend_sums(self) -> bool:
-        """Whether `reduce_scatter` may be chosen: only NCCL's own sum is, and one rank has none."""
+        """Whether `reduce_scatter` is available: with NCCL, or on one rank."""
         return self.uses_nccl or self.world_size == 1
 
     @property
     def broken(self) -> bool:
-        """Whether a wait failed: nothing that is in flight may be waited for."""
+        """Whether a wait failed, so that nothing in flight may be waited for."""
         return bool(self._slot.broken)
 
     def refuse_if_broken(self) -> None:
-        """Raise again what a wait that failed raised."""
+        """Raise the error of a failed wait again."""
         if self._slot.broken:
             raise RuntimeError(self._slot.broken)
 
     def start_backward(self) -> None:
-        """Learn that a backward begins to send."""
+        """Note that a backward begins to send."""
         self._slot.spoiled |= self._slot.in_backward
         self._slot.in_backward = True
 
     def end_backward(self) -> None:
-        """Say that every message of this backward was sent and taken."""
+        """Note that every message of this backward was received."""
         self._slot.in_backward = False
 
     def all_to_all(
@@ -246,13 +245,12 @@ class Comm:
     ) -> list[Started]:
         """Start sending the i-th equal piece of `sent` to ranks[i] (default: all ranks, in order), which include this one.
 
-        name: of this collective, in errors. of: the number of what this is, if that rather than the order of calls tells which
-        messages belong together. `received` gets a piece from each other rank, in the same order. This rank's own piece need
-        not move: what `received` holds in its place is undefined. With gloo pieces go pairwise: measured a third faster than
-        its all_to_all.
+        `received` gets a piece from each other rank, in the same order; this rank's own piece in it is undefined. name: of the
+        collective, in errors. of: a number by which messages are paired, instead of by the order of calls. With gloo pieces
+        are sent pairwise, measured a third faster than its all_to_all.
         """
         if self.uses_nccl and ranks is None:
-            self._global(0)  # raises if the group is gone
+            self._global(0)  # raises if the group was destroyed
             operation = self._start(name)
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return self._started(operation, [work])
@@ -273,28 +271,29 @@ class Comm:
         return self._started(operation, [work])
 
     def all_gather(
-        self, whole: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int] | None = None, of: int | None = None
+        self, full: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int] | None = None, of: int | None = None
     ) -> list[Started]:
-        """Start filling `whole`, an equal piece for each of `ranks` (default: all, in order), this rank's own already in place.
+        """Start filling `full`, an equal piece from each of `ranks` (default: all, in order), this rank's own already there.
 
-        name, of: see all_to_all. With gloo the pieces go pairwise: measured three times faster there than its all_gather.
+        name, of: see all_to_all. With gloo pieces are sent pairwise, measured three times faster than its all_gather.
         """
         in_order = ranks is None or ranks == range(self.world_size)
         ranks = range(self.world_size) if ranks is None else ranks
-        if len(ranks) == 1 or whole.numel() == 0:
+        if len(ranks) == 1 or full.numel() == 0:
             return []
         if self.uses_nccl and in_order:
-            self._global(0)  # raises if the group is gone
-            flat = as_bytes(whole)
+            self._global(0)  # raises if the group was destroyed
+            flat = as_bytes(full)
             own = flat.chunk(self.world_size)[self.rank]
             return self._started(self._start(name), [_all_gather(flat, own, group=self.group, async_op=True)])
-        places = _pieces(whole, len(ranks))
-        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, of)
+        return self.gather_parts(_pieces(full, len(ranks)), kind, name, ranks, of)
 
-    def gather_parts(self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int]) -> list[Started]:
-        """Start filling parts[i] from ranks[i], this rank's own already in place. Their sizes may differ, and be zero."""
-        places = [as_bytes(part) for part in parts]
-        return self._exchange([places[ranks.index(self.rank)]] * len(ranks), places, kind, name, ranks, None)
+    def gather_parts(
+        self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int], of: int | None = None
+    ) -> list[Started]:
+        """Start filling parts[i] from ranks[i], this rank's own already there. Sizes may differ, and be zero."""
+        received = [as_bytes(part) for part in parts]
+        return self._exchange([received[ranks.index(self.rank)]] * len(ranks), received, kind, name, ranks, of)
 
     def _exchange(
         self,
@@ -323,7 +322,7 @@ class Comm:
             operation = watchdog.log_of(host).start(name)
         else:
             operation = self._start(name, ranks)
-            if self.uses_nccl and messages:  # as one group of calls: NCCL would wait for them one after the other
+            if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
                 calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
                 return self._started(operation, dist.batch_isend_irecv(calls))
         with _explained(operation):
@@ -399,8 +398,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-    return list(as_bytes(whole).chunk(count)) if whole.numel() else [as_bytes(whole)] * count
+def _pieces(full: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(as_bytes(full).chunk(count)) if full.numel() else [as_bytes(full)] * count
 
 
 def wait_all(started: Iterable[Started]) -> None:
@@ -409,16 +408,16 @@ def wait_all(started: Iterable[Started]) -> None:
         collective.wait()
 
 
-def _release(slot: GroupSlot, on_way: list[Any], logs: Sequence[watchdog.Log]) -> None:
-    """Leave a group to the next engine."""
+def _release(slot: GroupSlot, in_flight: list[Any], logs: Sequence[watchdog.Log]) -> None:
+    """Free a group for the next engine."""
     for log in logs:
         log.left = True
-    slot.release(on_way)
+    slot.release(in_flight)
 
 
 @contextmanager
 def _explained(operation: watchdog.Operation | None = None) -> Iterator[None]:
-    """Say what an error of torch.distributed means here: another rank did not take part."""
+    """Explain an error of torch.distributed: another rank did not take part."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Process groups: of meshes, and those made beside the user's group, each of which one engine at a time takes."""
+"""Process groups: those of meshes, and those made beside the user's group, since each serves one engine at a time."""
 
 import logging
 import os
@@ -16,48 +16,48 @@ from shardcore.distributed.launchers import env_int
 
 logger = logging.getLogger("shardcore")
 
-MAKING = timedelta(minutes=2)  # how long ranks may take, at most, to make a gloo group beside NCCL before they do without
+MAKING = timedelta(minutes=2)  # the longest that making a gloo group beside NCCL may take
 
 
 class NotAMemberError(ValueError):
-    """A rank was given a group of others."""
+    """The process group does not contain this rank."""
 
 
 @dataclass
 class GroupSlot:
-    """A process group that one engine at a time takes; `group` is None for the one that the user gave.
+    """A process group that serves one engine at a time; `group` is None for the user's own.
 
-    host: the group of the same ranks on which they tell each other what lies in host memory, if `group` has no gloo for that.
-    in_backward: one has begun and not ended. broken: what was raised when a wait failed. spoiled: one did, or a backward was
-    left: messages that nobody took may lie there. left: what an engine that is gone left on its way; gloo breaks a connection
-    if that loses its memory.
+    host: a gloo group of the same ranks for what they compare, where `group` has NCCL alone. host_tried: making it was tried.
+    in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile, or a wait failed: unreceived
+    messages may be left. broken: the error of that wait. left: buffers in flight of an engine that is gone; gloo closes a
+    connection whose buffer is freed.
     """
 
     group: dist.ProcessGroup | None
     host: dist.ProcessGroup | None = None
-    met: bool = False
+    host_tried: bool = False
     taken: bool = False
     in_backward: bool = False
     broken: str = ""
     spoiled: bool = False
     left: list[Any] = field(default_factory=list)
 
-    def release(self, on_way: list[Any]) -> None:
-        """Leave it to the next engine, unless what this one left there, `on_way` or not, would meet that one's messages."""
-        self.left += filter(None, on_way)
+    def release(self, in_flight: list[Any]) -> None:
+        """Free the group for the next engine, unless messages of this one may be left on it."""
+        self.left += filter(None, in_flight)
         self.taken = self.in_backward or self.spoiled or bool(self.left)
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend for each kind of device. (init_process_group() without a name chooses one that get_backend hides.)"""
+    """Return the backend by device type, also where get_backend() hides it (init_process_group() without a backend)."""
     return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def own_gpu() -> torch.device:
-    """Return the GPU of this rank where no tensor tells: the one bound to it (`device_id=`), the current one, LOCAL_RANK's.
+    """Return this rank's GPU: the one bound to the default group (`device_id=`), else the current one, else LOCAL_RANK's.
 
-    The current one counts if it is not 0, since then someone chose it. A rank that sees one GPU alone, as schedulers give them,
-    uses that. Raises ValueError if LOCAL_RANK is none of those that it sees.
+    The current device counts unless it is 0, the default. A rank that sees one GPU uses it. Raises ValueError if LOCAL_RANK is
+    not among the visible devices.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is not None and world.bound_device_id is not None:
@@ -74,10 +74,10 @@ def own_gpu() -> torch.device:
 
 
 def use_own_gpu() -> torch.device | None:
-    """Make this rank's GPU the current one and return it; None where nothing tells which it is, or where ranks use no NCCL."""
+    """Make this rank's GPU the current device and return it; None without NCCL, or if nothing says which GPU it is."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    told = "LOCAL_RANK" in os.environ or (world is not None and world.bound_device_id is not None)
-    if not told or not torch.cuda.is_available() or (world is not None and backends_of(world).get("cuda") != "nccl"):
+    known = "LOCAL_RANK" in os.environ or (world is not None and world.bound_device_id is not None)
+    if not known or not torch.cuda.is_available() or (world is not None and backends_of(world).get("cuda") != "nccl"):
         return None
     device = own_gpu()
     torch.cuda.set_device(device)
@@ -89,7 +89,7 @@ _slots: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[GroupSlot]]" = weakre
 
 
 def slots_of(group: dist.ProcessGroup) -> list[GroupSlot]:
-    """Return the slots of the user's `group`: itself first, then the groups made beside it; new ones are added to this list."""
+    """Return the slots of the user's `group`, a list to append to: the group itself, then those made beside it."""
     return _slots.setdefault(group, [GroupSlot(None)])
 
 
@@ -99,7 +99,7 @@ def taken_slots() -> Iterator[GroupSlot]:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return how long collectives of `group` on `device` wait."""
+    """Return the timeout of collectives of `group` on `device`."""
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
@@ -111,15 +111,15 @@ def group_beside(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Make a group of `ranks`, with the backend and the timeout of `like` unless others are given.
+    """Make a group of `ranks`, by default with the backend and the timeout of `like`. Collective over these ranks alone.
 
-    Collective over these ranks alone. Of a part of the world, torch up to 2.13 needs ranks that are in equally many groups (it
-    names the group by that); newer ones need all ranks of the world to have made equally many.
+    For a part of the world torch up to 2.13 needs ranks that are in equally many groups (it names the group by that number);
+    newer versions need all ranks of the world to have made equally many.
     """
     world = dist.group.WORLD
     assert world is not None
     part, bound = len(ranks) < world.size(), world.bound_device_id
-    if part:  # with a bound device torch would split the world's NCCL communicator, which waits for every rank of the world
+    if part:  # with a bound device torch splits the world's NCCL communicator, a collective over the whole world
         world.bound_device_id = None
     try:
         group: dist.ProcessGroup | None = dist.new_group(
@@ -137,47 +137,46 @@ def group_beside(
 def host_group_beside(
     like: dist.ProcessGroup, device: torch.device, gather_json: Callable[[Any], list[Any]]
 ) -> dist.ProcessGroup | None:
-    """Make a gloo group of the ranks of `like`, with its timeout; None on every rank, with a warning, if one cannot.
+    """Make a gloo group of the ranks of `like`, with its timeout. If a rank cannot, warn and return None on every rank.
 
     Collective. gather_json: Comm's, over `like`.
     """
     ranks, timeout = dist.get_process_group_ranks(like), timeout_of(like, device)
     group, problem = None, ""
-    try:  # half of the timeout at most: a rank that fails waits for the others on NCCL, whose watchdog must not come first
+    try:  # within half of the timeout: a rank that fails waits for the others on NCCL, whose own watchdog must not fire first
         group = group_beside(like, ranks, device, "gloo", min(timeout / 2, MAKING))
         backend: Any = group._get_backend(torch.device("cpu"))
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = f"{type(error).__name__}: {error}"
-    said = gather_json(problem)
-    if not any(said):
+    problems = gather_json(problem)
+    if not any(problems):
         return group
     if group is not None:
         dist.destroy_process_group(group)
     if dist.get_rank(like) == 0:
-        failed = [rank for rank, text in enumerate(said) if text]
+        failed = [rank for rank, text in enumerate(problems) if text]
         logger.warning(
             "shard: the process group has NCCL alone, and no gloo group of its ranks could be made beside it (on %d of %d "
-            "ranks; on rank %d: %s): what ranks tell each other goes over NCCL, so the host waits for the device in a backward "
+            "ranks; on rank %d: %s): ranks compare over NCCL, so the host waits for the device in a backward "
             "and a step; expected gloo to reach all ranks (GLOO_SOCKET_IFNAME names the network interface)",
             len(failed),
-            len(said),
+            len(problems),
             failed[0],
-            said[failed[0]],
+            problems[failed[0]],
         )
     return None
 
 
-# The groups made of meshes of two dimensions over part of a world.
+# The groups of meshes of two dimensions over a part of the world.
 _of_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]"
 _of_meshes = weakref.WeakKeyDictionary()
 
 
 def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, int | None]:
-    """Return the process group of a mesh's ranks, and the size of the dimension that shards if another replicates.
+    """Return a process group of all ranks of a mesh, and the size of the second dimension of a mesh of two.
 
-    Collective over the mesh, whose ranks need not be the whole world. (torch's own way to make one group of two dimensions
-    asks for names of them.)
+    Collective over the mesh, whose ranks need not be the whole world. (torch joins the dimensions of a mesh only by name.)
     """
     if mesh.get_coordinate() is None:
         raise NotAMemberError("shard: process_group is a mesh without this rank; expected one that it belongs to")

@@ -1,14 +1,14 @@
 """The cpu tier of optimizer states: exact, chunk by chunk, through counted copies only.
 
-States and masters live in the tier's buffers. A step copies each chunk of the reduced gradient to the tier (and of weights,
-unless float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier
-is still memory of its own, so that what the copies do can be tested anywhere.
+States and masters live in host buffers. A step copies each chunk of the reduced gradient to the host (and of weights, unless
+float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is still
+memory of its own, so that what the copies do can be tested anywhere.
 
-Note [Staging]. While Adam works on a chunk, the next one comes in and the one before goes back. So there are two places for
-gradients, and three for weights, which are used in turn. A place is taken again when its last way back is done. Only these
-places are pinned: states and masters never travel. Gradients that leave in backward (`Bucket.host_grad`) are there already, and
-need none. Places are bytes, each element has those of a float32, so that gradients of any dtype fit and all memory is taken
-before the first step.
+Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied back. So there are two staging
+buffers for gradients, and three for weights, which are used in turn: each again when its last copy back is done. Only these
+are pinned: states and masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`) need none. In a
+staging buffer each element has the bytes of a float32, so that gradients of any dtype fit and all memory is allocated before
+the first step.
 """
 
 import logging
@@ -28,64 +28,48 @@ from shardcore.optim.state_format import Kept, kept_values, range_of
 logger = logging.getLogger("shardcore")
 
 CHUNK_NUMEL = (1 << 24) + (1 << 21)  # a little above a power of two: so are units, by their biases and norms
-GRAD_PLACES, WEIGHT_PLACES = 2, 3
+GRAD_BUFFERS, WEIGHT_BUFFERS = 2, 3
 _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and weights
 
 
 def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Return the elements of a chunk at most, which a place in staging has room for."""
-    return min(chunk_numel, max((bucket.owned_numel for bucket in buckets), default=BLOCK))
+    """Return the elements of a chunk at most, which a staging buffer has room for."""
+    return min(chunk_numel, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def staging_bytes(
-    buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL, grads_leave: bool = False, weights_here: bool = False
-) -> int:
-    """Return the bytes of all places in staging; see CpuStore."""
-    places = (0 if grads_leave else GRAD_PLACES) + (0 if weights_here else WEIGHT_PLACES)
-    return places * staging_numel(buckets, chunk_numel) * _ITEM_BYTES
+def staging_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
+    """Return the bytes of all staging buffers; see CpuStore."""
+    count = (0 if grads_leave else GRAD_BUFFERS) + (0 if weights_here else WEIGHT_BUFFERS)
+    return count * staging_numel(buckets) * _ITEM_BYTES
 
 
 def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    states = sum(bucket.state_format.nbytes(bucket.owned_numel) for bucket in buckets)
-    return states + staging_bytes(buckets, CHUNK_NUMEL, grads_leave, weights_here)
-
-
-class _Place:
-    """Memory in staging; each element has the bytes of the widest dtype."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-
-    def part(self, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-        """Return elements [start, start + numel) as values of `dtype`."""
-        first = start * _ITEM_BYTES
-        return self.memory[first : first + numel * dtype.itemsize].view(dtype)
+    states = sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
+    return states + staging_bytes(buckets, grads_leave, weights_here)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The chunks of one part of a step, kept for the next one.
+    """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are the same.
 
-    memory: what they were made for, see _memory_of. buckets: those of the spans of all chunks, in order.
+    buckets: those of the spans of all chunks, in order.
     """
 
     spans: Sequence[Span]
-    memory: dict[Bucket, tuple[int, torch.dtype]]
+    grad_dtypes: list[torch.dtype]
     chunks: list[_C.OffloadChunk]
     buckets: list[Bucket]
 
 
-def _memory_of(spans: Sequence[Span]) -> dict[Bucket, tuple[int, torch.dtype]]:
-    """Return where the weights of the spans' buckets lie, which chunks keep, and the dtypes of the gradients of a step."""
-    buckets = {span.bucket: None for span in spans}
-    return {bucket: (bucket.owned_weight.data_ptr(), _grad_of(bucket).dtype) for bucket in buckets}
-
-
 class CpuStore:
-    """Optimizer states in host memory; `copies` is the only way to and from it."""
+    """Optimizer states in host memory, of each bucket's elements from `device_numel` on.
+
+    `copies` is the only way to and from that memory.
+    """
 
     tier = "cpu"
+    weight_scratch_bytes = 0
 
     def __init__(
         self,
@@ -100,62 +84,47 @@ class CpuStore:
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: in backward (`Bucket.host_grad`),
-        so that none come in a step. weights_here: the buckets' shards of weights lie in this tier (`Bucket.tier`).
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: gradients are copied in backward
+        (`Bucket.host_grad`), not in a step. weights_here: the shards of weights lie in host memory as well (`Bucket.tier`).
         """
         if chunk_numel < BLOCK or chunk_numel % BLOCK:
             raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._chunk_numel = staging_numel(buckets, chunk_numel)
-        place_bytes = self._chunk_numel * _ITEM_BYTES
-        self._grads = [self._place(place_bytes) for _ in range(0 if grads_leave else GRAD_PLACES)]
-        self._weights = [self._place(place_bytes) for _ in range(0 if weights_here else WEIGHT_PLACES)]
+        size = self._chunk_numel * _ITEM_BYTES
+        self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_leave else GRAD_BUFFERS)]
+        self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_here else WEIGHT_BUFFERS)]
+        self.scratch_bytes = size * (len(self._grads) + len(self._weights))
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
-        self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the bucket of the first span and its turn
-        make = partial(self.copies.empty, pinned=False)
-        self._states: dict[Bucket, Kept] = {bucket: bucket.state_format.new(bucket.owned_numel, make) for bucket in buckets}
+        self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
+        self._states = {bucket: self._zeros(bucket) for bucket in buckets}
 
-    def _place(self, size: int) -> _Place:
-        return _Place(self.copies.empty(size, torch.uint8))
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        return sum(place.memory.nbytes for place in [*self._grads, *self._weights])
-
-    @property
-    def weight_scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0
+    def _zeros(self, bucket: Bucket) -> Kept:
+        return bucket.state_format.new(bucket.host_numel, partial(self.copies.empty, pinned=False))
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
-        return read_part(self._states[bucket], bucket, key, start, numel)
-
-    def give_up(self, bucket: Bucket, end: Bucket) -> Kept:
-        """Keep of a bucket's states those of `end`, a bucket of the end of its owned range, in memory of that size.
-
-        Returns the others.
-        """
-        self._parts.clear()
-        first = bucket.owned_numel - end.owned_numel
-        kept = self._states.pop(bucket)
-        self._states[end] = kept
-        if first:
-            self._states[end] = end.state_format.new(end.owned_numel, partial(self.copies.empty, pinned=False))
-            for key, flat in range_of(kept, first, end.owned_numel).items():
-                self._states[end][key].copy_(flat)
-        return range_of(kept, 0, first)
+        return read_part(self._states[bucket], bucket.device_numel, bucket, key, start, numel)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
-        kept = range_of(self._states[bucket], start, values.numel())
+        kept = range_of(self._states[bucket], start - bucket.device_numel, values.numel())
         for name, source in kept_values(bucket.state_format, key, values.to(self._device)).items():
             self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+
+    def shrink(self, bucket: Bucket) -> Kept:
+        """Free the states of a bucket's first `device_numel` elements, of which it had all so far; returns them."""
+        self._parts.clear()
+        kept, first = self._states[bucket], bucket.device_numel
+        if first:
+            self._states[bucket] = self._zeros(bucket)
+            for key, flat in range_of(kept, first, bucket.host_numel).items():
+                self._states[bucket][key].copy_(flat)
+        return range_of(kept, 0, first)
 
     def steps(
         self,
@@ -174,11 +143,11 @@ class CpuStore:
             kept.append(self._part(spans, turn))
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
-        grads = [_grad_of(bucket) for part in kept for bucket in part.buckets]
+        grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
         threads = own_thread_count()
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
-            # Weights that lie here and still leave for the device must not change.
+            # Weights in host memory that are still being copied to the device must not change.
             if not chunks and not self._weights:
                 self.copies.synchronize()
             self._pipeline.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
@@ -193,52 +162,55 @@ class CpuStore:
                 yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
             self._pipeline.end()
-            self.copies.drain()  # what is in flight reads gradients, which the next backward overwrites
+            self.copies.drain()  # copies in flight read gradients, which the next backward overwrites
             raise
         self._pipeline.end()
 
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
-        """Return the chunks of `spans`, the first of which takes the places whose turn it is."""
+        """Return the chunks of `spans`, of which the first is chunk `turn` of the step."""
         if not spans:
-            return _Part([], {}, [], [])
-        key, memory = (spans[0].bucket, turn % (GRAD_PLACES * WEIGHT_PLACES)), _memory_of(spans)
+            return _Part([], [], [], [])
+        key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS)
+        grad_dtypes = [_grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)]
         part = self._parts.get(key)
-        if part is None or part.spans != spans or part.memory != memory:
-            cut = list(self._chunks(spans))
+        if part is None or part.spans != spans or part.grad_dtypes != grad_dtypes:
+            cut = list(self._cut(spans))
             chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
-            part = _Part(list(spans), memory, chunks, [span.bucket for of_chunk in cut for span in of_chunk])
-            self._parts[key] = part
+            buckets = [span.bucket for of_chunk in cut for span in of_chunk]
+            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, buckets)
         return part
 
     def _chunk(self, spans: Sequence[Span], turn: int) -> _C.OffloadChunk:
-        """Give each span its places, those whose turn it is: its gradient's and its weights', unless they lie in the tier."""
-        params, grads = [], []
+        """Make chunk `turn`: staging buffers for gradients and weights that are not in host memory anyway."""
+        params, grads, starts = [], [], []
         weights: list[torch.Tensor | None] = []
         cursor = 0
         for span in spans:
-            bucket, here = span.bucket, slice(span.start, span.start + span.numel)
-            weight, grad = bucket.owned_weight[here], _grad_of(bucket)
-            if self._grads:  # Adam is done with the place: it has worked on the chunk before the last
-                grads.append(self._grads[turn % GRAD_PLACES].part(grad.dtype, cursor, span.numel))
+            weight = span.bucket.owned_weight[span.start : span.start + span.numel]
+            grad, first = _grad_of(span.bucket)
+            starts.append(span.start - first)
+            if self._grads:  # Adam has worked on the chunk before the last, which used the same buffer
+                grads.append(_view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel))
             else:
-                grads.append(grad[here])
+                grads.append(grad[starts[-1] : starts[-1] + span.numel])
             if self._weights:
-                params.append(self._weights[turn % WEIGHT_PLACES].part(bucket.dtype, cursor, span.numel))
+                params.append(_view(self._weights[turn % WEIGHT_BUFFERS], weight.dtype, cursor, span.numel))
             else:
                 params.append(weight)
             weights.append(weight if self._weights else None)
             cursor += round_up(span.numel, BLOCK)
+        states = [range_of(self._states[s.bucket], s.start - s.bucket.device_numel, s.numel) for s in spans]
         return self._pipeline.chunk(
             params=params,
             grads=grads,
             weights=weights,
-            grad_starts=[span.start for span in spans],
+            grad_starts=starts,
             grads_come=bool(self._grads),
-            place=turn % WEIGHT_PLACES if self._weights else 0,
-            **lists_of(spans, [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]),
+            place=turn % WEIGHT_BUFFERS if self._weights else 0,
+            **lists_of(spans, states),
         )
 
-    def _chunks(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+    def _cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
         """Cut spans at block boundaries into as few lists as can be, of about equal size."""
         numel = sum(round_up(span.numel, BLOCK) for span in spans)
         most = round_up(-(-numel // -(-numel // self._chunk_numel)), BLOCK)
@@ -257,15 +229,22 @@ class CpuStore:
             yield chunk
 
 
-def _grad_of(bucket: Bucket) -> torch.Tensor:
-    """Return the gradient of a bucket's owned range: in the tier if it has left, else on the device."""
-    grad = bucket.grad if bucket.host_grad is None else bucket.host_grad
-    assert grad is not None
-    return grad
+def _view(buffer: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
+    """View elements [start, start + numel) of a staging buffer as values of `dtype`."""
+    first = start * _ITEM_BYTES
+    return buffer[first : first + numel * dtype.itemsize].view(dtype)
+
+
+def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
+    """Return the gradient that the CPU reads, and where in the owned range it begins: in host memory, or the device's."""
+    if bucket.host_grad is not None:
+        return bucket.host_grad, bucket.device_numel
+    assert bucket.grad is not None
+    return bucket.grad, 0
 
 
 def warn_of_pageable(copies: _C.HostTier) -> None:
-    """Say once what it costs if memory of the tier should be pinned and is not."""
+    """Log once what it costs if memory of the tier should be pinned and is not."""
     if copies.pin_refusal:
         logger.warning(
             "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the same bits, but copies of them "

@@ -29,13 +29,16 @@ from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
 from shardcore.engine.reducer import Reducer
-from shardcore.engine.split_store import RatioTuner, SplitStore, cuts_of, device_bytes
+from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
-from shardcore.engine.units import Unit, in_backward, tensors_in
+from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+from shardcore.optim import AdamOptimizer
+from shardcore.optim.sharded import EngineRef
+from shardcore.optim.state import step_tensor
+from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
 
 @dataclass
@@ -43,9 +46,9 @@ class Plan:
     """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward: see shard. ratio: the share of the states in
-    `host`; device_memory_limit: of the others, where the ratio is to be chosen. host: what offload keeps in host memory, if
-    anything; store: what the step works on. threads: of the workers.
+    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward: see shard. device_memory_limit: of states, where
+    the ratio is to be chosen. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of
+    the workers.
     """
 
     model: nn.Module
@@ -60,7 +63,6 @@ class Plan:
     overlap_step: bool
     reshard_after_forward: bool | int
     offloads_gradients: bool
-    ratio: float
     device_memory_limit: int | None
     host: CpuStore | SplitStore | None = None
     store: StateStore = field(init=False)
@@ -165,11 +167,10 @@ class Engine:
             self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
         home: GradHome | None = None
         if plan.host is not None and plan.offloads_gradients:
-            home = GradHome(plan.host.copies, cuts_of(plan.updated, plan.ratio), plan.threads)
+            home = GradHome(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
-            on_device = partial(device_bytes, plan.updated)
-            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host.seconds, plan.device_memory_limit, on_device)
+            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit)
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,
@@ -253,12 +254,7 @@ class Engine:
         if (unsharder := self.active_unsharder) is not None:
             if torch.compiler.is_compiling():
                 unsharder.warn_of_compiling()
-            if self.reducer.boundary.under_way and not in_backward():
-                raise RuntimeError(
-                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
-                    " each gathers and frees weights"
-                )
-            unsharder.begin_forward(module)
+            unsharder.begin_forward()
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
                 self.synchronize()
@@ -318,13 +314,13 @@ class Engine:
         self.read_all("state_dict", name or "the model")
         self.updater.warn_of_lost_edits("state_dict")
         # By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.managed.values()}
+        param_at = {(*managed.storage, managed.param.shape): managed.param for managed in self.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}
         for key, value in state_dict.items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
-                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
-                if place in param_at:
-                    keys.setdefault(param_at[place], []).append(key)
+                at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+                if at in param_at:
+                    keys.setdefault(param_at[at], []).append(key)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
             fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
@@ -424,8 +420,8 @@ class Engine:
                 self.ratio_tuner.updated = True
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
-        if plan is not None and self.overlap_step is not None:  # last: a signal handler may raise while it waits for the worker
-            self.overlap_step.hand_over(plan.spans, plan.hypers, plan.same_order)
+        if plan is not None and self.overlap_step is not None:  # last: it waits until the worker begins
+            self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
         if plan is not None and self.unsharder is not None:
             self.unsharder.renew()
 
@@ -436,7 +432,7 @@ class Engine:
         return self.scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on. See ScalesLoss.scale_loss."""
+        """Return the loss to run backward on. See FusedAdam.scale_loss."""
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
@@ -482,10 +478,10 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients (or fill them with zeros), as torch.optim.Optimizer.zero_grad."""
         self.reducer.zero(set_to_none)
-        if set_to_none and self.ratio_tuner is not None and (ratio := self.ratio_tuner.take()) is not None:
-            assert isinstance(self.store, SplitStore)
+        if set_to_none and self.ratio_tuner is not None and self.ratio_tuner.chosen is not None:
             self.synchronize()
-            self.reducer.host_grads.recut(self.store.resplit(ratio))
+            self.ratio_tuner.resplit()
+            self.reducer.host_grads.shrink()
         for _, param in self.unmanaged:
             param.grad = None
 
@@ -541,21 +537,17 @@ class Engine:
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problems: list[Exception],
         norm_type: float | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
         params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank. problems: why this rank refuses, if it does; taken out where it is raised. norm_type: of the norm to take, None
-        for no norm.
+        rank. norm_type: of the norm to take, None for no norm.
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
 
         def check() -> str:
-            if problems:
-                raise problems.pop()
             self.reducer.accept_user_grads(op)
             self.reducer.host_grads.arrive()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"

@@ -1,6 +1,6 @@
 """Reduced gradients that live in host memory: they leave in backward, and what comes later is added to them there.
 
-Of each bucket's owned range the part from its cut on leaves; what is before stays (`Bucket.grad`), for kernels of the device.
+Of each bucket's owned range the last `host_numel` elements leave; the first stay (`Bucket.grad`), for kernels of the device.
 
 Note [Leaving]: a gradient leaves as it would lie on the device: in grad_dtype, or as it is where there was nothing to sum. At
 most IN_FLIGHT of them hold device memory. Before one more takes some, the stream waits for the oldest copy, and its memory
@@ -14,7 +14,7 @@ Note [Failed copies]: an error of a copy or of a sum does not end the backward, 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,7 +24,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
-from shardcore.engine.overlap_step import Worker, WorkerThreads, use_own_threads
+from shardcore.engine.overlap_step import Worker, WorkerThreads
 from shardcore.engine.reduce_scatter import Parts
 
 IN_FLIGHT = 2
@@ -36,18 +36,17 @@ def home_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.dtype
     return policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
 
 
-def adding_bytes(numels: Iterable[int], policy: ReducePolicy) -> int:
-    """Return the bytes of the places where micro-steps come to that are added; `numels`: what leaves of each bucket."""
+def adding_bytes(buckets: Iterable[Bucket], policy: ReducePolicy) -> int:
+    """Return the bytes of the places where micro-steps come to that are added to gradients of these buckets."""
     if policy.accumulate == 1 or not policy.sync_each:
         return 0
-    return IN_FLIGHT * max(numels, default=0) * torch.float32.itemsize
+    return IN_FLIGHT * max((bucket.host_numel for bucket in buckets), default=0) * torch.float32.itemsize
 
 
-def home_bytes(buckets: Iterable[Bucket], policy: ReducePolicy, alone: bool) -> int:
-    """Return the bytes of host memory that gradients of these owned ranges take. See home_dtype."""
-    numels = {bucket: bucket.owned_numel for bucket in buckets}
-    kept = sum(numel * home_dtype(bucket, policy, alone).itemsize for bucket, numel in numels.items())
-    return kept + adding_bytes(numels.values(), policy)
+def home_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool) -> int:
+    """Return the bytes of host memory that gradients of these buckets take. See home_dtype."""
+    kept = sum(bucket.host_numel * home_dtype(bucket, policy, alone).itemsize for bucket in buckets)
+    return kept + adding_bytes(buckets, policy)
 
 
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -66,13 +65,10 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True)
 class GradHome:
-    """Where reduced gradients go: `copies` leads there. cuts: where in a bucket's owned range the part begins that leaves.
-
-    threads: what adds there.
-    """
+    """Where reduced gradients of `buckets` go: `copies` leads there. threads: what adds there."""
 
     copies: _C.HostTier
-    cuts: Mapping[Bucket, int]
+    buckets: Sequence[Bucket]
     threads: WorkerThreads
 
 
@@ -105,7 +101,6 @@ class _Sum:
 
 @torch.no_grad()
 def _add(
-    threads: WorkerThreads | None,
     arrived: _C.CopyEvent,
     part: torch.Tensor,
     first: torch.Tensor,
@@ -114,7 +109,6 @@ def _add(
     own: torch.Tensor | None,
 ) -> torch.Tensor:
     """Add `part`, when it has arrived, to `first` in `total`; returns the squared norm of `own`, by default of `total`."""
-    use_own_threads(threads)
     arrived.synchronize()
     if first is not total:
         _C.cast([total], [first])
@@ -144,21 +138,20 @@ class HostGrads:
     """The host's part of reduced gradients (`Bucket.host_grad`), and the only way to it."""
 
     def __init__(self, home: GradHome | None, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
-        """Allocate for what training needs as it was declared: of each bucket what comes after its cut; nothing without a home.
+        """Allocate for what training needs as it was declared: of each bucket `host_numel`; nothing without a home.
 
         pool: where device memory comes from and goes to. scaled: whether losses are, so that gradients are always unscaled.
         """
         self._copies: _C.HostTier | None = None if home is None else home.copies
-        self._cuts: dict[Bucket, int] = {} if home is None else dict(home.cuts)
+        buckets = [] if home is None else [bucket for bucket in home.buckets if bucket.host_numel]
         self._comm, self._policy, self._pool = comm, policy, pool
         self._memory: dict[Bucket, torch.Tensor] = {}
-        for bucket in self._cuts:
+        for bucket in buckets:
             bucket.host_grad = self._view(bucket, home_dtype(bucket, policy, comm.world_size == 1 and not scaled))
-        numels = [self._numel(bucket) for bucket in self._cuts]
-        place_bytes = adding_bytes(numels, policy) // IN_FLIGHT
-        self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if numels else 0)]
+        place_bytes = adding_bytes(buckets, policy) // IN_FLIGHT
+        self._places = [self._empty(place_bytes) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
-        self._worker = Worker("shardcore-add", None if home is None else home.threads, pool.device)
+        self._worker = Worker("shardcore-add", WorkerThreads(1) if home is None else home.threads, pool.device)
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each place
         self._sums: dict[Bucket, _Sum] = {}
         self._leaving: deque[_Leaving] = comm.keep_alive(deque())
@@ -167,19 +160,16 @@ class HostGrads:
 
     def __contains__(self, bucket: Bucket) -> bool:
         """Whether the bucket's gradients leave."""
-        return bucket in self._cuts
+        return bucket in self._memory
 
-    def recut(self, cuts: Mapping[Bucket, int]) -> None:
-        """Let less leave from now on, if any does: what comes after these cuts. No gradient is there."""
-        if self._copies is None:
-            return
-        dtypes = {bucket: grad.dtype for bucket in self._cuts if (grad := bucket.host_grad) is not None}
-        for bucket in self._cuts:
-            bucket.host_grad = None
+    def shrink(self) -> None:
+        """Keep host memory for `host_numel` of each bucket, which is less now. No gradient may be there."""
+        for bucket in list(self._memory):
+            assert bucket.host_grad is not None
+            dtype, bucket.host_grad = bucket.host_grad.dtype, None
             del self._memory[bucket]
-        self._cuts = dict(cuts)
-        for bucket in self._cuts:
-            bucket.host_grad = self._view(bucket, dtypes[bucket])
+            if bucket.host_numel:
+                bucket.host_grad = self._view(bucket, dtype)
 
     @property
     def scratch_bytes(self) -> int:
@@ -214,7 +204,7 @@ class HostGrads:
                 self._pool.take(bucket.owned_numel, self._dtype_of(adds)),
                 self._pool.give,
             )
-            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._piece))
+            bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(whole)
         several, name = len(self._replicas) > 1, f"the gradients of {bucket.unit or 'the root'}"
         gathers = self._comm.all_gather(source, Traffic.BACKWARD, name, self._replicas, of=number) if several else []
@@ -276,15 +266,8 @@ class HostGrads:
     # --- one gradient -------------------------------------------------------------------------------------------------
 
     @property
-    def _piece(self) -> int:
-        return self._comm.topology.piece_index(self._comm.rank)
-
-    @property
     def _replicas(self) -> Sequence[int]:
         return self._comm.topology.replica_ranks(self._comm.rank)
-
-    def _numel(self, bucket: Bucket) -> int:
-        return bucket.owned_numel - self._cuts[bucket]
 
     def _empty(self, size: int) -> torch.Tensor:
         assert self._copies is not None
@@ -292,7 +275,7 @@ class HostGrads:
 
     def _view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the bucket's host memory as values of `dtype`; it grows if training is not as it was declared."""
-        size = self._numel(bucket) * dtype.itemsize
+        size = bucket.host_numel * dtype.itemsize
         if bucket not in self._memory or self._memory[bucket].numel() < size:
             self._memory[bucket] = self._empty(size)
         return self._memory[bucket][:size].view(dtype)
@@ -316,14 +299,14 @@ class HostGrads:
 
     def _start(self, leaving: _Leaving) -> None:
         """Queue the copy of a gradient that is whole, and give the device its part."""
-        bucket, source, cut = leaving.bucket, leaving.source, self._cuts[leaving.bucket]
+        bucket, source, cut = leaving.bucket, leaving.source, leaving.bucket.device_numel
         self._turn += 1
         if not leaving.adds:
             leaving.place = bucket.host_grad = self._view(bucket, source.dtype)
             if cut:
                 self._near(bucket, source.dtype).copy_(source[:cut])
         else:
-            leaving.place = self._adding_place(self._numel(bucket), source.dtype)
+            leaving.place = self._adding_place(bucket.host_numel, source.dtype)
         copies, place = self._copies, leaving.place
         assert copies is not None
         leaving.started = True
@@ -341,21 +324,23 @@ class HostGrads:
             del self._memory[bucket]
             bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
         total = bucket.host_grad
-        own = bucket.own_grads(self._piece)[-1] if len(self._replicas) > 1 else None  # each takes the norm of its piece
-        far = self._worker.submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own)
-        self._adding[self._turn % IN_FLIGHT] = far
-        self._sums[bucket] = _Sum(far)
+        own = bucket.own_grads()[-1] if len(self._replicas) > 1 else None  # each takes the norm of its piece
+        submit = self._worker.submit
+        far = self._watch("adding", lambda: submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own))
+        if far is not None:
+            self._adding[self._turn % IN_FLIGHT] = far
+            self._sums[bucket] = _Sum(far)
 
     def _end(self, leaving: _Leaving) -> None:
         """Give the device memory of one that has left back; what is added to the device's part is there."""
         if leaving.arrived is not None:
-            if leaving.adds and self._cuts[leaving.bucket]:
+            if leaving.adds and leaving.bucket.device_numel:
                 self._sums[leaving.bucket].near = self._add_near(leaving)
             self._watch("keeping", leaving.arrived.wait)
         leaving.give(leaving.source)
 
     def _add_near(self, leaving: _Leaving) -> torch.Tensor:
-        bucket, cut = leaving.bucket, self._cuts[leaving.bucket]
+        bucket, cut = leaving.bucket, leaving.bucket.device_numel
         first, dtype = bucket.grad, self._policy.grad_dtype
         assert first is not None
         if not leaving.as_it_is and first.dtype != dtype:
@@ -365,12 +350,12 @@ class HostGrads:
         total = bucket.grad
         assert total is not None
         square = _sum(leaving.source[:cut], total, leaving.as_it_is)
-        return square if len(self._replicas) == 1 else _C.sq_norm([bucket.own_grads(self._piece)[0]])
+        return square if len(self._replicas) == 1 else _C.sq_norm([bucket.own_grads()[0]])
 
     def _near(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of the device's part, in this dtype."""
         if bucket.grad is None or bucket.grad.dtype != dtype:
             if bucket.grad is not None:
                 self._pool.give(bucket.grad)
-            bucket.grad = self._pool.keep(self._cuts[bucket], dtype)
+            bucket.grad = self._pool.keep(bucket.device_numel, dtype)
         return bucket.grad

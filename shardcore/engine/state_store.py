@@ -15,8 +15,8 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket, Managed, allocate
 from shardcore.engine.trace import scope
-from shardcore.optim import PARAM_DTYPES, SCALES
-from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
+from shardcore.optim.options import PARAM_DTYPES
+from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
 # The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
 Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
@@ -47,23 +47,25 @@ class Span:
 
 
 class StateStore(Protocol):
-    """What the engine needs of a place for optimizer states."""
+    """What the engine needs of a place for optimizer states.
+
+    scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what weights of another tier are
+    updated in.
+    """
 
     tier: str
 
     @property
-    def scratch_bytes(self) -> int:
-        """Bytes beside the states: what steps work in."""
+    def scratch_bytes(self) -> int: ...
 
     @property
-    def weight_scratch_bytes(self) -> int:
-        """Bytes on the device that weights of another tier are updated in."""
+    def weight_scratch_bytes(self) -> int: ...
 
     def steps(self, parts: Sequence[Sequence[Span]], hypers: Scalars) -> Iterator[_C.CopyEvent | None]:
         """Update states, masters and the owned weights from the buckets' reduced gradients, one part after the other.
 
-        Each part is updated when its turn in the iteration comes; what is yielded tells when its weights have arrived, None:
-        they have, on CUDA in the order of the current stream. Gradients are read ahead.
+        Each part is updated when its turn in the iteration comes. Yields an event of the copy of its new weights, None where
+        they are written already, on CUDA in the order of the current stream. Gradients are read ahead.
         """
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
@@ -94,46 +96,31 @@ def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
     }
 
 
-class _Views:
-    """The views of weights and states that a step needs, kept for the next one: they cost more than to start its kernel."""
+@dataclass(frozen=True)
+class _Lists:
+    """What the kernel is given for `spans`, kept for the next step: these views cost more to make than the kernel to start."""
 
-    def __init__(self, spans: Sequence[Span], weights: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
-        """View `weights`, the owned ranges that `spans` are parts of; `states` are views already."""
-        self._spans, self._weights, self.states = spans, weights, states
-        self.params = [w[span.start : span.start + span.numel] for w, span in zip(weights, spans, strict=True)]
-
-    def serve(self, spans: Sequence[Span]) -> bool:
-        """Whether they are those of `spans`, and the weights lie where they lay."""
-        return spans == self._spans and all(s.bucket.owned_weight is w for s, w in zip(spans, self._weights, strict=True))
+    spans: Sequence[Span]
+    params: list[torch.Tensor]
+    states: dict[str, Any]
 
 
 class DeviceStore:
-    """States beside the weights."""
+    """States beside the weights, of each bucket's first `device_numel` elements."""
 
     tier = "device"
+    scratch_bytes = weight_scratch_bytes = 0
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """Allocate zero states for `buckets` on their weights' device."""
+    def __init__(self, buckets: Sequence[Bucket], device: torch.device) -> None:
+        """Allocate zero states for `buckets` on the device."""
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
-        self._views: dict[Bucket, _Views] = {}  # of the last step, by the bucket of the first span
-        self._states: dict[Bucket, Kept] = {
-            bucket: bucket.state_format.new(bucket.owned_numel, partial(allocate, device=bucket.owned_weight.device))
-            for bucket in buckets
-        }
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0
-
-    @property
-    def weight_scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0
+        self._lists: dict[Bucket, _Lists] = {}  # of the last step, by the bucket of the first span
+        make = partial(allocate, device=device)
+        self._states = {bucket: bucket.state_format.new(bucket.device_numel, make) for bucket in buckets}
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
-        return read_part(self._states[bucket], bucket, key, start, numel)
+        return read_part(self._states[bucket], 0, bucket, key, start, numel)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
@@ -141,8 +128,8 @@ class DeviceStore:
         for name, source in kept_values(bucket.state_format, key, values).items():
             kept[name].copy_(source)
 
-    def take(self, bucket: Bucket, kept: Kept) -> None:
-        """Overwrite the bucket's states with those that another store kept."""
+    def load(self, bucket: Bucket, kept: Kept) -> None:
+        """Overwrite all states of a bucket with those that another store kept."""
         for key, flat in kept.items():
             self._states[bucket][key].copy_(flat)
 
@@ -156,20 +143,22 @@ class DeviceStore:
             self.step(spans, hypers)
             yield None
 
-    def step(self, spans: Sequence[Span], hypers: Scalars) -> None:
-        """Update one part. Queued on the current stream on CUDA."""
+    def step(self, spans: Sequence[Span], hypers: Scalars, weights: torch.Tensor | None = None) -> None:
+        """Update one part. Queued on the current stream on CUDA. weights: of the spans' one bucket, in place of its own."""
         if not spans:
             return
         first = spans[0].bucket
-        views = self._views.get(first)
-        if views is None or not views.serve(spans):
+        lists = self._lists.get(first)
+        if lists is None or lists.spans != spans:
+            wholes = [span.bucket.owned_weight if weights is None else weights for span in spans]
+            params = [whole[span.start : span.start + span.numel] for whole, span in zip(wholes, spans, strict=True)]
             states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
-            views = self._views[first] = _Views(spans, [span.bucket.owned_weight for span in spans], states)
+            lists = self._lists[first] = _Lists(spans, params, lists_of(spans, states))
         grads = []
         for span in spans:
             assert span.bucket.grad is not None
             grads.append(span.bucket.grad[span.start : span.start + span.numel])
-        self._steppers[first].step(views.params, grads, hypers=hypers, **lists_of(spans, views.states))
+        self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.states)
 
 
 def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
@@ -193,10 +182,10 @@ def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) 
         yield len(units) - 1
 
 
-def read_part(kept: Kept, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
-    """Read from the states of a bucket, where they are kept. See StateStore.read."""
+def read_part(kept: Kept, first: int, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
+    """Read from the states of a bucket's elements from `first` on, where they are kept. See StateStore.read."""
     end = bucket.owned_numel if numel is None else start + numel
-    return values_of(range_of(kept, start, end - start), key, bucket.owned_weight[start:end])
+    return values_of(range_of(kept, start - first, end - start), key, bucket.owned_weight[start:end])
 
 
 # (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device

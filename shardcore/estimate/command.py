@@ -1,4 +1,4 @@
-"""``shardcore estimate``: what training a model would keep and send on each rank, by `predict`."""
+"""``shardcore estimate``: the memory and communication per rank of training a model, by `predict`."""
 
 import argparse
 import importlib
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
     parser.add_argument("--offload-params", action="store_const", const="cpu", help="and shards of weights, at stage 3")
     parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards a step (default: %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
     parser.add_argument("--hybrid", action="store_true", help="shard within a node and replicate over nodes")
     parser.add_argument(
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
     print(f"{options.precision} weights{masters}, {options.state_dtype} moments, {options.grad_dtype} reduced gradients")
-    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "total", "sent a step", "collectives"]]
+    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "total", "sent per step", "collectives"]]
     for world_size, stage, prediction in found:
         report = prediction.resting
         tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu")]
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
     if len(found) == 1:
-        print("\n" + columns([["a step", "collectives", "GiB sent"], *_transfer_rows(first)]))
+        print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
 
 

@@ -1,14 +1,14 @@
-"""What a rank keeps in memory and sends in a step, computed from shapes: nothing is allocated and no other rank is needed.
+"""The memory of a rank and the bytes that it sends per step, computed from shapes: nothing is allocated, no rank is started.
 
-Units, buckets, layouts and states are those that `shard` would make, on the meta device. Messages are formulas over the buckets
-(`_Step.transfers`). How large a buffer pool becomes depends on the order in which buffers are taken and given back, so
-`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate/test_predict.py compares all with real ranks.
-Not predicted: activations, buffers of the model, and what shard() and state_dict() need besides while they run.
+Units, buckets, layouts and states are those of `shard`, on the meta device. Messages are formulas over the buckets
+(`_Step.transfers`). The size of a buffer pool depends on the order in which buffers are taken and given back, so
+`_Step.fill_pools` repeats that order with the engine's pools. tests/estimate compares all with real ranks.
+Not predicted: activations, the model's buffers, and temporary memory of shard() and state_dict().
 """
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.reduce_scatter import MAX_IN_FLIGHT
+from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
-from shardcore.engine.split_store import cuts_of, parts_of, scratch_bytes
+from shardcore.engine.split_store import split, weight_scratch_bytes
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
@@ -38,7 +38,7 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one step sends for one purpose: so many collectives, and `bytes` from this rank (it receives as many)."""
+    """The collectives of a step for one purpose, and the `bytes` that this rank sends (and receives) in them."""
 
     purpose: str
     collectives: int
@@ -47,10 +47,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank keeps and sends once training runs: pools grow in the first step, with nodes in the first few.
+    """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
-    resting: memory between steps, after zero_grad. Nothing is given back to the device within a step, so this is also the peak.
-    transfers: of one step.
+    resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
     """
 
     numel: int
@@ -60,15 +59,33 @@ class Prediction:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in a step."""
+        """Bytes that this rank sends per step."""
         return sum(transfer.bytes for transfer in self.transfers)
 
 
 class _Rank(Comm):
-    """A rank of a world that need not exist."""
+    """A rank without a process group, whose collectives send nothing."""
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
+        self.uses_nccl = True  # which keeps no buffers of others
+
+    def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
+        return []
+
+    reduce_scatter = all_to_all
+
+
+class _ReduceScatter(ReduceScatter):
+    """The engine's, with sums that compute nothing."""
+
+    def _parts(self, flight: Any) -> Parts:
+        return _Unsummed(**vars(super()._parts(flight)))
+
+
+class _Unsummed(Parts):
+    def add_up(self, scale: Any, out: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
+        return out
 
 
 def predict(
@@ -81,13 +98,12 @@ def predict(
     hybrid: bool = False,
     **options: Any,
 ) -> Prediction:
-    """Return what `rank` of `world_size` ranks will keep and send after shard(model, optimizer, stage, **options).
+    """Return the memory and messages of `rank` of `world_size` ranks after shard(model, optimizer, stage, **options).
 
-    model: is not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable
-    parameters. hybrid: with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over
-    nodes. A parameter is taken to be used once a step, in the order of `model.parameters()`, and units in module order. The
-    ratio "auto" is predicted as it begins, as 1.
-    Raises ValueError or TypeError for what shard would refuse.
+    model: not changed; its parameters may be on the meta device. optimizer: None for one group of all trainable parameters.
+    hybrid: as with a mesh of (world_size / ranks_per_node, ranks_per_node) as process_group, which replicates over nodes.
+    Assumes that each parameter is used once per backward, in the order of `model.parameters()`, and units in module order. The
+    ratio "auto" is predicted as 1, its start. Raises ValueError or TypeError as shard does.
     """
     known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
     for name in options:
@@ -122,6 +138,8 @@ def predict(
         builder.allocate(bucket)
         bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
+    if tiers.optimizer is not None:
+        split(updated, tiers.ratio)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [param for param in model.parameters() if not param.requires_grad and param not in in_buckets]
     step = _Step(
@@ -132,7 +150,7 @@ def predict(
         wanted.reduce_policy(world_size),
         keepers_of(wanted.reshard_after_forward),
         world_size == 1 and not wanted.loss_scaler().active,
-        cuts_of(updated, tiers.ratio) if tiers.gradients is not None else {},
+        {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
     )
     step.fill_pools()
     lines = memory_lines(
@@ -141,7 +159,7 @@ def predict(
         _States(updated, tiers),
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
-        adding_bytes((bucket.owned_numel - cut for bucket, cut in step.cuts.items()), step.policy),
+        adding_bytes(step.offloaded, step.policy),
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
         lambda bucket: None,
     )
@@ -150,30 +168,21 @@ def predict(
 
 
 class _States(DeviceStore):
-    """States on meta, for what `tiers` says of their place."""
+    """States on the meta device, counted on the tiers of `tiers`."""
 
     def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
-        super().__init__([])
-        self.tier, self._tiers = tiers.optimizer or "device", tiers
-        self._parts = {bucket: parts_of(bucket, 0.0 if tiers.optimizer is None else tiers.ratio) for bucket in buckets}
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See StateStore."""
-        far = [far for _, far in self._parts.values()]
-        leave, here = self._tiers.gradients is not None, self._tiers.params is not None
-        return 0 if self._tiers.optimizer is None else staging_bytes(far, grads_leave=leave, weights_here=here)
-
-    @property
-    def weight_scratch_bytes(self) -> int:
-        """See StateStore."""
-        return 0 if self._tiers.params is None else scratch_bytes([near for near, _ in self._parts.values()])
+        super().__init__([], _META)
+        if tiers.optimizer is not None:
+            self.tier = tiers.optimizer
+            self.scratch_bytes = staging_bytes(buckets, tiers.gradients is not None, tiers.params is not None)
+        if tiers.params is not None:
+            self.weight_scratch_bytes = weight_scratch_bytes(buckets)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
-        for part, tier in zip(self._parts[bucket], ("device", self.tier), strict=True):
-            if part.owned_numel:
-                states = bucket.state_format.new(part.owned_numel, partial(allocate, device=_META))
+        for numel, tier in (bucket.device_numel, "device"), (bucket.host_numel, self.tier):
+            if numel:
+                states = bucket.state_format.new(numel, partial(allocate, device=_META))
                 yield from ((tier, key, flat.nbytes) for key, flat in states.items())
 
 
@@ -181,7 +190,8 @@ class _States(DeviceStore):
 class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
-    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. cuts: see GradHome.
+    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. offloaded: the
+    buckets whose gradients are.
     """
 
     comm: Comm
@@ -191,7 +201,7 @@ class _Step:
     policy: ReducePolicy
     keepers: int
     alone: bool
-    cuts: Mapping[Bucket, int]
+    offloaded: Collection[Bucket]
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
@@ -203,13 +213,13 @@ class _Step:
         arrivals = sorted((-managed.index, place) for place, b in enumerate(self._order) for managed in b.params)
         self._arrivals = [self._order[place] for _, place in arrivals]  # the bucket of each gradient, in backward
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
-        self._flights: deque[tuple[Bucket, torch.Tensor, int, torch.Tensor, torch.Tensor]] = deque()
+        self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
-        self._whole: dict[Unit, list[torch.Tensor]] = {}
+        self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
-        for bucket, cut in self.cuts.items():
+        for bucket in self.offloaded:
             dtype = home_dtype(bucket, self.policy, self.alone)
-            bucket.host_grad = torch.empty(bucket.owned_numel - cut, dtype=dtype, device=_META)
+            bucket.host_grad = torch.empty(bucket.host_numel, dtype=dtype, device=_META)
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.dtype)
@@ -217,13 +227,13 @@ class _Step:
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Return what a step sends once the order of units is known."""
+        """Return what a step sends, once the order of units is known."""
         world, sharing, micros = self.comm.world_size, len(self.comm.shard_ranks), self.policy.accumulate
         reductions = 1 if self._adds_locally else micros
         sent: dict[str, Transfer] = {}
 
         def add(purpose: str, ranks: int, sizes: Sequence[int]) -> None:
-            """Count a collective of `ranks` for each size, in bytes of the whole: a rank sends all but one of equal parts."""
+            """Count a collective of `ranks` per size, in bytes of the full buffer, of which a rank sends all parts but one."""
             parts = [size // ranks * (ranks - 1) for size in sizes if size and ranks > 1]
             if parts:
                 so_far = sent.get(purpose, Transfer(purpose, 0, 0))
@@ -243,7 +253,7 @@ class _Step:
                 add("exchange gradients", len(ranks), [numel * dtype.itemsize] * reductions)
                 numel, dtype = numel // len(ranks), torch.float32
             first = bucket.owned_numel * self.policy.grad_dtype.itemsize
-            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.cuts else first
+            later = bucket.owned_numel * torch.float32.itemsize if bucket in self.offloaded else first
             add("gather gradients", len(self._replicas), [first] + [later] * (reductions - 1))
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
@@ -254,7 +264,7 @@ class _Step:
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
 
     def fill_pools(self) -> None:
-        """Take steps until the pools no longer grow. In the first pass over the weights no unit is known to be the next."""
+        """Run steps until the pools no longer grow. The order of units is unknown in the first pass."""
         known, held = False, -1
         while held != (held := self.pool.allocated_bytes + self.gathered.allocated_bytes):
             for micro in range(1, self.policy.accumulate + 1):
@@ -282,18 +292,18 @@ class _Step:
             self._free(unit)
 
     def _gather(self, unit: Unit) -> None:
-        if unit not in self._whole:
-            kept, self._whole[unit] = self._kept.pop(unit, []), []
+        if unit not in self._unsharded:
+            kept, self._unsharded[unit] = self._kept.pop(unit, []), []
             for bucket in unit.buckets:
-                self._whole[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
+                self._unsharded[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
                 if kept:
                     self.gathered.give(kept.pop(0))
 
     def _free(self, unit: Unit, keep: bool = False) -> None:
-        whole = self._whole.pop(unit, [])
+        flats = self._unsharded.pop(unit, [])
         if keep:
-            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in whole]
-        for flat in whole:
+            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats]
+        for flat in flats:
             self.gathered.give(flat)
 
     def _backward(self, reducing: bool) -> None:
@@ -305,63 +315,45 @@ class _Step:
             missing[bucket] -= 1
             while waiting and not missing[waiting[0]]:
                 self._launch(waiting.popleft())
-        self._land(0)
+        for bucket, full, _ in self._reduce_scatter.drain():
+            self._finish(bucket, full)
         self._let_leave(0)
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
                 self._give(bucket, self._take(bucket, bucket.dtype))
 
     def _launch(self, bucket: Bucket) -> None:
-        whole, bucket.wire = bucket.wire, None
-        assert whole is not None
-        if whole.dtype != self._sent_dtype(bucket):
-            sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
+        local, bucket.wire = bucket.wire, None
+        assert local is not None
+        if local.dtype != self._sent_dtype(bucket):
+            sums, local = local, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
-        if self.comm.world_size == 1:
-            self._finish(bucket, whole)
-        else:
-            self._land(MAX_IN_FLIGHT - 1)
-            self._send(bucket, whole, 0, whole)
+        for done, full, _ in self._reduce_scatter.send(bucket, local):
+            self._finish(done, full)
 
-    def _send(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
-        parts = len(self._levels[level]) if self.policy.backend_sums else 1
-        self._flights.append((bucket, whole, level, sent, self.pool.take(sent.numel() // parts, sent.dtype)))
-
-    def _land(self, keep: int) -> None:
-        while len(self._flights) > keep:
-            bucket, whole, level, sent, received = self._flights.popleft()
-            if level + 1 == len(self._levels):
-                self._finish(bucket, whole)
-            else:
-                sums = self.pool.take(sent.numel() // len(self._levels[level]), torch.float32)
-                self._send(bucket, whole, level + 1, sums)
-            self.pool.give(received)
-            if sent is not whole:
-                self.pool.give(sent)
-
-    def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def _finish(self, bucket: Bucket, local: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
-        unchanged = self.alone and first and (self.policy.accumulate == 1 or whole.dtype == dtype)
-        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and whole.dtype == dtype
-        if bucket in self.cuts:
-            self._leave(bucket, whole, unchanged)
+        unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
+        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and local.dtype == dtype
+        if bucket in self.offloaded:
+            self._leave(bucket, local, unchanged)
         else:
             if unchanged or left:
-                bucket.replace_grad(whole, self.pool)
+                bucket.replace_grad(local, self.pool)
             elif bucket.grad is None or bucket.grad.dtype != dtype:
                 bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
-            if whole is not bucket.grad:
-                self._give(bucket, whole)
+            if local is not bucket.grad:
+                self._give(bucket, local)
         bucket.reduced = True
 
-    def _leave(self, bucket: Bucket, whole: torch.Tensor, unchanged: bool) -> None:
+    def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
         self._let_leave(IN_FLIGHT - 1)
         if unchanged:
-            self._leaving.append((bucket, whole, partial(self._give, bucket)))
+            self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
-            self._give(bucket, whole)
+            self._give(bucket, local)
         if len(self._replicas) == 1:
             self._keep_rest()
 
@@ -373,12 +365,12 @@ class _Step:
 
     def _keep_rest(self) -> None:
         for bucket, source, _ in self._leaving:
-            if bucket.grad is None and self.cuts[bucket]:
-                bucket.grad = self.pool.keep(self.cuts[bucket], source.dtype)
+            if bucket.grad is None and bucket.device_numel:
+                bucket.grad = self.pool.keep(bucket.device_numel, source.dtype)
 
     def _take(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        goes_on = self.comm.world_size > 1 or bucket in self.cuts
+        goes_on = self.comm.world_size > 1 or bucket in self.offloaded
         return take_full(bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident)
 
-    def _give(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        give_full(bucket, whole, self.pool, self.lifetimes)
+    def _give(self, bucket: Bucket, local: torch.Tensor) -> None:
+        give_full(bucket, local, self.pool, self.lifetimes)

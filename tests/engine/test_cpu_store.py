@@ -11,7 +11,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.engine.cpu_store import staging_bytes
-from shardcore.engine.split_store import SplitStore
+from shardcore.engine.state_store import Span
 from shardcore.estimate import predict
 from tests.support.choice import some
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
@@ -267,7 +267,7 @@ def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: in
 def test_a_step_like_the_last_one_cuts_and_views_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = train(0, Run(steps=2, shard={"offload": CPU_TIER | {"ratio": 0.5}}))
     store = optimizer._engine.store
-    kept = [*store.on_device._views.values(), *store.on_cpu._parts.values()]
-    monkeypatch.setattr(SplitStore, "_near", None)
+    kept = [*store.on_device._lists.values(), *store.on_cpu._parts.values()]
+    monkeypatch.setattr(Span, "part", None)
     stepped(model, optimizer, 0, 2)
-    assert all(a is b for a, b in zip([*store.on_device._views.values(), *store.on_cpu._parts.values()], kept, strict=True))
+    assert all(a is b for a, b in zip([*store.on_device._lists.values(), *store.on_cpu._parts.values()], kept, strict=True))

@@ -1,6 +1,7 @@
 """Gradients in host memory: they leave in backward, are added there by a thread, and give the same bits."""
 
 import threading
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -49,34 +50,12 @@ def test_what_has_left_is_added_behind_backward(waits: bool, monkeypatch: pytest
             gate.set()
             arrive()
         gate.set()
-        host._worker.let_end()
+        wait(filter(None, host._adding))
         gate.clear()
 
     monkeypatch.setattr(host, "arrive", opened)
     assert (_steps_of(model, optimizer) == expected) == waits
     assert added == ["shardcore-add_0"] * 4
-
-
-def test_what_was_done_as_no_thread_started_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread that starts later: executors keep a call for which they could not start one."""
-    expected, add, begin = _steps_of(*_one_bucket(offload=None)), host_grads._add, threading.Thread.start
-    added, refused = [], set()
-
-    def starts(thread: threading.Thread) -> None:
-        if thread.name.startswith("shardcore-") and thread.name not in refused:
-            refused.add(thread.name)
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    def adds(*arguments: Any) -> torch.Tensor:
-        added.append(threading.current_thread().name)
-        return add(*arguments)
-
-    monkeypatch.setattr(threading.Thread, "start", starts)
-    monkeypatch.setattr(host_grads, "_add", adds)
-    assert _steps_of(*_one_bucket(overlap_step=True)) == expected
-    assert refused == {"shardcore-add_0", "shardcore-step_0"}
-    assert added == ["MainThread"] + ["shardcore-add_0"] * 3
 
 
 def test_an_error_of_the_thread_that_adds_is_the_step_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -302,7 +302,7 @@ def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected:
 def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer, _ = train(0, Run(shard={"offload": {"optimizer": "cpu", "ratio": 0.5}}))
     engine = optimizer._engine
-    bucket = next(bucket for bucket, (near, far) in engine.store._parts.items() if near.owned_numel and far.owned_numel)
+    bucket = next(bucket for bucket in engine.buckets if bucket.device_numel and bucket.host_numel)
     asked: list[str] = []
     for name in ("on_device", "on_cpu"):
         store = getattr(engine.store, name)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import shardcore
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, wait_all
-from shardcore.engine.overlap_step import OverlapStep, Waiting, WaitingGroup
+from shardcore.engine.overlap_step import OverlapStep, PendingGroup, PendingParams
 from tests.support.choice import combinations
 from tests.support.groups import as_on_nccl
 from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped
@@ -42,7 +42,7 @@ def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[
     assert optimizer.skipped_steps >= 1
     if overlap:
         assert (
-            optimizer._engine.overlap_step.steps == run.steps - optimizer.skipped_steps > 0
+            optimizer._engine.overlap_step.step_count == run.steps - optimizer.skipped_steps > 0
         )  # a skipped step hands nothing over
     for group in optimizer.param_groups:
         group["lr"] = 1e-2
@@ -69,7 +69,7 @@ def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: st
 
 def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool) -> str:
     """Train while forward leaves out a wait for Adam (of one unit) or for gathers, which is then made at forward's end."""
-    wait, left = OverlapStep.wait, []
+    wait, left = OverlapStep.wait_for, []
 
     def but_for_one(self: OverlapStep, buckets: Any) -> None:
         buckets = list(buckets)
@@ -84,7 +84,7 @@ def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OverlapStep, "finish", finish)
         if missing == "wait":
-            patch.setattr(OverlapStep, "wait", but_for_one)
+            patch.setattr(OverlapStep, "wait_for", but_for_one)
         elif missing == "gather":
             patch.setattr(OverlapStep, "_wait_for_gather", lambda self, update: left.append(update))
         model, optimizer = start(rank, Run(stage=stage), overlap, late=missing == "wait")
@@ -183,8 +183,8 @@ def test_every_read_waits(stage: int, offload: Any, read: str, monkeypatch: pyte
 
 def test_reads_see_old_weights_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken twin of the test above."""
-    monkeypatch.setattr(OverlapStep, "_let_wait", lambda self, reader: None)
-    monkeypatch.setattr(WaitingGroup, "now", lambda group: group.own)
+    monkeypatch.setattr(OverlapStep, "_defer_reads", lambda self, *_: None)
+    monkeypatch.setattr(PendingGroup, "_waited", lambda group, key: group.own)
     for read in ("parameters", "param_groups", "all of a group", "an attribute", "a layer inside a unit", "deepcopy"):
         old = _after_a_step(read, 2, OFFLOAD, overlap=False, steps=1)
         assert all(map(torch.equal, _after_a_step(read, 2, OFFLOAD, overlap=True), old)), read
@@ -244,7 +244,7 @@ def test_a_unit_waits_for_its_own_weights_only() -> None:
     assert copied.train() is copied
     assert not overlap._pending
     assert all(type(module._parameters) is dict for module in copied.modules())
-    assert not any(isinstance(module._parameters, Waiting) for module in model.modules())
+    assert not any(isinstance(module._parameters, PendingParams) for module in model.modules())
 
 
 def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_schedulers_do_not_wait_for_weights() -> None:
         assert (group["lr"], "max_lr" in group) == (scheduler.get_last_lr()[0], True)
         assert len(group) == len(list(group)) == len(group.keys()) > len(optimizer.defaults)
         assert "lr" in repr(optimizer)
-        assert [type(entry) for entry in optimizer.param_groups] == [WaitingGroup]
+        assert [type(entry) for entry in optimizer.param_groups] == [PendingGroup]
         assert {bucket.unit for bucket in overlap._pending} == {"", "blocks.0", "blocks.1", "blocks.2"}
         assert own[0]["lr"] == group["lr"]
         copied = way(group)  # a reference that is kept goes on, too

@@ -214,7 +214,7 @@ def _forget_state(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(predict.__globals__, "MAX_IN_FLIGHT", 1)
+    patch.setattr("shardcore.engine.reduce_scatter.MAX_IN_FLIGHT", 1)
 
 
 def _no_received(patch: pytest.MonkeyPatch) -> None:
