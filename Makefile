@@ -16,7 +16,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MARKS ?= -m "not slow"
-QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py optim/test_adam_peers.py)
+QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_peers.py)
 ARGS ?=
 WORKERS ?= 2
 PICKED = "$$(cat build/python)"
