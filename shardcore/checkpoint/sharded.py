@@ -23,7 +23,8 @@ from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.state_store import set_owned
-from shardcore.optim import step_count, step_tensor, warn_of_lost
+from shardcore.optim.state import step_count, step_tensor
+from shardcore.optim.state_dict import warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

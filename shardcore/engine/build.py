@@ -17,7 +17,9 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
-from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, engine_of, export_state, import_state
+from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name
+from shardcore.optim.sharded import engine_of
+from shardcore.optim.state_dict import export_state, import_state
 from shardcore.optim.state_format import NO_STATES, format_of
 
 

@@ -35,7 +35,10 @@ from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+from shardcore.optim import AdamOptimizer
+from shardcore.optim.sharded import EngineRef
+from shardcore.optim.state import step_tensor
+from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
 
 @dataclass
@@ -429,7 +432,7 @@ class Engine:
         return self.scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on. See ScalesLoss.scale_loss."""
+        """Return the loss to run backward on. See FusedAdam.scale_loss."""
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:

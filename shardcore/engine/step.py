@@ -19,7 +19,9 @@ from shardcore.engine.device_step import Arrival, DeviceStep
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
 from shardcore.engine.trace import scope
-from shardcore.optim import DeviceScale, check_options, hyper_of, join, lr_on_device, norm_part
+from shardcore.optim.clip import join, norm_part
+from shardcore.optim.options import check_options, hyper_of, lr_on_device
+from shardcore.optim.step import DeviceScale
 
 
 class OwnGrads:

@@ -18,7 +18,7 @@ from shardcore._native import _C
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.options import check_capturable, check_group, check_groups
-from shardcore.optim.sharded import Gradients, ScalesLoss
+from shardcore.optim.sharded import Gradients, ShardedEngine
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
@@ -73,13 +73,15 @@ def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result
     return call
 
 
-class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
+class AdamOptimizer(torch.optim.Optimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
     # for the time of one step. They must not exist as class attributes: GradScaler multiplies with what it finds.
     _step_supports_amp_scaling = True
 
+    # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
+    _engine: ShardedEngine | None
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
     _repeat: Update | None = None  # the last step, if the next may go the short way
@@ -103,26 +105,16 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "bias_correction": bias_correction,
-            "capturable": capturable,
-            "master": master,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
         self._engine = None
         self._skipped = 0
         self._device_state: DeviceState | None = None  # of capturable steps
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
+        defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode)
+        defaults |= dict(
+            amsgrad=amsgrad, maximize=maximize, bias_correction=bias_correction, capturable=capturable, master=master
+        )
+        defaults |= dict(state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed)
         super().__init__(params, defaults)
         self.state = States()
 
@@ -183,10 +175,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.settle()
         return self._skipped_so_far()
-
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
-        self._skipped += count - self.skipped_steps
 
     def _count_skip(self, count: int = 1) -> int:
         """Count skipped steps, and return how many there were until then."""
@@ -303,6 +291,34 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _skip(self, why: str) -> None:
         logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self._count_skip())
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank.
+
+        On a GPU with all states there reading it waits for the norm of the last step.
+        """
+        return 1.0 if self._engine is None else self._engine.loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
+
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
+        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
+        return loss if self._engine is None else self._engine.scale_loss(loss)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
+
+        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
+        before the step have the new weights after this call (an average of the weights over such references needs it, one over
+        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
+        """
+        if self._engine is not None:
+            self._engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero, as torch.optim does."""

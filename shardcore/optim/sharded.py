@@ -15,42 +15,6 @@ from shardcore.optim.step import DeviceScale, DeviceState
 Gradients = Sequence[torch.Tensor | None]
 
 
-class ScalesLoss:
-    """What an optimizer offers for options of shardcore.shard (fp16's loss scaling, overlap_step) and all else leaves out."""
-
-    _engine: (
-        "ShardedEngine | None"  # no default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks
-    )
-
-    @property
-    def loss_scale(self) -> float:
-        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank.
-
-        On a GPU with all states there reading it waits for the norm of the last step.
-        """
-        return 1.0 if self._engine is None else self._engine.loss_scale
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
-
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
-        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
-        """
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
-        return loss if self._engine is None else self._engine.scale_loss(loss)
-
-    def synchronize(self) -> None:
-        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
-
-        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
-        before the step have the new weights after this call (an average of the weights over such references needs it, one over
-        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
-        """
-        if self._engine is not None:
-            self._engine.synchronize()
-
-
 class GradShards(Protocol):
     """This rank's parts of reduced gradients, to be clipped in place (shardcore.engine.step.OwnGrads)."""
 

@@ -271,7 +271,7 @@ class Update:
                 self._counts[value] = StepCount(value)
             self._count_of.append(self._counts[value])
         self._param_states.append(state)
-        exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype].exp_avg
+        exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype]["exp_avg"]
         if getattr(exp_avg, "dtype", None) is not expected:
             raise self._other_state(index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}")
         largest = state.stored("max_exp_avg_sq") if group["amsgrad"] else None

@@ -10,7 +10,8 @@ import torch
 import shardcore
 from examples.machine import available_bytes
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_, global_norm
+from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
+from shardcore.optim.clip import global_norm
 from tests.support.choice import some
 from tests.support.kernels import DTYPES, tensor
 from tests.support.params import same

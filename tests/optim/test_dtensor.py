@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardcore
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.optim import CPUAdam, FusedAdam, dtensor, global_norm
+from shardcore.optim import CPUAdam, FusedAdam, dtensor
+from shardcore.optim.clip import global_norm
 from tests.support.fsdp2 import (
     ALIGNED,
     BF16,

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, global_norm
+from shardcore.optim import CPUAdam, FusedAdam
+from shardcore.optim.clip import global_norm
 from tests.support.kernels import nothing_written
 from tests.support.params import params_of
 

@@ -229,8 +229,6 @@ def test_copies_count_for_themselves(copied):
     assert (optimizer.skipped_steps, twin.skipped_steps) == (1, 2)
     assert [optimizer.state[p]["step"].item() for p in params] == [1, 1]
     assert [twin.state[p]["step"].item() for p in twins] == [2, 2]
-    optimizer.skipped_steps += 4
-    assert optimizer.skipped_steps == 5
 
 
 def test_a_capture_needs_states_that_exist(captured):
