@@ -208,7 +208,7 @@ def test_threads_that_cannot_start_say_what_to_do() -> None:
 
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the caller never lets go of the interpreter all buckets are updated; the twin gets no further than the first."""
+    """While the caller never releases the interpreter all buckets are updated; the twin gets no further than the first."""
     interval = sys.getswitchinterval()
     tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms and more a bucket: step() itself ends before
     if not own_thread:
