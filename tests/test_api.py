@@ -309,7 +309,7 @@ def test_one_hash_for_every_stage_tier_and_unit_size(
 
 
 def test_the_two_orders_of_accumulation_differ() -> None:
-    """If they did not, the test above could not tell which one ran."""
+    """If they did not, the test above could not show which one ran."""
     runs = [Run(accumulate=3, shard={"sync_each": sync_each}) for sync_each in (True, False)]
     each, once = run_ranks(2, hashes_of_runs, runs)[0]
     assert each != once

@@ -146,7 +146,7 @@ def test_a_real_suite(tmp_path):
     """Run as a module."""
     options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]
     command = [sys.executable, "-m", "shardcore", "bench", "reduced_states", "--out", "here", *options]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib tells of a bad home
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "MPLCONFIGDIR": str(tmp_path)}  # matplotlib warns of a bad home
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     file = tmp_path / "here/reduced_states.json"
     assert json.loads(file.read_text())["options"]["rounds"] == 2

@@ -179,7 +179,7 @@ def _start(rank: int, world_size: int, broadcast: bool, stage: int) -> list[str]
     return [hash_of(p for p in model.parameters()), hash_of([model.offset])]
 
 
-def test_rank_0_is_broadcast_unless_told_otherwise() -> None:
+def test_rank_0_is_broadcast_unless_disabled() -> None:
     expected = [hash_of(make_net(0).parameters()), hash_of([torch.zeros(5)])]
     assert run_ranks(2, _start, True, 2) == [expected, expected]
     apart = run_ranks(2, _start, False, 0)

@@ -196,14 +196,14 @@ class ConvertedFiles:
             return torch.empty(0, dtype=self.stored[name].torch_dtype, device="cpu")
         if self._made is None or self._made[0] != first:
             self._made = None
-            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._whole).items()}
+            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()}
         return self._made[1][name][start : start + numel]
 
     def _empty(self, key: str) -> torch.Tensor:
         stored = self._files.stored[key]
         return torch.empty(stored.shape, dtype=stored.torch_dtype or torch.float32, device="meta")
 
-    def _whole(self, key: str) -> torch.Tensor:
+    def _full(self, key: str) -> torch.Tensor:
         shape = self._files.stored[key].shape
         return self._files.read(key, 0, prod(shape)).view(shape)
 

@@ -225,10 +225,11 @@ class Bucket:
         params: list[Managed],
         layout: FlatLayout,
         owned: tuple[int, int],
+        reduces: tuple[int, int],
         trainable: bool = True,
         state_format: StateFormat = NO_STATES,
     ) -> None:
-        """Describe the bucket; `owned` is the range of it that this rank updates, `state_format` what is kept of its states."""
+        """Describe the bucket; this rank updates the range `owned` and adds up `reduces`; `state_format`: of its states."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
@@ -243,6 +244,7 @@ class Bucket:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
         self.weight = self.owned_weight = _NOWHERE
+        self._reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
         self.weight_tier = "device"
         self.tier: _C.HostTier | None = None
@@ -318,23 +320,19 @@ class Bucket:
         assert self.grad is not None
         return self.grad
 
-    def piece_slice(self, flat: torch.Tensor, piece: int) -> torch.Tensor:
-        """View a rank's `piece` (Topology.piece_index) of a buffer of the owned range (all of it, unless replicated)."""
-        start, end = self._piece_range(piece)
+    def reduced_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """View what this rank adds up in a buffer of the owned range: all of it, unless others own that, too."""
+        start, end = self._reduces
         return flat[start:end]
-
-    def _piece_range(self, piece: int) -> tuple[int, int]:
-        start, end = self.layout.shard_range(piece)
-        return start - self.owned[0], end - self.owned[0]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.device_numel, self.host_grad)]
 
-    def own_grads(self, piece: int) -> list[torch.Tensor]:
-        """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
-        start, end = self._piece_range(piece)
+    def own_grads(self) -> list[torch.Tensor]:
+        """View the part of the reduced gradient whose norm this rank takes: what it added up (see `reduced_slice`)."""
+        start, end = self._reduces
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:

@@ -289,13 +289,13 @@ class Builder:
                     members.setdefault(key, []).append(Managed(name, param, order[param], group))
             for (dtype, group, trainable), params in members.items():
                 layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
-                owned = self._owned(layout)
+                owned, reduces = self._owned(layout), layout.shard_range(self.comm.topology.piece_index(self.comm.rank))
                 state_format = NO_STATES
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
                     state_format = format_of(options, dtype)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable, state_format))
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format))
         return buckets
 
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:

@@ -204,7 +204,7 @@ class HostGrads:
                 self._pool.take(bucket.owned_numel, self._dtype_of(adds)),
                 self._pool.give,
             )
-            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._piece))
+            bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(whole)
         several, name = len(self._replicas) > 1, f"the gradients of {bucket.unit or 'the root'}"
         gathers = self._comm.all_gather(source, Traffic.BACKWARD, name, self._replicas, of=number) if several else []
@@ -266,10 +266,6 @@ class HostGrads:
     # --- one gradient -------------------------------------------------------------------------------------------------
 
     @property
-    def _piece(self) -> int:
-        return self._comm.topology.piece_index(self._comm.rank)
-
-    @property
     def _replicas(self) -> Sequence[int]:
         return self._comm.topology.replica_ranks(self._comm.rank)
 
@@ -328,7 +324,7 @@ class HostGrads:
             del self._memory[bucket]
             bucket.host_grad = self._view(bucket, self._policy.grad_dtype)
         total = bucket.host_grad
-        own = bucket.own_grads(self._piece)[-1] if len(self._replicas) > 1 else None  # each takes the norm of its piece
+        own = bucket.own_grads()[-1] if len(self._replicas) > 1 else None  # each takes the norm of its piece
         submit = self._worker.submit
         far = self._watch("adding", lambda: submit(_add, arrived, leaving.place, first, total, leaving.as_it_is, own))
         if far is not None:
@@ -354,7 +350,7 @@ class HostGrads:
         total = bucket.grad
         assert total is not None
         square = _sum(leaving.source[:cut], total, leaving.as_it_is)
-        return square if len(self._replicas) == 1 else _C.sq_norm([bucket.own_grads(self._piece)[0]])
+        return square if len(self._replicas) == 1 else _C.sq_norm([bucket.own_grads()[0]])
 
     def _near(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of the device's part, in this dtype."""

@@ -155,9 +155,9 @@ TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket], piece: int) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds its `piece`."""
-        self.buckets, self.piece = buckets, piece
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank."""
+        self.buckets = buckets
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
 
@@ -213,7 +213,7 @@ class ParamGrads:
             if shown is not None:
                 self._versions[bucket] = shown._version
             if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.piece)])
+                bucket.sq_norm = _C.sq_norm([bucket.reduced_slice(bucket.grad)])
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -259,9 +259,8 @@ class Reducer:
         self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
         topology, all_own = comm.topology, lifetimes.owns_everything
-        self._piece = topology.piece_index(comm.rank)
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
-        self.param_grads = ParamGrads(self.buckets, self._piece) if all_own else None
+        self.param_grads = ParamGrads(self.buckets) if all_own else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
@@ -501,7 +500,7 @@ class Reducer:
                 bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             with scope("sum", bucket.unit):
-                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, self._piece), bucket.reduced)
+                bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
             if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)

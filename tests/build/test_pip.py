@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Not find_spec("pip"): asked for pip, setuptools lets go of its distutils and cannot be imported afterwards.
+# Not find_spec("pip"): asked for pip, setuptools removes its distutils and cannot be imported afterwards.
 HAS_PIP = any(distributions(name="pip"))
 pytestmark = pytest.mark.skipif(not HAS_PIP, reason="pip is not installed for this Python")
 

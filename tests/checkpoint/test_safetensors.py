@@ -38,7 +38,7 @@ def _parts(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def _from_files(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> tuple[str, int]:
-    """Train on from files; also tells how many elements this rank read."""
+    """Train on from files; also returns how many elements this rank read."""
     read = 0
     original = shardcore.checkpoint.safetensors.TensorFiles.read
 
@@ -187,7 +187,7 @@ FAULTS = [
     ("unexpected", r"model\.safetensors has blocks\.9\.up\.bias, which is no parameter or buffer"),
     ("shape", r"head\.weight has shape \(6, 24\) in .*model\.safetensors; expected \(5, 24\)"),
     ("dtype", r"head\.weight has dtype I64 in .*model\.safetensors; expected one that torch\.float32 can be made from"),
-    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a whole one: copy it again"),
+    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a complete one: copy it again"),
     ("no file", r"there is no file .*model\.safetensors; expected it"),
     ("empty folder", r"expected model\.safetensors\.index\.json or model\.safetensors in it"),
     ("torn index", r"index\.json is torn or no index"),
@@ -235,7 +235,7 @@ def _disagreeing(rank: int, world_size: int, folder: str, how: str) -> str:
     return "no error"
 
 
-def test_ranks_with_other_files_are_told_apart(tmp_path: Path, safetensors: Any) -> None:
+def test_ranks_with_other_files_are_refused(tmp_path: Path, safetensors: Any) -> None:
     for answer in run_ranks(2, _disagreeing, str(tmp_path), "dtype"):
         assert "ranks disagree" in answer
         assert "BF16" in answer
@@ -285,7 +285,7 @@ class Tower(nn.Module):
 
 
 def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
-    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to let go of what they were given, and
+    """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to release what they were given, and
     the profiler sees only this thread's frees."""
     aside = torch.frombuffer(bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype).view_as(tensor)
     _broadcast(comm, aside.copy_(tensor))

@@ -217,7 +217,7 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["torch", "safetensors, whole"])
-def test_every_element_comes_back_from_files(tmp_path: Path, world_size: int, precision: str, how: str) -> None:
+def test_every_element_is_restored_from_files(tmp_path: Path, world_size: int, precision: str, how: str) -> None:
     pytest.importorskip("safetensors", reason="HuggingFaceStorageWriter needs it")
     names = ["0.weight", "0.bias", "1.weight", "2.weight"]
     assert set(run_ranks(world_size, _through_files, str(tmp_path), precision, names, how)) == {"all equal"}

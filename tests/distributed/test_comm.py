@@ -74,8 +74,8 @@ def test_the_gpu_over_which_the_first_message_goes(
         world.bound_device_id = None
     finally:
         dist.destroy_process_group()
-    own, told = torch.device("cuda", expected), bound is not None or local_rank is not None
-    assert found == [*[("current", own)] * (of_model is None and told), own]
+    own, given = torch.device("cuda", expected), bound is not None or local_rank is not None
+    assert found == [*[("current", own)] * (of_model is None and given), own]
 
 
 def test_a_local_rank_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def _in_group(rank: int, world_size: int) -> list[list[str]]:
     return texts
 
 
-def test_a_group_of_one_rank_among_many_is_told() -> None:
+def test_a_group_of_one_rank_among_many_is_warned_of() -> None:
     for rank, (own, everyone) in enumerate(run_ranks(2, _in_group)):
         assert f"process_group has this rank ({rank}) alone, of 2: nothing is sharded" in own[0]
         assert not everyone
@@ -432,7 +432,7 @@ def _out_of_memory(rank: int, world_size: int) -> list[tuple[str, bool]]:
     return found
 
 
-def test_memory_that_one_rank_lacks_is_tell_device_all() -> None:
+def test_memory_that_one_rank_lacks_is_an_error_on_all() -> None:
     for answers in run_ranks(2, _out_of_memory):
         for text, at_once in answers:
             assert "failed on rank 1: MemoryError: planted" in text

@@ -42,14 +42,14 @@ def nccl_alone(rank: int, world_size: int, store: str) -> Iterator[Counter[tuple
     dist.init_process_group(
         "standin", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=40)
     )
-    tell, all_gather = Comm.all_gather_cpu, comm_module._all_gather
+    gather_cpu, all_gather = Comm.all_gather_cpu, comm_module._all_gather
     counted, compare = Counter[tuple[str, bool]](), [False]
     hosts = lambda: [place.host for place in taken_slots()]  # noqa: E731
 
     def counted_gather(*given: Any) -> Any:
         compare[0] = True
         try:
-            return tell(*given)
+            return gather_cpu(*given)
         finally:
             compare[0] = False
 
@@ -100,7 +100,7 @@ def _all_told_by_gloo(rank: int, world_size: int, runs: list[Run], store: str) -
 
 
 @pytest.mark.parametrize(("world_size", "index"), combinations([2, 3], range(len(RUNS))))
-def test_what_ranks_tell_each_other_goes_over_gloo(world_size: int, index: int, tmp_path: Any) -> None:
+def test_what_ranks_exchange_about_a_step_goes_over_gloo(world_size: int, index: int, tmp_path: Any) -> None:
     run = RUNS[index]
     more = Run(**{**vars(run), "steps": run.steps + 1})
     found = run_ranks(world_size, _all_told_by_gloo, [run], str(tmp_path / "store"))
@@ -268,7 +268,7 @@ def _late(rank: int, world_size: int, store: str) -> str:
         return str(error.value)
 
 
-def test_a_wait_for_what_is_told_ends_at_the_groups_timeout(tmp_path: Any) -> None:
+def test_a_wait_for_other_ranks_ends_at_the_groups_timeout(tmp_path: Any) -> None:
     first, _ = run_ranks(2, _late, str(tmp_path / "store"))
     assert "waiting for the other ranks failed" in first
 

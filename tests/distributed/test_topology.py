@@ -53,7 +53,7 @@ def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each
         hashes |= {value for of_rank in run_ranks(4, _hashes, layout, of_layout) for value in of_rank}
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}
-    assert hashes != flat, "else the test could not tell that there were two levels"
+    assert hashes != flat, "else the test could not fail"
 
 
 def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bool, bool]]:
@@ -75,7 +75,7 @@ def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bo
 def test_gradients_are_added_over_a_node_and_then_over_nodes(layout: str, stage: int) -> None:
     for of_rank in run_ranks(4, _grads, layout, stage):
         assert all(right for right, _ in of_rank)
-        assert not all(flat for _, flat in of_rank), "else the test could not tell"
+        assert not all(flat for _, flat in of_rank), "else the test could not fail"
 
 
 def _reads(rank: int, world_size: int, layout: str, stage: int) -> list[Any]:
@@ -114,7 +114,7 @@ def _saved_and_loaded(rank: int, world_size: int, layout: str, stage: int, folde
 
 @pytest.mark.parametrize("layout", [MESH, NODES])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_state_in_shards_comes_back(layout: str, stage: int, tmp_path: Path) -> None:
+def test_state_in_shards_is_restored(layout: str, stage: int, tmp_path: Path) -> None:
     for live, saved in run_ranks(4, _saved_and_loaded, layout, stage, str(tmp_path)):
         assert live == saved
 
@@ -149,7 +149,7 @@ def test_hybrid_weights_never_leave_their_node() -> None:
         assert seen["owned"]["states"] == 2 * flat[rank]["owned"]["states"]
 
 
-def test_weights_that_two_ranks_keep_come_back_from_them_alone() -> None:
+def test_weights_that_two_ranks_keep_are_gathered_from_them_alone() -> None:
     for rank, seen in enumerate(run_ranks(4, _traffic, FLAT, 2)):
         assert seen["forward"] == [[0, 1, 2, 3]] * 4
         assert seen["backward"] == [[0, 1] if rank < 2 else [2, 3]] * 3

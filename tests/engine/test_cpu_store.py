@@ -40,18 +40,18 @@ def test_the_latest_copies_that_the_waits_allow_give_the_same_bits(
     assert hash_of_training(*train(0, run)[:2]) == expected
 
 
-def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, lazy: bool) -> str:
+def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, overlap: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch)
         tier_with(patch, late=True)
-        run = Run(stage, STEPS, shard={"offload": offload, "overlap_step": lazy})
+        run = Run(stage, STEPS, shard={"offload": offload, "overlap_step": overlap})
         return hash_of_training(*train(rank, run)[:2])
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_what_ranks_gather_has_come_from_the_tier(lazy: bool) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_ranks_gather_was_copied_from_the_tier(overlap: bool) -> None:
     """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
-    assert run_ranks(2, _with_late_copies, 1, CPU_TIER, lazy) == run_ranks(2, _with_late_copies, 1, None, False)
+    assert run_ranks(2, _with_late_copies, 1, CPU_TIER, overlap) == run_ranks(2, _with_late_copies, 1, None, False)
 
 
 def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +185,8 @@ def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulat
         common["loss_scale"] = 1024.0
     places = [(0, None), *((stage, offload) for stage in (0, 1, 2, 3) for offload in OFFLOADS if fits(stage, offload))]
     runs = [
-        Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]} | lazy)
-        for (stage, offload), lazy in zip(places, itertools.cycle([{}, {"overlap_step": True}]), strict=False)
+        Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]} | overlap)
+        for (stage, offload), overlap in zip(places, itertools.cycle([{}, {"overlap_step": True}]), strict=False)
     ]
     hashes = run_ranks(world_size, hashes_of, runs)
     assert [place for place, value in zip(places, hashes[0], strict=True) if value != hashes[0][0]] == []

@@ -52,7 +52,7 @@ def trained(device: torch.device, stage: int, offload: Any, streams: int = 0, **
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_hash_over_tiers_ratios_stages_and_lazy_steps(device: torch.device, accumulate: int) -> None:
+def test_one_hash_over_tiers_ratios_stages_and_overlapped_steps(device: torch.device, accumulate: int) -> None:
     some = PLACES if device.type == "cuda" else PLACES[20 * accumulate :: 15]  # on the CPU other tests have the rest
     expected = trained(device, 0, None, accumulate=accumulate)
     hashes = {
@@ -71,7 +71,7 @@ def test_steps_on_several_streams(device: torch.device) -> None:
                 return
 
 
-def test_copies_come_after_what_was_queued_and_before_what_waits(device: torch.device) -> None:
+def test_copies_run_after_what_was_queued_and_before_what_waits(device: torch.device) -> None:
     on_gpu, numel = device.type == "cuda", 1 << 18
     tier = _C.HostTier(device, True)
     there, here, back = tier.empty(numel, torch.float32), torch.zeros(numel, device=device), torch.zeros(numel, device=device)
@@ -155,7 +155,7 @@ def _most_on_device(device: torch.device, offload: Any, depth: int) -> tuple[int
     if device.type == "cpu":
         return kept, block
     most = torch.cuda.max_memory_allocated() - before
-    assert most <= kept + SLACK, "beside a few activations nobody takes memory that the report does not tell"
+    assert most <= kept + SLACK, "beside a few activations nothing takes memory that the report leaves out"
     return most, block
 
 

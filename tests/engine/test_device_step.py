@@ -40,7 +40,7 @@ def _both(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
 ORDERS = [(1, None), (2, True), (2, False)]
 
 
-@pytest.mark.parametrize(("world_size", "name", "order"), combinations([1, 2, 3], list(RUNS), ORDERS))
+@pytest.mark.parametrize(("world_size", "name", "order"), combinations([2, 1, 3], list(RUNS), ORDERS, meet=1))
 def test_the_bits_of_the_hosts_decision(world_size: int, name: str, order: tuple[int, Any]) -> None:
     accumulate, sync_each = order
     runs = [
@@ -192,8 +192,7 @@ def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "name"), combinations([1, 2], list(RUNS), meet=1))
 def test_capturable_has_the_bits_of_the_ordinary_step(world_size: int, name: str) -> None:
     found = run_ranks(world_size, _capturable, name)
     assert len({said for of_rank in found for pair in of_rank for said in pair}) == 1
@@ -276,8 +275,7 @@ def _on(device: torch.device, run: Run, watched: bool) -> tuple[Any, ...]:
     return said_of(model, optimizer)
 
 
-@pytest.mark.parametrize("name", list(RUNS))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "name"), combinations([0, 1, 2, 3], list(RUNS), meet=1))
 def test_on_a_gpu_no_step_waits_and_the_bits_are_the_hosts(device: torch.device, stage: int, name: str) -> None:
     """On the CPU the same bits, without a GPU to wait for."""
     shard = {key: value for key, value in RUNS[name].shard.items() if key != "keep_fp32"}  # CUDA's layer norm takes one dtype

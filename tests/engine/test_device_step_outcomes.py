@@ -109,7 +109,7 @@ def _refuses(rank: int, world_size: int, stage: int) -> tuple[list[str], bool, b
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_rank_refuses_is_told_at_once(stage: int) -> None:
+def test_what_a_rank_refuses_is_an_error_at_once(stage: int) -> None:
     first, second = run_ranks(2, _refuses, stage)
     assert "rank 1 refused the step, so no rank was updated" in first[0][0]
     assert "max_norm has -1.0" in second[0][0]

@@ -378,8 +378,8 @@ def test_other_uses_name_a_parameter(use: Any) -> None:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def test_frozen_units_are_let_go_before_the_next_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As trainable ones: the one in use, and the next. No gradient tells the end of a frozen unit's backward."""
+def test_frozen_units_are_resharded_before_the_next_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As trainable ones: the one in use, and the next. No gradient marks the end of a frozen unit's backward."""
     model = Net(depth=5)
     for block in model.blocks:
         block.up.requires_grad_(False)

@@ -245,7 +245,7 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_come_in_parts_and_backwards_that_fail(world_size: int) -> None:
+def test_gradients_that_arrive_in_parts_and_backwards_that_fail(world_size: int) -> None:
     common = {"offload": GRADS | {"ratio": 0.6}}
     for precision, options in (("fp32", {"grad_dtype": "bf16"}), ("bf16", {"accumulate": 2})):
         places = [{}, common]

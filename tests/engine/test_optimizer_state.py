@@ -260,7 +260,7 @@ def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
 
     def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
         works = all_gather(comm, whole, *arguments, **options)
-        if not whole.is_floating_point():  # what ranks tell each other
+        if not whole.is_floating_point():  # what ranks compare
             return works
         started.append("")
         return [Seen(), *works]

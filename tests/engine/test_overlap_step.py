@@ -232,17 +232,17 @@ def test_weights_behind_lists_and_hooks() -> None:
 
 def test_a_unit_waits_for_its_own_weights_only() -> None:
     model, optimizer = start(0, Run(stage=2), True)
-    lazy = optimizer._engine.overlap_step
+    overlap = optimizer._engine.overlap_step
     stepped(model, optimizer, 0, 0)
     next(model.blocks[0].parameters())
-    assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1", "blocks.2"}
+    assert {bucket.unit for bucket in overlap._pending} == {"", "blocks.1", "blocks.2"}
     model.blocks[2].requires_grad_(True)  # a read of all its parameters
-    assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.1"}
+    assert {bucket.unit for bucket in overlap._pending} == {"", "blocks.1"}
     model.train()  # as it was: nothing is read
-    assert lazy._pending
+    assert overlap._pending
     copied = copy.deepcopy(model)
     assert copied.train() is copied
-    assert not lazy._pending
+    assert not overlap._pending
     assert all(type(module._parameters) is dict for module in copied.modules())
     assert not any(isinstance(module._parameters, PendingParams) for module in model.modules())
 
@@ -266,7 +266,7 @@ def test_all_is_there_before_a_collective(monkeypatch: pytest.MonkeyPatch) -> No
 def test_schedulers_do_not_wait_for_weights() -> None:
     """Options of groups are read, set and added while a step is in flight; what holds "params" or all of a group waits."""
     model, optimizer = start(0, Run(stage=2), True)
-    lazy, own = optimizer._engine.overlap_step, list(optimizer.param_groups)
+    overlap, own = optimizer._engine.overlap_step, list(optimizer.param_groups)
     stepped(model, optimizer, 0, 0)
     optimizer._opt_called = True  # or the scheduler warns: it did not see that step
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8)
@@ -282,12 +282,12 @@ def test_schedulers_do_not_wait_for_weights() -> None:
         assert len(group) == len(list(group)) == len(group.keys()) > len(optimizer.defaults)
         assert "lr" in repr(optimizer)
         assert [type(entry) for entry in optimizer.param_groups] == [PendingGroup]
-        assert {bucket.unit for bucket in lazy._pending} == {"", "blocks.0", "blocks.1", "blocks.2"}
+        assert {bucket.unit for bucket in overlap._pending} == {"", "blocks.0", "blocks.1", "blocks.2"}
         assert own[0]["lr"] == group["lr"]
         copied = way(group)  # a reference that is kept goes on, too
         assert type(copied) is dict
         assert copied.keys() == own[0].keys()
-        assert not lazy._pending
+        assert not overlap._pending
         assert optimizer.param_groups[0] is own[0]
         stepped(model, optimizer, 0, step)
     optimizer.synchronize()
@@ -435,15 +435,15 @@ def test_streams_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", streams.event)
     _, optimizer = start(0, Run(stage=2, shard={"units": 10**9}), True, late=False)
     engine = optimizer._engine
-    lazy, steps = engine.overlap_step, engine.store.steps
-    lazy._stream = _Stream(streams, "worker")
+    overlap, steps = engine.overlap_step, engine.store.steps
+    overlap._stream = _Stream(streams, "worker")
 
     def logged(parts: Any, hypers: Any) -> Iterator[Any]:
         for left in steps(parts, hypers):
             streams.log.append(f"adam on {streams.current_stream().name}")
             yield left
 
-    lazy.store = type("Logged", (), {"steps": staticmethod(logged)})()
+    overlap.store = type("Logged", (), {"steps": staticmethod(logged)})()
     loss_of(engine.model, batch_of(0, 0, 0)).backward()
     streams.log.append("backward")
     optimizer.step()

@@ -42,15 +42,15 @@ class _Failing:
         yield from inner
 
 
-def _failing(rank: int, world_size: int, stage: int, lazy: bool) -> list[str]:
-    model, optimizer = start(rank, Run(stage=stage), lazy, late=False)
+def _failing(rank: int, world_size: int, stage: int, overlap: bool) -> list[str]:
+    model, optimizer = start(rank, Run(stage=stage), overlap, late=False)
     engine = optimizer._engine
     if rank == 0:
         _Failing(engine.overlap_step or engine.updater, "blocks.1", 2)
     calls: list[Callable[[], Any]] = [lambda: stepped(model, optimizer, rank, 0), lambda: stepped(model, optimizer, rank, 1)]
     calls += [optimizer.step, optimizer.step, model.state_dict, optimizer.state_dict]
     if rank == 0:
-        calls += [optimizer.synchronize, *([lambda: model(X), lambda: list(model.blocks[1].parameters())] if lazy else [])]
+        calls += [optimizer.synchronize, *([lambda: model(X), lambda: list(model.blocks[1].parameters())] if overlap else [])]
     said = []
     for call in calls:
         try:
@@ -62,14 +62,14 @@ def _failing(rank: int, world_size: int, stage: int, lazy: bool) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("stage", "lazy"), [(0, True), (2, True), (3, True), (2, False)])
-def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, lazy: bool) -> None:
+@pytest.mark.parametrize(("stage", "overlap"), [(0, True), (2, True), (3, True), (2, False)])
+def test_an_error_on_the_way_of_a_step_surfaces_with_its_origin(stage: int, overlap: bool) -> None:
     """An overlapped step's at the next call, else at once; and no other rank waits for the weights that do not come."""
-    mine, others = run_ranks(2, _failing, stage, lazy)
-    assert mine[: 1 + lazy] == others[:2][: 1 + lazy] == ["nothing"] * (1 + lazy)
-    for text in mine[1 + lazy :]:
-        assert "StepError: step 2: updating the weights of blocks.1 failed" in text or not lazy
-        assert "StepError: step: updating the weights failed on its way" in text or lazy
+    mine, others = run_ranks(2, _failing, stage, overlap)
+    assert mine[: 1 + overlap] == others[:2][: 1 + overlap] == ["nothing"] * (1 + overlap)
+    for text in mine[1 + overlap :]:
+        assert "StepError: step 2: updating the weights of blocks.1 failed" in text or not overlap
+        assert "StepError: step: updating the weights failed on its way" in text or overlap
         assert "OSError: planted" in text
         assert text.endswith("from OSError")
     assert others[1] == "nothing"
@@ -81,22 +81,22 @@ def test_nothing_is_updated_behind_a_gather_that_fails(monkeypatch: pytest.Monke
     """The cpu tier's steps go on by themselves, on a thread of their own: they have to be ended."""
     tier_with(monkeypatch, gigabytes_per_second=2e-4)  # 20 ms a unit and more
     model, optimizer = start(0, Run(stage=2, shard={"offload": {"optimizer": "cpu"}}), True, late=False)
-    lazy = optimizer._engine.overlap_step
+    overlap = optimizer._engine.overlap_step
     updated: list[int] = []
 
     def gather(*_: Any) -> list[Any]:
-        updated.append([what for what, *_ in lazy.store._pipeline.events].count("adam"))
+        updated.append([what for what, *_ in overlap.store._pipeline.events].count("adam"))
         time.sleep(0.1)
         if len(updated) == 1:
             raise OSError("planted")
         return []
 
-    monkeypatch.setattr(lazy, "_worker_gathers", True)
-    monkeypatch.setattr(lazy.comm, "all_gather", gather)
+    monkeypatch.setattr(overlap, "_worker_gathers", True)
+    monkeypatch.setattr(overlap.comm, "all_gather", gather)
     stepped(model, optimizer, 0, 0)
     with pytest.raises(RuntimeError, match=r"updating the weights of .* failed after step.. had returned .OSError: planted"):
         optimizer.synchronize()
-    assert len(updated) == len(lazy.units)
+    assert len(updated) == len(overlap.units)
     assert len(set(updated[1:])) == 1
 
 
@@ -120,8 +120,8 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
     for step in range(2):
         stepped(model, optimizer, rank, step)
     optimizer.synchronize()
-    lazy = optimizer._engine.overlap_step
-    steps = lazy.store.steps
+    overlap = optimizer._engine.overlap_step
+    steps = overlap.store.steps
 
     def fails_late(parts: Any, hypers: Any) -> Iterator[Any]:
         inner = steps(parts, hypers)
@@ -132,7 +132,7 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
             yield next(inner)
         yield from inner
 
-    lazy.store = type("FailsLate", (), {"steps": staticmethod(fails_late)})()
+    overlap.store = type("FailsLate", (), {"steps": staticmethod(fails_late)})()
     stepped(model, optimizer, rank, 2)
     said = []
     # Rank 0's step is what rank 1 meets in its forward: with a step of its own it would be alone, to the group's timeout.
@@ -144,7 +144,7 @@ def _fails_ahead(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_a_worker_that_fails_behind_a_gather_that_is_owed_is_told() -> None:
+def test_a_worker_that_fails_behind_a_gather_is_an_error() -> None:
     """At stage 3 the others wait for the weights that this rank owes; at its next call they learn that it goes elsewhere."""
     mine, others = run_ranks(2, _fails_ahead)
     assert "updating the weights of blocks.2 failed" in mine[0]
@@ -200,9 +200,9 @@ def _with_a_handler(rank: int, world_size: int, overlap: bool) -> tuple[str, boo
 
 
 def test_a_signal_handler_may_read_weights_that_are_waited_for() -> None:
-    lazy, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
-    assert [bits for bits, _ in lazy] == [bits for bits, _ in plain]
-    assert all(read for _, read in lazy), "the handler ran while nothing was waited for"
+    overlap, plain = run_ranks(2, _with_a_handler, True), run_ranks(2, _with_a_handler, False)
+    assert [bits for bits, _ in overlap] == [bits for bits, _ in plain]
+    assert all(read for _, read in overlap), "the handler ran while nothing was waited for"
 
 
 def _steps_of(pair: tuple[Any, Any], steps: int) -> tuple[Any, Any]:
@@ -267,12 +267,12 @@ def test_fork_and_exit_with_a_step_in_flight() -> None:
     assert lines == [f"child {first}", f"child again {second}", f"at exit {second}", "step 3: updating the weights of the root"]
 
 
-def _forks_alone(rank: int, world_size: int, lazy: bool) -> str:
-    model, optimizer = start(rank, Run(stage=1), lazy, late=False)
-    if lazy:
+def _forks_alone(rank: int, world_size: int, overlap: bool) -> str:
+    model, optimizer = start(rank, Run(stage=1), overlap, late=False)
+    if overlap:
         optimizer._engine.overlap_step._worker_gathers = False  # as on NCCL
     stepped(model, optimizer, rank, 0)
-    if lazy and rank == 0:
+    if overlap and rank == 0:
         child = os.fork()
         if child == 0:
             os._exit(0)
@@ -290,16 +290,16 @@ def _let_go(rank: int, world_size: int) -> tuple[bool, int]:
     """Once the step in flight, which uses the engine, is through."""
     model, optimizer = start(rank, Run(stage=2), True, late=False)
     stepped(model, optimizer, rank, 0)
-    lazy = weakref.ref(optimizer._engine.overlap_step)
+    overlap = weakref.ref(optimizer._engine.overlap_step)
     dist.barrier()
     del model, optimizer
     workers, deadline = 1, time.monotonic() + 10
-    while (lazy() is not None or workers) and time.monotonic() < deadline:
+    while (overlap() is not None or workers) and time.monotonic() < deadline:
         gc.collect()
         workers = sum(thread.name.startswith("shardcore-step") for thread in threading.enumerate())
         time.sleep(0.01)
-    return lazy() is None, workers
+    return overlap() is None, workers
 
 
-def test_a_model_that_is_let_go_ends_its_worker() -> None:
+def test_a_model_that_is_freed_ends_its_worker() -> None:
     assert run_ranks(2, _let_go) == [(True, 0)] * 2

@@ -65,7 +65,7 @@ def test_two_ranks_in_float32_have_the_bits_of_the_ordered_sum(accumulate: int, 
         assert found == expected
         assert calls >= 4 * len(runs["nccl"]), "the backend was not asked"
     for found, _ in run_ranks(2, _hashes, runs["nccl"], _twice):
-        assert not set(found) & set(expected), "else the test could not tell"
+        assert not set(found) & set(expected), "else the test could not fail"
 
 
 def _grads(rank: int, world_size: int, precision: str, layout: str, stage: int) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def _large(rank: int, world_size: int, divide: bool) -> list[float]:
 
 def test_float16_is_divided_before_it_is_added() -> None:
     assert run_ranks(4, _large, True) == [[65504.0]] * 4
-    assert run_ranks(4, _large, False) == [[float("inf")]] * 4, "else the test could not tell"
+    assert run_ranks(4, _large, False) == [[float("inf")]] * 4, "else the test could not fail"
 
 
 def _refused(rank: int, world_size: int) -> str:

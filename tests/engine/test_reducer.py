@@ -156,12 +156,13 @@ def _reused(
     return hash_of_training(model, optimizer)
 
 
-def test_units_do_not_show_where_gradients_come_in_parts() -> None:
+def test_units_do_not_show_where_gradients_arrive_in_parts() -> None:
     """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
     kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]
     assert len({hash_ for kind in kinds for hash_ in run_ranks(2, _reused, *kind)}) == 1
-    assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in kinds}) == 1
-    assert len({_reused(0, 1, *kind, accumulate=2) for kind in kinds}) == 1
+    few = [kinds[0], kinds[3], kinds[4]]
+    assert len({_reused(0, 1, *kind, precision="fp32", grad_dtype="bf16") for kind in few}) == 1
+    assert len({_reused(0, 1, *kind, accumulate=2) for kind in few}) == 1
 
 
 def _fail_in_backward(model: Any) -> None:
@@ -237,11 +238,11 @@ def test_old_graphs_do_not_run_backward_on_new_weights() -> None:
         stale.backward()
 
 
-def test_gradients_that_nothing_forgot_after_a_step_are_tell_devicece(caplog: pytest.LogCaptureFixture) -> None:
-    """From stage 1 on `p.grad = None` forgets nothing, which would otherwise show in the loss alone."""
-    for stage, forgets, told in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
+def test_gradients_that_nothing_cleared_after_a_step_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """From stage 1 on `p.grad = None` clears nothing, which would otherwise show in the loss alone."""
+    for stage, clears, times in ((0, False, 0), (2, False, 1), (3, False, 1), (2, True, 0)):
         model, optimizer, _ = train(0, Run(steps=0, stage=stage))
-        optimizer.step()  # there is nothing to forget
+        optimizer.step()  # there is nothing to clear
         caplog.clear()
         for step in range(3):
             for micro in range(2):
@@ -249,9 +250,9 @@ def test_gradients_that_nothing_forgot_after_a_step_are_tell_devicece(caplog: py
             optimizer.step()
             for param in model.parameters():
                 param.grad = None
-            if forgets:
+            if clears:
                 model.zero_grad()
-        assert caplog.text.count("backward: adds to the gradients that the last step used") == told
+        assert caplog.text.count("backward: adds to the gradients that the last step used") == times
 
 
 def test_after_a_failed_backward_step_says_so_and_submodules_train_again(caplog: pytest.LogCaptureFixture) -> None:

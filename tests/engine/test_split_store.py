@@ -33,7 +33,7 @@ def _chosen(rank: int, world_size: int, stage: int, offload: Any, limit: int) ->
     ratios: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        patch.setattr(RatioTuner, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.3))
+        patch.setattr(RatioTuner, "end_forward", lambda tuner: setattr(tuner, "_forward_s", 0.3))
         patch.setattr(SplitStore, "seconds", lambda store: calls.append(1) or len(calls) * 0.5 * (rank + 1))
         resplit = SplitStore.resplit
         patch.setattr(SplitStore, "resplit", lambda store, ratio: (ratios.append(ratio), resplit(store, ratio))[1])
@@ -65,7 +65,7 @@ def _summed_once(rank: int, world_size: int) -> str:
     return hash_of_training(*train(rank, run)[:2])
 
 
-def test_what_is_measured_chooses_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_measured_chooses_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardcore"):
         model, optimizer, _ = train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO}))
     (text,) = [record.getMessage() for record in caplog.records if "auto" in record.getMessage()]
@@ -80,16 +80,16 @@ def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     """One chunk, so nothing overlaps: gradients and weights take 40 ms each to come, weights 40 to go back; forward 20."""
     (bucket,) = train(0, Run(steps=0, shard={"units": 10**9}))[1]._engine.buckets
     tier_with(monkeypatch, gigabytes_per_second=4 * bucket.owned_numel / 0.04 / 1e9)
-    monkeypatch.setattr(RatioTuner, "end_forward", lambda pace: setattr(pace, "_forward_s", 0.02))
+    monkeypatch.setattr(RatioTuner, "end_forward", lambda tuner: setattr(tuner, "_forward_s", 0.02))
     shares = []
     monkeypatch.setattr(SplitStore, "resplit", lambda store, ratio: shares.append(ratio))
-    for lazy in ({}, {"overlap_step": True}):
-        train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | lazy))
+    for overlap in ({}, {"overlap_step": True}):
+        train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | overlap))
     assert all(0 < share <= 12 / 64 for share in shares), shares
     assert len(shares) == 2
 
 
-def test_a_lazy_step_is_no_part_of_the_forward_that_is_timed() -> None:
+def test_an_overlapped_step_is_no_part_of_the_forward_that_is_timed() -> None:
     shard = {"offload": {"optimizer": "cpu"} | AUTO}
     model, optimizer = start(0, Run(shard=shard), True, late=False)
     SlowStore(optimizer._engine.overlap_step, 0.04)
@@ -153,7 +153,7 @@ def test_ratio_is_the_share_on_the_cpu_and_only_that_travels() -> None:
         assert (copies.bytes_to_tier - before[0], copies.bytes_from_tier - before[1]) == (2 * here, 2 * here)
 
 
-def test_the_device_works_while_the_first_chunks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_works_while_the_first_chunks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     small_chunks(monkeypatch)
     tier_with(monkeypatch, lambda tier: Watched(tier, log))

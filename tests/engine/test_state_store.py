@@ -1,6 +1,6 @@
-"""Kinds of states under shard: split masters, bfloat16 and 8-bit moments, weights rounded stochastically without a master.
+"""Formats of states under shard: split masters, bfloat16 and 8-bit moments, weights rounded stochastically without a master.
 
-Each kind has one hash, that of the unsharded optimizer, over stages, tiers, worlds (whose ranks see the same batch) and ways
+Each format has one hash, that of the unsharded optimizer, over stages, tiers, worlds (whose ranks see the same batch) and ways
 to get there; broken twins must not have it.
 """
 
@@ -19,12 +19,12 @@ from shardcore.engine import state_store as store
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.split_store import MEASURED_STEPS
 from shardcore.engine.step import Updater
-from shardcore.optim import state_format as kinds
+from shardcore.optim import state_format
 from tests.support.choice import EVERY, combinations, part, some
 from tests.support.models import Net, batch_of, hash_of
 from tests.support.ranks import run_ranks
 
-KINDS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"master": "fp32"},
     "split": {"master": "split"},
     "bf16": {"master": "fp32", "state_dtype": "bf16"},
@@ -64,7 +64,7 @@ class Model(Net):
         return self.head(x) * self.gain + self.offset
 
 
-def make(kind: str) -> tuple[Model, Any]:
+def make(form: str) -> tuple[Model, Any]:
     """A bfloat16 model and its optimizer; two groups, not in the model's order, and a frozen parameter among them."""
     torch.manual_seed(0)
     model = Model().bfloat16()
@@ -72,12 +72,12 @@ def make(kind: str) -> tuple[Model, Any]:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() == 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 2e-2}]
-    return model, shardcore.FusedAdam(groups, lr=1e-2, **KINDS[kind])
+    return model, shardcore.FusedAdam(groups, lr=1e-2, **FORMATS[form])
 
 
-def sharded(kind: str, place: tuple[Any, ...], **more: Any) -> tuple[Model, Any]:
+def sharded(form: str, place: tuple[Any, ...], **more: Any) -> tuple[Model, Any]:
     stage, offload, units, *overlap_step = place
-    model, optimizer = make(kind)
+    model, optimizer = make(form)
     return shardcore.shard(model, optimizer, stage, offload=offload, units=units, overlap_step=overlap_step == [True], **more)
 
 
@@ -100,35 +100,35 @@ def fingerprint(model: nn.Module, optimizer: Any) -> str:
         return hash_of([*model.parameters(), *kept])
 
 
-def unsharded(kind: str, steps: int = STEPS) -> str:
-    model, optimizer = make(kind)
+def unsharded(form: str, steps: int = STEPS) -> str:
+    model, optimizer = make(form)
     go(model, optimizer, 0, steps)
     return fingerprint(model, optimizer)
 
 
-def _hashes(rank: int, world_size: int, kind: str, places: list[tuple[Any, ...]]) -> list[str]:
-    return [_trained(kind, place) for place in places]
+def _hashes(rank: int, world_size: int, form: str, places: list[tuple[Any, ...]]) -> list[str]:
+    return [_trained(form, place) for place in places]
 
 
-def _trained(kind: str, place: tuple[Any, ...], **more: Any) -> str:
-    model, optimizer = sharded(kind, place, **more)
+def _trained(form: str, place: tuple[Any, ...], **more: Any) -> str:
+    model, optimizer = sharded(form, place, **more)
     go(model, optimizer, 0, STEPS)
     return fingerprint(model, optimizer)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), combinations(KINDS, [1, 2, 3], meet=1))
+@pytest.mark.parametrize(("form", "world_size"), combinations(FORMATS, [1, 2, 3], meet=1))
 @pytest.mark.parametrize("every", EVERY)
-def test_each_kind_has_the_unsharded_bits_everywhere(kind: str, world_size: int, every: int) -> None:
+def test_each_format_has_the_unsharded_bits_everywhere(form: str, world_size: int, every: int) -> None:
     """Stages, tiers, units, cuts into shards; the ranks' gradients are equal."""
-    expected = unsharded(kind)
-    places = PLACES if world_size < 3 else part(PLACES, every, list(KINDS).index(kind))
-    hashes = run_ranks(world_size, _hashes, kind, places)
+    expected = unsharded(form)
+    places = PLACES if world_size < 3 else part(PLACES, every, list(FORMATS).index(form))
+    hashes = run_ranks(world_size, _hashes, form, places)
     assert {value for of_rank in hashes for value in of_rank} == {expected}
 
 
-def _hybrid(rank: int, world_size: int, kinds: list[str]) -> list[str]:
+def _hybrid(rank: int, world_size: int, forms: list[str]) -> list[str]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("node", "rank"))
-    return [_trained(kind, (stage, CPU_TIER, 500), process_group=mesh) for kind in kinds for stage in (1, 3)]
+    return [_trained(form, (stage, CPU_TIER, 500), process_group=mesh) for form in forms for stage in (1, 3)]
 
 
 def test_replicas_draw_the_same_random_bits() -> None:
@@ -148,12 +148,12 @@ def test_a_share_that_is_chosen_late_keeps_the_bits(overlap_step: bool, monkeypa
     assert fingerprint(model, optimizer) == unsharded("split 8bit", MEASURED_STEPS + 3)
 
 
-def test_kinds_differ_unless_they_are_lossless() -> None:
-    """If they did not, the hashes above could not tell which kind ran."""
-    hashes = {kind: unsharded(kind) for kind in KINDS}
+def test_formats_differ_unless_they_are_lossless() -> None:
+    """If they did not, the hashes above could not show which format ran."""
+    hashes = {form: unsharded(form) for form in FORMATS}
     assert hashes["split"] == hashes["fp32"]
     assert hashes["split 8bit"] == hashes["8bit"]
-    assert len(set(hashes.values())) == len(KINDS) - 2
+    assert len(set(hashes.values())) == len(FORMATS) - 2
 
 
 # --- broken twins -----------------------------------------------------------------------------------------------------
@@ -190,20 +190,24 @@ def _chunks_count_anew(patch: pytest.MonkeyPatch) -> None:
 TWINS: dict[str, tuple[str, Any, Any]] = {
     "elements counted in the shard": ("8bit", None, _replan(lambda span: replace(span, key=(span.key[0], span.start)))),
     "parameters counted in the bucket": ("stochastic", None, _replan(lambda span: replace(span, key=(0, span.key[1])))),
-    "spans over several parameters": ("8bit", None, lambda patch: patch.setattr(kinds, "draws_random_bits", lambda _: False)),
+    "spans over several parameters": (
+        "8bit",
+        None,
+        lambda patch: patch.setattr(state_format, "draws_random_bits", lambda _: False),
+    ),
     "remainders dropped": ("split", None, _forget_remainders),
     "elements counted in the chunk": ("stochastic 8bit", CPU_TIER, _chunks_count_anew),
 }
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_broken_kind_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, offload, break_it = TWINS[twin]
-    expected = unsharded(kind)
+def test_a_broken_format_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    form, offload, break_it = TWINS[twin]
+    expected = unsharded(form)
     monkeypatch.setattr(CpuStore.__init__, "__defaults__", (None, 256))  # chunks end inside parameters
-    assert _trained(kind, (2, offload, "auto")) == expected
+    assert _trained(form, (2, offload, "auto")) == expected
     break_it(monkeypatch)
-    assert _trained(kind, (2, offload, "auto")) != expected
+    assert _trained(form, (2, offload, "auto")) != expected
 
 
 # --- state dicts ------------------------------------------------------------------------------------------------------
@@ -211,10 +215,10 @@ def test_a_broken_kind_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyPat
 SAVED, LOADED = (3, ALL_TIERS, 500, True), (2, None, "auto")
 
 
-def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
+def _resumed(rank: int, world_size: int, form: str) -> dict[str, str]:
     """Two steps, then the state by each way into another optimizer, then one more step."""
     warnings.filterwarnings("error", "load_state_dict|FusedAdam", UserWarning)
-    model, optimizer = sharded(kind, SAVED)
+    model, optimizer = sharded(form, SAVED)
     go(model, optimizer, 0, 2)
     weights, states = model.state_dict(), optimizer.state_dict()
     shards = shardcore.sharded_state_dict(model), shardcore.sharded_state_dict(optimizer)
@@ -225,29 +229,29 @@ def _resumed(rank: int, world_size: int, kind: str) -> dict[str, str]:
         found[way] = fingerprint(model, optimizer)
 
     end("straight on", model, optimizer)
-    other, other_optimizer = sharded(kind, LOADED)
+    other, other_optimizer = sharded(form, LOADED)
     other.load_state_dict(weights)
     other_optimizer.load_state_dict(states)
     end("whole into another stage", other, other_optimizer)
-    plain, plain_optimizer = make(kind)
+    plain, plain_optimizer = make(form)
     plain.load_state_dict(weights)
     plain_optimizer.load_state_dict(states)
     end("whole into an unsharded one", plain, plain_optimizer)
-    before, before_optimizer = make(kind)
+    before, before_optimizer = make(form)
     go(before, before_optimizer, 0, 2)
     before, before_optimizer = shardcore.shard(before, before_optimizer, LOADED[0], precision="bf16")
     end("carried into shards", before, before_optimizer)
-    last, last_optimizer = sharded(kind, (SAVED[0], None, SAVED[2]))
+    last, last_optimizer = sharded(form, (SAVED[0], None, SAVED[2]))
     shardcore.load_sharded_state_dict(last, shards[0])
     shardcore.load_sharded_state_dict(last_optimizer, shards[1])
     end("shards", last, last_optimizer)
     return found
 
 
-@pytest.mark.parametrize(("kind",), some(zip(KINDS), [("split 8bit",), ("stochastic",)]))
-def test_states_come_back_exactly_by_every_way(kind: str) -> None:
-    found = run_ranks(2, _resumed, kind)
-    assert found[0] == found[1] == dict.fromkeys(found[0], unsharded(kind))
+@pytest.mark.parametrize(("form",), some(zip(FORMATS), [("split 8bit",), ("stochastic",)]))
+def test_states_are_restored_exactly_in_every_way(form: str) -> None:
+    found = run_ranks(2, _resumed, form)
+    assert found[0] == found[1] == dict.fromkeys(found[0], unsharded(form))
 
 
 def test_full_state_shows_what_state_dicts_show() -> None:
@@ -263,17 +267,17 @@ def test_full_state_shows_what_state_dicts_show() -> None:
         shardcore.full_state(params[0], "remainder")
 
 
-def test_what_a_kind_cannot_keep_is_warned_of() -> None:
+def test_what_a_format_cannot_keep_is_warned_of() -> None:
     model, optimizer = sharded("fp32", SAVED)
     go(model, optimizer, 0, 2)
     state = optimizer.state_dict()
-    for kind, lost in (("8bit", "exp_avg is rounded from float32 to 8-bit codes"), ("stochastic", "master is left out")):
-        _, other = sharded(kind, LOADED)
+    for form, lost in (("8bit", "exp_avg is rounded from float32 to 8-bit codes"), ("stochastic", "master is left out")):
+        _, other = sharded(form, LOADED)
         with pytest.warns(UserWarning, match=lost):
             other.load_state_dict(state)
 
 
-def test_shards_that_a_kind_cannot_keep_are_warned_of() -> None:
+def test_shards_that_a_format_cannot_keep_are_warned_of() -> None:
     (model, optimizer), (_, other) = sharded("fp32", SAVED), sharded("8bit", SAVED)
     go(model, optimizer, 0, 2)
     state = shardcore.sharded_state_dict(optimizer)
@@ -298,7 +302,7 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     assert torch.equal(new[2:], old[2:])
     assert new[0].abs().max() < 2.0**-126, "a remainder is left of some, below what bfloat16 knows"
     assert torch.equal(new.bfloat16(), weight)
-    weight.data.zero_()  # which no counter tells of
+    weight.data.zero_()  # which no counter shows
     assert shardcore.full_state(weight, "master").abs().max() < 2.0**-126
     given = {key: torch.randn_like(value, dtype=torch.float32) for key, value in model.state_dict().items()}
     model.load_state_dict(given)
@@ -308,19 +312,19 @@ def test_edits_of_split_weights_keep_the_rest_and_zeros_are_zero(offload: Any) -
     go(model, optimizer, 2, 3)
 
 
-@pytest.mark.parametrize(("kind", "precision", "reason"), [
+@pytest.mark.parametrize(("form", "precision", "reason"), [
     ("split", "fp16", "float16 with master='split'; expected bfloat16"),
     ("stochastic", "fp16", "float16 with stochastic_rounding=True; expected bfloat16"),
 ])  # fmt: skip
-def test_float16_weights_are_refused_where_the_kind_needs_bfloat16(kind: str, precision: str, reason: str) -> None:
+def test_float16_weights_are_refused_where_the_format_needs_bfloat16(form: str, precision: str, reason: str) -> None:
     with pytest.raises(ValueError, match=f"shard: the sharded weight .* has dtype {reason}"):
-        sharded(kind, SAVED, precision=precision)
+        sharded(form, SAVED, precision=precision)
 
 
-def test_a_step_moves_only_what_its_kind_needs() -> None:
+def test_a_step_moves_only_what_its_format_needs() -> None:
     """bfloat16 gradients to the tier, bfloat16 weights too unless a float32 master replaces them, bfloat16 weights back."""
-    for kind, bytes_in in (("8bit", 2), ("split 8bit", 4), ("stochastic 8bit", 4)):
-        model, optimizer = sharded(kind, (2, CPU_TIER, "auto"))
+    for form, bytes_in in (("8bit", 2), ("split 8bit", 4), ("stochastic 8bit", 4)):
+        model, optimizer = sharded(form, (2, CPU_TIER, "auto"))
         copies = optimizer._engine.store.copies
         before = copies.bytes_to_tier, copies.bytes_from_tier
         go(model, optimizer, 0, 1)
@@ -344,7 +348,7 @@ def test_ranks_that_draw_other_random_bits_are_refused() -> None:
     assert all("param_groups[1].seed" in text for text in run_ranks(2, _another_seed))
 
 
-def test_float32_models_become_any_kind() -> None:
+def test_float32_models_take_any_format() -> None:
     """Masters start from the weights as given; float32 weights have none and draw no random bits for themselves."""
     torch.manual_seed(0)
     model = Model()

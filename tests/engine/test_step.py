@@ -310,15 +310,15 @@ IN_STEP: dict[str, tuple[Any, str]] = {
 }
 
 
-def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, lazy: bool) -> tuple[str, int]:
+def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, overlap: bool) -> tuple[str, int]:
     """Train two steps; in the first one rank `who` is interrupted, and goes on."""
-    model, optimizer = start(rank, Run(stage), lazy, late=False)
+    model, optimizer = start(rank, Run(stage), overlap, late=False)
     owner, name = IN_STEP[place]
-    call, came = getattr(owner, name), [0]
+    call, count = getattr(owner, name), [0]
 
     def interrupted(*arguments: Any) -> Any:
-        if rank == who and not came[0]:
-            came[0] += 1
+        if rank == who and not count[0]:
+            count[0] += 1
             signal.raise_signal(signal.SIGINT)
         return call(*arguments)
 
@@ -329,17 +329,17 @@ def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, l
             try:
                 optimizer.step()
             except KeyboardInterrupt:
-                came[0] += 1
+                count[0] += 1
             optimizer.zero_grad()
-    return hash_of_training(model, optimizer), came[0]
+    return hash_of_training(model, optimizer), count[0]
 
 
 @pytest.mark.parametrize(
-    ("stage", "place", "lazy"),
+    ("stage", "place", "overlap"),
     [*((2, place, False) for place in IN_STEP), (2, "as it is decided", True), (3, "behind that", True)],
 )
-def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, lazy: bool) -> None:
-    expected = [hashed for hashed, _ in run_ranks(2, _interrupted, stage, place, -1, lazy)]
-    (first, none), (second, came) = run_ranks(2, _interrupted, stage, place, 1, lazy)
+def test_a_step_that_is_interrupted_is_whole(stage: int, place: str, overlap: bool) -> None:
+    expected = [hashed for hashed, _ in run_ranks(2, _interrupted, stage, place, -1, overlap)]
+    (first, none), (second, interrupted) = run_ranks(2, _interrupted, stage, place, 1, overlap)
     assert [first, second] == expected
-    assert (none, came) == (0, 2), "raised once, and passed on once"
+    assert (none, interrupted) == (0, 2), "raised once, and passed on once"

@@ -95,10 +95,10 @@ def _with_stack(stage: int, errors: str) -> None:
         model(torch.ones(2, 10))
 
 
-def test_at_stage_3_the_profiler_that_reads_weights_between_uses_is_told_of(tmp_path: Path) -> None:
+def test_at_stage_3_a_profiler_that_reads_weights_between_uses_is_named(tmp_path: Path) -> None:
     """In processes of their own: torch 2.11 ends the one whose weights it cannot read."""
     for stage in (2, 3):
         process = start(_with_stack, stage, str(tmp_path / "errors"))
         process.join()
-        told = "with_stack=True reads them elsewhere: leave it out" in (tmp_path / "errors").read_text()
-        assert (process.exitcode != 0, told) == (stage == 3, stage == 3)
+        said = "with_stack=True reads them elsewhere: leave it out" in (tmp_path / "errors").read_text()
+        assert (process.exitcode != 0, said) == (stage == 3, stage == 3)

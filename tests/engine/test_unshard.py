@@ -20,7 +20,7 @@ ADAM = {"lr": 1e-2, "weight_decay": 0.1}
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What a world of one does with whole weights: "+blocks.0" when a unit's gather starts, "-blocks.0" when it is let go."""
+    """What a world of one does with weights: "+blocks.0" when a unit's gather starts, "-blocks.0" when it is resharded."""
     with recording(monkeypatch) as events:
         yield events
 
@@ -34,7 +34,7 @@ def taken(log: list[str]) -> list[str]:
 # --- when weights are whole -------------------------------------------------------------------------------------------
 
 
-def test_each_unit_is_gathered_ahead_and_let_go(log: list[str]) -> None:
+def test_each_unit_is_gathered_ahead_and_resharded(log: list[str]) -> None:
     model, _, _ = train(0, Run(stage=3, steps=0))
     a, b, c = "blocks.0", "blocks.1", "blocks.2"
     for step in range(3):
@@ -185,9 +185,9 @@ def test_loading_a_module_while_it_is_whole() -> None:
     assert hash_of(model.state_dict().values()) == hash_of(given.values())
 
 
-def _generate(rank: int, world_size: int, generates: bool, lazy: bool) -> str:
+def _generate(rank: int, world_size: int, generates: bool, overlap: bool) -> str:
     """Train; between steps each rank runs forward as often as its samples are long, one of them with gradients."""
-    model, optimizer, _ = train(rank, Run(stage=3, steps=2, shard={"overlap_step": lazy}))
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2, shard={"overlap_step": overlap}))
     for step in range(2, 5):
         if generates:
             with shardcore.full_params(model):
@@ -207,9 +207,9 @@ def _generate(rank: int, world_size: int, generates: bool, lazy: bool) -> str:
     return hash_of_training(model, optimizer)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_ranks_run_forwards_of_their_own_inside_full_params(lazy: bool) -> None:
-    assert run_ranks(2, _generate, True, lazy) == run_ranks(2, _generate, False, lazy)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_run_forwards_of_their_own_inside_full_params(overlap: bool) -> None:
+    assert run_ranks(2, _generate, True, overlap) == run_ranks(2, _generate, False, overlap)
 
 
 def test_full_params_that_fails_on_its_way_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

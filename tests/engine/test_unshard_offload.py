@@ -133,7 +133,7 @@ def _fails_to_come(rank: int, world_size: int, which: int) -> str:
 
 
 @pytest.mark.parametrize("which", [1, 3, 0])
-def test_weights_that_cannot_come_to_one_rank_are_an_error_on_all(which: int) -> None:
+def test_weights_that_one_rank_cannot_copy_are_an_error_on_all(which: int) -> None:
     mine, others = run_ranks(2, _fails_to_come, which)
     assert mine.startswith("RuntimeError: HostTier.from_tier: copy ")
     assert "(a planted fault)" in mine

@@ -94,7 +94,7 @@ def test_a_run_on_the_cpu(tmp_path, run_main):
             assert len(case["seconds"]) == 2
             assert case["share"]["low"] <= case["share"]["median"] <= case["share"]["high"]
     assert sum(case["ours"] for case in report["workloads"][2]["cases"]) == 63
-    assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # only a GPU tells
+    assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # known on a GPU only
 
 
 def test_a_peer_that_does_other_work_is_left_out_by_name(run_main, monkeypatch, tmp_path):

@@ -37,7 +37,7 @@ def test_copies_that_bring_other_bytes_are_noticed(monkeypatch, tmp_path, run_ma
         run_main(bench_copies, *CPU, "--sizes", "4096", "--rounds", "1", "--out", str(tmp_path))
 
 
-def test_a_rate_below_the_target_is_told_from_a_size_on():
+def test_a_rate_below_the_target_counts_from_a_size_on():
     def result(size_bytes: int, ratio: float, refusal: str = "") -> dict[str, Any]:
         return {"size_bytes": size_bytes, "pin_refusal": refusal, "ways": {"to host": {"rate_over_plain": {"median": ratio}}}}
 
@@ -130,7 +130,7 @@ def test_a_run(tmp_path, run_main, as_on_a_gpu):
     assert (tmp_path / "offload_train.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_weights_that_come_for_each_pass_lengthen_both():
+def test_weights_that_are_copied_for_each_pass_lengthen_both():
     parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
     assert lazy_bound(streamed(parts, 5.0)) == pytest.approx(6 + 5 + 0.4)
     assert lazy_bound(streamed(parts, 7.0)) == pytest.approx(7 + 7 + 0.4)
@@ -216,7 +216,7 @@ def test_a_peer_that_fails_and_one_of_ours_that_lacks_memory_are_left_out(tmp_pa
     dist.destroy_process_group()
 
 
-def test_a_peer_that_trains_something_else_is_told_and_one_of_ours_refused(capsys):
+def test_a_peer_that_trains_something_else_is_named_and_one_of_ours_refused(capsys):
     results = {"shardcore 2": {"losses": [5.0, 4.0]}, "peer": {"losses": [5.0, 5.0, 5.0]}}
     check(results, left_out := {})
     assert "peer trains something else: its losses differ from shardcore 2's by 1.0e+00" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the one that is told."""
+"""The launcher: every rank runs, rank 0's result is the exit code, and the first failure is the one that is reported."""
 
 import os
 import re
@@ -46,11 +46,11 @@ def no_torchrun(monkeypatch, forked_ranks):
         dist.destroy_process_group()
 
 
-def test_ranks_meet_and_rank_0_decides_the_exit_code():
+def test_ranks_form_a_group_and_rank_0_decides_the_exit_code():
     assert launch(sum_of_ranks, 2, "cpu", 1, 10) == 21
 
 
-def test_first_failure_is_told(capfd):
+def test_first_failure_is_reported(capfd):
     assert launch(fail_on_rank_1, 2, "cpu", 1) == 1
     error = capfd.readouterr().err
     assert "rank 1 of 2 failed" in error
@@ -58,7 +58,7 @@ def test_first_failure_is_told(capfd):
     assert "rank 0" not in error
 
 
-def test_killed_rank_ends_all_and_is_told_first(capfd):
+def test_killed_rank_ends_all_and_is_reported_first(capfd):
     assert launch(die_on_rank_1, 2, "cpu", 1) == 1
     error = capfd.readouterr().err  # rank 0, whose barrier fails by it, may be seen before or after it
     error = re.sub(r"^[IW]\d{4} .*torch/multiprocessing/.*\n", "", error, flags=re.MULTILINE)  # torch's log, since 2.14

@@ -34,7 +34,7 @@ def gathered_without_numpy(rank: int, world_size: int) -> list:
         return gather([rank, "text"])
 
 
-def test_ranks_need_no_numpy_to_tell_each_other():
+def test_ranks_need_no_numpy_to_exchange_results():
     assert run_ranks(2, gathered_without_numpy) == [[[0, "text"], [1, "text"]]] * 2
 
 

@@ -49,7 +49,7 @@ def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: i
     runs = [_training(name, stage=3), *(_training(name, stage=stage, steps=steps) for stage in range(4))]
     ranks = run_ranks(world_size, losses_and_hash, runs)
     expected = plain_losses(runs[0])
-    assert expected[-1] < 0.99 * expected[0], "it learns, so the losses tell one model from another"
+    assert expected[-1] < 0.99 * expected[0], "it learns, so losses of different models differ"
     for index, run in enumerate(runs):
         assert worst_difference(expected[: run.steps], [results[index][0] for results in ranks]) < CLOSE
     assert len({hash_ for results in ranks for _, hash_ in results[1:]}) == 1, "one hash over stages and ranks"

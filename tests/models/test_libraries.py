@@ -24,7 +24,7 @@ from tests.support.fsdp2 import whole, whole_state
 from tests.support.ranks import run_ranks
 
 STEPS, BATCH, CLIP = 3, 8, 1e-3
-Trained = tuple[list[float], dict[str, torch.Tensor]]  # norms, where the library tells them; weights
+Trained = tuple[list[float], dict[str, torch.Tensor]]  # norms, where the library returns them; weights
 
 
 class Model(nn.Module):

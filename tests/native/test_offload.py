@@ -132,7 +132,7 @@ def late_tier(numel: int = 1000) -> tuple[_C.HostTier, torch.Tensor]:
     return tier, tier.empty(numel, torch.float32)
 
 
-def test_an_event_tells_of_its_own_copy():
+def test_an_event_is_about_its_own_copy():
     tier, buffer = late_tier()
     first = tier.to_tier(buffer[:10], torch.full((10,), 1.0))
     second = tier.to_tier(buffer[10:20], torch.full((10,), 2.0))
@@ -335,7 +335,7 @@ def test_a_step_that_brings_something_else_is_refused(change: Any, error: type[E
 
 
 def test_copies_in_flight_outlive_their_chunk() -> None:
-    """A chunk that is let go waits for what still travels to its weights."""
+    """A chunk that is freed waits for copies that are still on their way to its weights."""
     case = Case(tier=simulated_tier(gigabytes_per_second=1e-4))  # 40 ms each way
     chunk = case.pipeline.chunk(**case.chunk)
     case.pipeline.begin([chunk], case.grads, case.hypers)

@@ -122,7 +122,7 @@ for thread in threads:
 """
 
 
-def test_two_threads_let_go_of_tensors_whose_end_hands_the_gil_over():
+def test_two_threads_free_tensors_whose_end_hands_the_gil_over():
     """As the thread of an overlapped step and the main thread do: each tensor ends once."""
     result = run(TWO_THREADS)
     assert (result.returncode, result.stderr) == (0, "")

@@ -110,7 +110,7 @@ def test_copies_keep_the_order_of_the_compute_stream(pin_memory):
                 place = places[round_ % 2]
                 torch.cuda._sleep(1_000_000)  # the copy would come too early if it did not wait
                 x.add_(1.0)
-                tier.to_tier(place, x.clone()).wait()  # the clone is let go of while it is copied
+                tier.to_tier(place, x.clone()).wait()  # the clone is freed while it is copied
                 x.fill_(-1.0)
                 tier.from_tier(x, place).wait()
         side.synchronize()

@@ -35,7 +35,7 @@ def closed_param(*shape: int) -> nn.Parameter:
         lambda p: _C.cast([p.data], [torch.ones(4, 6)]),
     ],
 )
-def test_whatever_touches_a_closed_tensor_is_told_its_name(touch):
+def test_whatever_touches_a_closed_tensor_raises_with_its_name(touch):
     param = closed_param(4, 6)
     assert (param.shape, param.stride(), param.requires_grad) == ((4, 6), (6, 1), True)
     with pytest.raises(RuntimeError, match="w is away"):

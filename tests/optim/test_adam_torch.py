@@ -59,7 +59,7 @@ def test_100_steps_stay_with_torch(make, adam_w_mode, options):
         torch.testing.assert_close(p.double(), q, rtol=2e-5, atol=2e-5)
 
 
-def test_a_wrong_trajectory_is_told_apart():
+def test_a_wrong_trajectory_is_rejected():
     """The twin of the test above: a step count that starts one too late leaves the tolerance."""
     ours, reference = make_params(), make_params()
     optimizer = FusedAdam(ours, lr=0.01)

@@ -233,7 +233,7 @@ def test_state_that_does_not_fit(make):
 
 
 @OURS
-def test_a_parameter_that_changed_its_kind(make):
+def test_a_parameter_whose_dtype_or_device_changed(make):
     optimizer = make([torch.nn.Parameter(torch.ones(4, 6))])
     (p,) = optimizer.param_groups[0]["params"]
     optimizer.step(grads=[torch.ones(4, 6)])

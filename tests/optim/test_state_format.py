@@ -61,7 +61,7 @@ def flat_state(source, target):
 
 
 @pytest.mark.parametrize("kind", [{"state_dtype": "8bit"}, {"state_dtype": "bf16"}, {"state_dtype": "8bit", "master": "fp32"}])
-def test_flattened_states_come_back(kind):
+def test_flattened_states_are_restored(kind):
     params, optimizer = made(kind)
     train(optimizer, params, 3)
     _, other = made(kind)
@@ -83,7 +83,7 @@ def test_a_flattened_state_without_its_master_is_refused():
     assert same(before, [p.detach() for p in other_params])
 
 
-def test_a_step_count_that_no_float32_holds_comes_back():
+def test_a_step_count_that_no_float32_holds_is_restored():
     """It keys the random bits."""
     params, optimizer = made({"state_dtype": "8bit"})
     train(optimizer, params, 1)

@@ -116,7 +116,7 @@ def test_a_moment_that_was_taken_away_is_missed(take):
 
 
 def test_a_plain_dict_in_place_of_the_states_is_read_at_each_step():
-    """As torch.optim's users start anew: a dict that does not tell of its changes."""
+    """As torch.optim's users start anew: a dict that does not note its changes."""
     results = []
     for make in (FusedAdam, LongWay):
         params = params_of(3, 300)
@@ -280,7 +280,7 @@ LETS_GO = {
 
 
 @pytest.mark.parametrize("let_go", LETS_GO.values(), ids=LETS_GO)
-def test_states_are_free_as_soon_as_they_are_let_go(let_go):
+def test_states_are_freed_with_their_last_reference(let_go):
     """As when states leave the device between steps to make room."""
     params = params_of(1000, 300)
     optimizer = CPUAdam(params)

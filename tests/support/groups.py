@@ -36,7 +36,7 @@ def device_decides(late: bool | None = True, forced: bool = True) -> Iterator[Wa
 
     with pytest.MonkeyPatch.context() as patch:
         if forced:
-            decides = lambda device, tier, comm, lazy, capturable: tier == "device" and not lazy  # noqa: E731
+            decides = lambda device, tier, comm, overlap, capturable: tier == "device" and not overlap  # noqa: E731
             patch.setattr(engine_module, "decides_on_device", decides)
         patch.setattr(Arrival, "wait", counted)
         if late is not None:
@@ -72,7 +72,7 @@ RUNS = {
 
 
 def said_of(model: Any, optimizer: Any, whole: bool = True) -> tuple[Any, ...]:
-    """All that a run leaves; whole: and on the way, that the device's loss scale is the one that the host tells of."""
+    """All that a run leaves; whole: and on the way, that the device's loss scale is the one that the host shows."""
     state = optimizer.state_dict()  # first: it has to ask what became of the steps
     steps = [entry["step"].item() for entry in state["state"].values()]
     scaler = optimizer._engine.scaler

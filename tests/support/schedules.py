@@ -30,20 +30,20 @@ class _OnTheWorker:
 class LateStore:
     """A store on whose worker a bucket is updated only when someone waits for it, or for one behind it: as late as allowed."""
 
-    def __init__(self, lazy: OverlapStep) -> None:
-        self._lazy, self._store, self._wait = lazy, lazy.store, lazy._wait_for_adam
+    def __init__(self, overlap: OverlapStep) -> None:
+        self._overlap, self._store, self._wait = overlap, overlap.store, overlap._wait_for_adam
         self._allowed: dict[int, threading.Event] = {}
-        on_cpu = getattr(lazy.store, "on_cpu", lazy.store)
+        on_cpu = getattr(overlap.store, "on_cpu", overlap.store)
         if isinstance(on_cpu, CpuStore):
             on_cpu._pipeline = _OnTheWorker(on_cpu._pipeline)  # type: ignore[assignment]
-        lazy.store = self  # type: ignore[assignment]
-        lazy._wait_for_adam = self._waited  # type: ignore[method-assign]
+        overlap.store = self  # type: ignore[assignment]
+        overlap._wait_for_adam = self._waited  # type: ignore[method-assign]
 
     def _event(self, update: Any) -> threading.Event:
         return self._allowed.setdefault(id(update), threading.Event())
 
     def _waited(self, update: Any) -> None:
-        for other in self._lazy._pending.values():
+        for other in self._overlap._pending.values():
             self._event(other.spans).set()
             if other is update:
                 break
@@ -65,9 +65,9 @@ class LateStore:
 class SlowStore:
     """A store on whose worker each bucket takes a while."""
 
-    def __init__(self, lazy: OverlapStep, seconds: float = 0.02) -> None:
-        self._store, self._seconds = lazy.store, seconds
-        lazy.store = self  # type: ignore[assignment]
+    def __init__(self, overlap: OverlapStep, seconds: float = 0.02) -> None:
+        self._store, self._seconds = overlap.store, seconds
+        overlap.store = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)

@@ -15,7 +15,7 @@ def quick(rows: list[Any]) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("meet", [1, 2, 3])
-def test_all_values_meet_and_nothing_is_lost(meet: int) -> None:
+def test_all_pairs_occur_and_nothing_is_lost(meet: int) -> None:
     rows = combinations(*TABLES, meet=meet)
     whole = list(itertools.product(*TABLES))
     assert [tuple(getattr(row, "values", row)) for row in rows] == whole

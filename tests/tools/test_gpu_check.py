@@ -203,7 +203,7 @@ def test_pictures_lie_beside_the_report(run, tmp_path):
     assert not (tmp_path / "work/kernels/draws").exists()
 
 
-def test_pictures_of_one_name_are_told_apart_by_their_steps(run, tmp_path):
+def test_pictures_of_one_name_are_named_by_their_steps(run, tmp_path):
     draws = "import pathlib, sys; pathlib.Path(sys.argv[1], 'bars.png').write_bytes(sys.argv[2].encode())"
     steps = [python(name, draws) for name in ("small", "large")]
     for step in steps:
@@ -214,7 +214,7 @@ def test_pictures_of_one_name_are_told_apart_by_their_steps(run, tmp_path):
     assert found == {f"{stem}_small_bars.png": "small", f"{stem}_large_bars.png": "large"}
 
 
-def test_a_step_is_told_how_long_it_may_take(run, monkeypatch):
+def test_a_step_is_given_the_time_that_it_may_take(run, monkeypatch):
     monkeypatch.setattr(gpu_check, "ENDING_S", 5)
 
     def read(folder):

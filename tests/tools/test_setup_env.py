@@ -175,7 +175,7 @@ def test_runs_without_docstrings():
     assert run_setup_env("pass", "-OO").returncode == 0
 
 
-def test_pip_installs_into_the_venv_though_users_are_told_to_install_elsewhere(made):
+def test_pip_installs_into_the_venv_though_it_is_configured_for_another_place(made):
     assert "--no-user" in made()[1]  # under PIP_USER=1 pip refuses an install into a virtual environment
 
 
