@@ -30,9 +30,9 @@ from torch._compile import _disable_dynamo
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
-from shardcore.optim.options import PARAM_DTYPES, dtype_name, number
+from shardcore.optim.options import PARAM_DTYPES, number
 from shardcore.optim.sharded import ShardedEngine, engine_of
-from shardcore.optim.step import check_max_norm
+from shardcore.optim.step import bad_grad, check_max_norm
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]
@@ -104,10 +104,8 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     grad = param.grad
     if grad is None:
         return None
-    if grad.layout is not torch.strided:
-        raise ValueError(f"{op}: grads[{index}] has layout {grad.layout}; expected a dense gradient")
-    if grad.dtype not in PARAM_DTYPES:
-        raise TypeError(f"{op}: grads[{index}] has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
+    if grad.layout is not torch.strided or grad.dtype not in PARAM_DTYPES:
+        raise bad_grad(op, index, param, grad)
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 

@@ -164,8 +164,8 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
         known.add(p)
 
 
-def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
-    """Say what is wrong with a gradient that did not pass."""
+def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
+    """Return the error for a gradient that a step cannot use."""
     name = f"grads[{index}]"
     if not isinstance(grad, torch.Tensor):
         return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
@@ -254,7 +254,7 @@ class Update:
             or grad.shape != param.shape
             or grad.device != param.device
         ):
-            raise _bad_grad(self._op, index, param, grad)
+            raise bad_grad(self._op, index, param, grad)
         if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
             check_tensor_param(self._op, f"params[{index}]", owner)
         group, state = self._groups[place], self._states.get(owner)
