@@ -24,7 +24,7 @@ from shardcore.engine.build import Builder, check_unwrapped
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
-from shardcore.engine.host_gradients import GradHome
+from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
@@ -162,9 +162,9 @@ class Engine:
         self.unsharder: Unsharder | None = None  # None: all weights are whole always
         if not self.lifetimes.full_weight_resident:
             self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
-        home: GradHome | None = None
+        grad_offload: GradOffload | None = None
         if plan.host is not None and plan.offloads_gradients:
-            home = GradHome(plan.host.copies, plan.updated, plan.threads)
+            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
             self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit)
@@ -177,7 +177,7 @@ class Engine:
             self.unsharder,
             self.scaler,
             self.overlap_step,
-            home,
+            grad_offload,
         )
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -394,7 +394,11 @@ class Engine:
         if not capturing(self.device):  # which allows no question about events
             self.outcomes.poll()
         late = () if problems else (self.outcomes.raise_late,)
-        for get_ready in (*late, self._check_step, self.reducer.host_grads.arrive):  # checks, while the last gradients travel
+        for get_ready in (
+            *late,
+            self._check_step,
+            self.reducer.host_grads.synchronize,
+        ):  # checks, while the last gradients travel
             try:
                 get_ready()
             except (ValueError, TypeError, RuntimeError) as error:
@@ -555,12 +559,12 @@ class Engine:
             if problems:
                 raise problems.pop()
             self.reducer.accept_user_grads(op)
-            self.reducer.host_grads.arrive()
+            self.reducer.host_grads.synchronize()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
 
         self.together(op, check, self.reducer.count)
         self.reducer.reduce_pending()
-        self.reducer.host_grads.arrive()
+        self.reducer.host_grads.synchronize()
         return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
     def together(self, op: str, check: Callable[[], str], backwards: int = 0) -> None:
@@ -603,13 +607,13 @@ class Engine:
 
         def check() -> str:
             self.reducer.accept_user_grads("full_grad")
-            self.reducer.host_grads.arrive()
+            self.reducer.host_grads.synchronize()
             return self._of("full_grad", param)[1].name
 
         self.together("full_grad", check, self.reducer.count)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
-        self.reducer.host_grads.arrive()
+        self.reducer.host_grads.synchronize()
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None
