@@ -328,8 +328,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
                 plan.device,
                 tiers.pin_memory,
                 tiers.pin_memory_limit,
-                grads_leave=tiers.gradients is not None,
-                weights_here=tiers.params is not None,
+                grads_on_host=tiers.gradients is not None,
+                weights_on_host=tiers.params is not None,
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)

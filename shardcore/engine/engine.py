@@ -509,7 +509,7 @@ class Engine:
         optimizer: Any = self._optimizer()  # it makes this call
         optimizer.state.others = self.state_io.load_state_dict(state_dict)
         self.go_on_from(scale)
-        self.updater.loaded += self.scaler.told
+        self.updater.loaded += self.scaler.compared
 
     def go_on_from(self, scale: Mapping[str, Any] | None) -> None:
         """Go on from the counts that parameters were given, and a loss scale that LossScaler.check_state accepts, or None.
