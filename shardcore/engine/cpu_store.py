@@ -87,8 +87,6 @@ class CpuStore:
         At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
         (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
         """
-        if chunk_numel < BLOCK or chunk_numel % BLOCK:
-            raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         size = self._chunk_numel * _ITEM_BYTES

@@ -1,4 +1,4 @@
-"""What becomes of a step: decided on the device where it can be, and read by the host.
+"""The outcome of a step: decided on the device where it can be, and read by the host.
 
 Note [Device steps]: where nothing of a step lies in host memory, the host does not wait for the norm. The device adds the
 squares of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, makes the scalars of Adam from them
@@ -149,7 +149,7 @@ class DeviceStep:
 
 
 class Outcomes:
-    """What became of the steps, in their order: counts, loss scale, log. Any thread may ask."""
+    """Records the outcomes of steps, in their order: counts, loss scale, log. Any thread may ask."""
 
     def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
         """Count skipped steps in `optimizer`. device_step: what decides on them; None: the host."""

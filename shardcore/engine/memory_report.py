@@ -75,7 +75,7 @@ class MemoryReport:
 def memory_report(model: nn.Module) -> MemoryReport:
     """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
 
-    Waits for a step that is on its way. `shardcore.estimate.predict` says the same before training.
+    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):

@@ -214,7 +214,7 @@ class OverlapStep:
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         _overlap_steps.add(self)
-        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        # Called from hooks of modules that may be compiled in place: torch.compile must not trace them.
         keep_uncompiled(OverlapStep, "before_forward", "end_forward")
 
     def before_forward(self, index: int) -> None:
@@ -382,7 +382,7 @@ def _update_all(
     """Run one step on the worker, behind `after`. After an error nothing more is updated, and all that was not has that error.
 
     comm: what gathers new weights, None if the thread that waits does. Gathers go on after an error: other ranks wait for
-    them, and are told at the next step that this one refuses. begun: is set when the worker is about to compute.
+    them; at the next step they find that this one refuses. begun: is set when the worker is about to compute.
     """
     begun.set()
     error: BaseException | None = None
@@ -420,7 +420,7 @@ def _update_all(
                 update.done.set_exception(error)
 
 
-# os.register_at_fork keeps what it is given for good; engines come and go.
+# os.register_at_fork keeps what it is given for good.
 _overlap_steps: "weakref.WeakSet[OverlapStep]" = weakref.WeakSet()
 
 

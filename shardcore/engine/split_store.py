@@ -180,7 +180,7 @@ class SplitStore:
 
 
 def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]) -> float:
-    """Return the largest share of at most `affordable` that leaves no more than `limit_bytes` on the device, else the least."""
+    """Return the largest share of at most `affordable` that keeps at most `limit_bytes` on the device, else the least."""
     steps = int(min(1.0, max(0.0, affordable)) * _STEPS_OF_ONE)
     while steps < _STEPS_OF_ONE and device_bytes(steps / _STEPS_OF_ONE) > limit_bytes:
         steps += 1

@@ -47,7 +47,7 @@ class Span:
 
 
 class StateStore(Protocol):
-    """What the engine needs of a place for optimizer states.
+    """What the engine needs of whatever keeps optimizer states.
 
     scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what weights of another tier are
     updated in.
