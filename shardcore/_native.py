@@ -1,8 +1,7 @@
-"""Loads the compiled extension shardcore._C, or says why it cannot and how to build it.
+"""Loads the compiled extension shardcore._C, or raises an ImportError that says why it cannot and how to build it.
 
-The rest of the package takes C++ functions from here (``from shardcore._native import _C``), so that a missing or stale
-build is one clear ImportError. setup.py leaves a record beside the library, _C.build.json, that can be read even when
-the library cannot be loaded.
+The rest of the package imports C++ functions from here (``from shardcore._native import _C``). setup.py writes a record beside
+the library, _C.build.json, which can be read even if the library cannot be loaded.
 """
 
 import json
@@ -15,7 +14,7 @@ _BUILD = "build it with 'pip install --no-build-isolation .' (or -e .), or in a 
 
 
 def build_record() -> dict[str, str]:
-    """What setup.py wrote about the last build: torch, cuda, python, and line (what was built and why). {} if never built."""
+    """Return setup.py's record of the last build: torch, cuda, python, and line (what was built and why); {} without one."""
     try:
         record = json.loads(_RECORD.read_text())
     except (OSError, ValueError):
@@ -24,12 +23,12 @@ def build_record() -> dict[str, str]:
 
 
 def _public(version: str) -> str:
-    """A version without its local part: 2.13.0 of 2.13.0+cpu (TORCH_VERSION in the headers has no local part)."""
+    """Return a version without its local part, which TORCH_VERSION in the headers lacks: 2.13.0 of 2.13.0+cpu."""
     return version.split("+")[0]
 
 
 def _why(error: ImportError) -> str:
-    """The text of the ImportError for a _C that did not load."""
+    """Return the text of the ImportError for a _C that did not load."""
     built_for = build_record().get("torch")
     if not any(_RECORD.parent.glob("_C*.so")):
         return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"

@@ -31,8 +31,10 @@ from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
-from shardcore.optim import AdamOptimizer, CPUAdam, EngineRef, engine_of, joined_state, other_entries
+from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
+from shardcore.optim.sharded import EngineRef, engine_of
+from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 
 
@@ -364,7 +366,7 @@ def _fill(
         logger.warning("shard: the optimizer state of frozen parameters is dropped: %s", ", ".join(lost))
     sharded = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [*(param for _, param in plan.frozen if param not in sharded), *plan.model.buffers()]
-    builder.place_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
+    builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
 

@@ -14,7 +14,8 @@ from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
-from shardcore.optim import AdamOptimizer, FusedAdam, check_capturable
+from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim.options import check_capturable
 
 logger = logging.getLogger("shardcore")
 

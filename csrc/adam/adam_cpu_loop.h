@@ -2,7 +2,7 @@
 //
 // The plain loop vectorizes; its tail is the compiler's scalar copy of the same operations, so sizes and alignments do not
 // show in the bits. Weights, gradients and 8-bit moments that are not float32 go through 256-element tiles that stay in the
-// first-level cache. What binds after that: docs/benchmarks.md.
+// first-level cache. What limits the speed then: docs/benchmarks.md.
 #include "adam/adam_cpu.h"
 #include "adam/adam_math.h"
 #include "adam/state_codec.h"
@@ -13,8 +13,8 @@ namespace SHARDCORE_ISA {
 namespace {
 
 // Where each stream of a step is kAhead elements after the start of a loop. While the arithmetic waits for its roots and
-// divisions the machine's own prefetchers fall behind, so with each line that a loop works on it asks for the one that far
-// ahead, which may lie behind the end: that is no error. Asking for a whole tile at once brings less, and costs time where all
+// divisions the hardware's prefetchers fall behind, so for each cache line that a loop updates it prefetches the line kAhead
+// elements later (prefetching past the end is no error). Prefetching a whole tile at once gains less, and costs time where all
 // is in cache (docs/benchmarks.md has the figures).
 constexpr int64_t kAhead = 384;
 
@@ -43,7 +43,7 @@ SHARDCORE_HD void ask(const Ahead& ahead, int64_t i) {
     __builtin_prefetch(reinterpret_cast<const void*>(stream.start + i * stream.itemsize));
 }
 
-// element(i) for each i < n, a line of float32 at a time; asks ahead before each.
+// Calls element(i) for each i < n, a cache line of float32 at a time; prefetches before each.
 template <typename Element>
 SHARDCORE_HD void for_each_element(const Ahead& ahead, int64_t n, const Element& element) {
   constexpr int64_t kLine = 64 / sizeof(float);
@@ -76,7 +76,8 @@ struct Lanes {
   uint32_t first;
 };
 
-// piece(lanes, start, count) for the parts of a tile that lie in one such block: a shard's tiles may start anywhere in them.
+// Calls piece(lanes, start, count) for the parts of a tile that lie in one such block: a shard's tiles may start anywhere in
+// them.
 template <typename Piece>
 void for_each_lanes(uint64_t key, int64_t element, uint32_t n, const Piece& piece) {
   for (uint32_t start = 0, count = 0; start < n; start += count) {
@@ -135,7 +136,7 @@ struct Q8Tiles {
     for (uint32_t i = 0; i < n; ++i) v[i] = decode_exp_avg_sq(v_codes[i], v_scale);
   }
 
-  // Elements [start, start + n). Random bits and largest magnitudes come from the loop that waits for root and division.
+  // Elements [start, start + n). Random bits and largest magnitudes are computed in the loop that waits for root and division.
   template <bool kL2>
   void run(const AdamScalars& scalars, const Lanes& lanes, const float* SHARDCORE_RESTRICT g, float* SHARDCORE_RESTRICT p,
            uint32_t start, uint32_t n) {

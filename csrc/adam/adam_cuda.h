@@ -15,9 +15,9 @@ namespace shardcore {
 void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
                MomentKinds kinds, cudaStream_t stream);
 
-// A device step: decides once a block, then makes the scalars, a thread a parameter. hypers, counts, state, scalars and what
-// `terms` points to are device memory; `terms` itself and num_counts (> 0) are kept by a graph that captures the launch. Runs
-// before adam_cuda of the same step.
+// A device step: decides once per block, then makes the scalars, one thread per parameter. hypers, counts, state, scalars and
+// what `terms` points to are device memory; `terms` itself and num_counts (> 0) are kept by a graph that captures the launch.
+// Runs before adam_cuda of the same step.
 void device_step_cuda(const DeviceHyper* hypers, const DeviceCount* counts, int64_t num_counts, const DeviceStepTerms& terms,
                       DeviceStepState* state, AdamScalars* scalars, cudaStream_t stream);
 

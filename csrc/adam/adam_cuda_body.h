@@ -118,7 +118,7 @@ SHARDCORE_HD void adam_cuda_chunk(const AdamChunkView& t, const AdamScalars& s, 
   }
 }
 
-// Which kinds of moments a kernel can do: one, or any mixture and amsgrad. A kernel for one needs fewer registers.
+// Which kinds of moments a kernel can update: one, or any mixture and amsgrad. A kernel for one needs fewer registers.
 struct MomentKinds {
   bool f32 = false, bf16 = false, q8 = false;
 };
@@ -153,14 +153,14 @@ void choose_adam_body(MomentKinds kinds, const Run& run) {
   }
 }
 
-// A kernel's scalars: a table in device memory or, without one, a few that ride in the launch itself, so that no copy to the
-// device goes before a step that the host decides.
+// A kernel's scalars: a table in device memory or, without one, a few that are arguments of the launch itself, so that no copy
+// to the device precedes a step that the host decides.
 struct AdamScalarsArg {
   static constexpr size_t kFew = 8;
   const AdamScalars* table = nullptr;
   AdamScalars few[kFew] = {};
 
-  // Takes them along; false if they are too many.
+  // Makes them arguments of the launch; false if they are too many.
   bool take(const std::vector<AdamScalars>& scalars) {
     if (scalars.size() > kFew) return false;
     std::copy(scalars.begin(), scalars.end(), few);

@@ -1,4 +1,4 @@
-// 8-bit moments on CUDA: a warp takes a 256-element block, whose scales are of the largest magnitudes in all lanes.
+// 8-bit moments on CUDA: a warp updates a 256-element block, whose scales are of the largest magnitudes in all lanes.
 //
 // Invariant: all lanes have read a block's old scales (their largest magnitudes depend on them) before lane 0 writes the new.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace shardcore {
 
-// A lane's moments of a block: codes of 8 elements, 4 a word, and the block's scales.
+// A lane's moments of a block: codes of 8 elements, 4 per word, and the block's scales.
 struct Q8Moments {
   uint32_t m[2], v[2];
   float m_scale, v_scale;
@@ -20,9 +20,9 @@ SHARDCORE_HD void set_code(uint32_t (&words)[2], int k, uint8_t code) {
   words[k / 4] = k % 4 == 0 ? shifted : words[k / 4] | shifted;
 }
 
-// One step of the lane's elements, those from i + numel on left out: 0 weighs nothing in the largest magnitudes. (They are 0
-// anyhow, since their streams are; where it is not said nvcc 13.0 spills in the kernel for mixtures.) Every lane of the warp
-// calls it.
+// One step of the lane's elements; those from i + numel on count as 0 in the largest magnitudes. (They are 0 in any case, since
+// their streams are; without these lines nvcc 13.0 spills registers in the kernel for mixtures.) Every lane of the warp calls
+// it.
 template <typename Warp>
 SHARDCORE_HD void update_q8(const AdamChunkView& t, const AdamScalars& s, int i, Octet at, int numel, int lane,
                             const Warp& warp, const float (&g)[8], float (&p)[8], Q8Moments& q) {
@@ -64,7 +64,7 @@ SHARDCORE_HD Q8Moments load_q8(const AdamChunkView& t, int i, int lane) {
   return q;
 }
 
-// A block that is not whole, or whose streams are not aligned: element by element.
+// A partial block, or one whose streams are not aligned: element by element.
 template <typename Warp>
 SHARDCORE_HD void adam_cuda_q8_tail(const AdamChunkView& t, const AdamScalars& s, int i, int lane, const Warp& warp) {
   const Octet at = lane_octet(lane, false);

@@ -25,7 +25,7 @@ SHARDCORE_HD float sqrt_f32(float x) {
 #endif
 }
 
-// How the root and the division are made: this way for all floats; adam_roots.h knows another, with the same bits.
+// How the root and the division are made: this way for all floats; adam_roots.h has another, with the same bits.
 struct ExactRoots {};
 SHARDCORE_HD float square_root(const ExactRoots&, float x) { return sqrt_f32(x); }
 SHARDCORE_HD float quotient(const ExactRoots&, float a, float b) { return a / b; }
@@ -44,7 +44,7 @@ SHARDCORE_HD float adam_moments(const AdamScalars& s, bool l2, float grad, float
   return *vmax = (v > old || v != v) ? v : old;  // an old NaN stays too: v > NaN is false
 }
 
-// Where the weight goes.
+// The new weight.
 template <typename Roots>
 SHARDCORE_HD float adam_direction(const AdamScalars& s, float m, float second_moment, Roots& roots) {
   return quotient(roots, m, fma_f32(square_root(roots, second_moment), s.inv_sqrt_bc2, s.eps));

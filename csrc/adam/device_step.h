@@ -14,7 +14,7 @@
 
 namespace shardcore {
 
-// A number known when the kernel is launched (a graph keeps it), or one in memory (each replay reads it).
+// A number known when the kernel is launched (fixed in a graph), or one in memory (read at each replay).
 struct DeviceNumber {
   double value = 0.0;
   const void* data = nullptr;  // null: value; else a double or a float
@@ -55,7 +55,7 @@ struct DeviceStepTerms {
   int64_t num_squares = 0;
   double max_norm = 0.0;  // infinity: no clipping
   double ranks = 1.0;
-  bool moves = false;  // the loss scale of the state does, by `rule`
+  bool moves = false;  // whether `rule` updates the loss scale of the state
   LossScaleRule rule;
 };
 
@@ -65,8 +65,8 @@ struct StepDecision {
   uint32_t skip;  // nothing may be written
 };
 
-// A scale that the host would refuse (not finite, as float32 not, a loss scale of 0) skips the step: on the device nobody can
-// raise.
+// A scale that the host would refuse (not finite, not finite in float32, a loss scale of 0) skips the step: the device cannot
+// raise an error.
 SHARDCORE_HD StepDecision decide_step(const DeviceStepTerms& terms) {
   const double divisor = read_number(terms.loss_scale), scale = read_number(terms.grad_scale) / divisor;
   const bool usable = is_finite(static_cast<float>(scale)) && is_finite(divisor) && read_number(terms.found_inf) == 0.0;
@@ -78,7 +78,7 @@ SHARDCORE_HD StepDecision decide_step(const DeviceStepTerms& terms) {
   return {clipped.grad_scale, norm * fabs(scale), usable && !clipped.skip ? 0u : 1u};
 }
 
-// Once a step.
+// Called once per step.
 SHARDCORE_HD void move_state(const StepDecision& decision, const DeviceStepTerms& terms, DeviceStepState* state) {
   if (terms.squares != nullptr) state->norm = decision.norm;
   state->skipped += decision.skip;
@@ -87,7 +87,7 @@ SHARDCORE_HD void move_state(const StepDecision& decision, const DeviceStepTerms
   state->unscale = 1.0 / (terms.ranks * state->loss.scale);
 }
 
-// The scalars of parameter i, and its count moved on unless the step is skipped. Parameters do not wait for each other.
+// Makes the scalars of parameter i, and increments its count unless the step is skipped. Parameters do not wait for each other.
 SHARDCORE_HD void step_scalars_body(const DeviceHyper* hypers, const DeviceCount* counts, const StepDecision& decision,
                                     int64_t i, AdamScalars* scalars) {
   const DeviceCount count = counts[i];
@@ -103,8 +103,8 @@ SHARDCORE_HD void step_scalars_body(const DeviceHyper* hypers, const DeviceCount
 
 constexpr int kStepThreads = 128;
 
-// The kernel, a thread a parameter. Each block decides by itself, from what no block writes; the first moves the state on.
-// shared: of the block.
+// The kernel, one thread per parameter. Each block decides for itself, from memory that no block writes; the first updates the
+// state. shared: the block's shared memory.
 template <typename Block>
 SHARDCORE_HD void device_step_body(const DeviceHyper* hypers, const DeviceCount* counts, int64_t num_counts,
                                    const DeviceStepTerms& terms, DeviceStepState* state, AdamScalars* scalars,

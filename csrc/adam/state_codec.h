@@ -48,11 +48,11 @@ static inline float block_scale(const float* SHARDCORE_RESTRICT x, int64_t n) {
 // 2^exponent, for exponents of normal floats.
 SHARDCORE_HD float power_of_two(int exponent) { return bits_float(static_cast<uint32_t>(127 + exponent) << 23); }
 
-// Codes count floats with 3 bits of mantissa upwards from zero, in equal steps (subnormals) up to the smallest normal one.
+// Codes number the floats with 3 bits of mantissa upwards from zero, in equal steps (subnormals) up to the smallest normal one.
 // Where a code or a float may be normal or subnormal, both formulas are evaluated and the right one is always the smaller
 // (decoding) or the larger (encoding): no compare, no select, so that it costs little in every instruction set.
 //
-// CUDA lets the multiplier do it: scaled by a power of two, codes are float32's own subnormal and normal numbers. The same bits
+// On CUDA the multiplier does it: scaled by a power of two, codes are float32's own subnormal and normal numbers. The same bits
 // (state_codec_test.cpp) in half the instructions, but CPUs take long for subnormals, and may be set to flush them.
 SHARDCORE_HD float small_float_by_scaling(uint32_t wide_code, int bias) {
   return bits_float(wide_code) * power_of_two(127 - bias);
@@ -84,7 +84,7 @@ SHARDCORE_HD int small_code(float y, int bias, uint32_t noise) {
   const uint32_t normal = float_bits(y);
   const uint32_t subnormal = float_bits(y + power_of_two(1 - bias)) - (1u << 23);
   const auto rounded = static_cast<uint16_t>((larger(normal, subnormal) + noise) >> kDroppedBits);
-  const auto code = static_cast<uint16_t>(rounded - ((127 - bias) << 3));  // 16 bits: twice as many a vector
+  const auto code = static_cast<uint16_t>(rounded - ((127 - bias) << 3));  // 16 bits: twice as many per vector
   const auto top = static_cast<uint16_t>(bias << 3);
   return code < top ? code : top;
 #endif

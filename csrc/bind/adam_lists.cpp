@@ -148,8 +148,8 @@ bool plain_float(const at::Tensor& tensor) {
 
 PyAdamLists::ParamKind format_of(const at::Tensor& param) { return {param.scalar_type(), param.is_contiguous()}; }
 
-// The parameters' gradients: their own, or those given. Anything unusual gives None (who has a master, or may be rounded
-// stochastically, depends on kinds, too): the caller then goes the long way, which copies, or says what is wrong.
+// Returns the parameters' gradients: their own, or those given. Anything unusual gives None (the dtype and order of parameters
+// included, on which masters and stochastic rounding depend): the caller then looks at every tensor, and copies or raises.
 py::object plain_grads(const PyAdamLists& kept, const py::handle& idle_object, const std::optional<py::list>& given) {
   const TensorList idle = tensors_of("AdamLists.plain_grads", "idle", idle_object);
   for (size_t i = 0; i < idle.size(); ++i) {
@@ -189,7 +189,7 @@ PyAdamLists* lists_of(PyObject* self) {
   return place.holder_constructed() ? place.value_ptr<PyAdamLists>() : nullptr;
 }
 
-// Lets Python's collector of cycles see the tensors: a parameter may hold, as an attribute, who holds these lists.
+// Makes the tensors visible to Python's cycle collector: an attribute of a parameter may hold the owner of these lists.
 void make_collectable(PyHeapTypeObject* heap_type) {
   PyTypeObject& type = heap_type->ht_type;
   type.tp_flags |= Py_TPFLAGS_HAVE_GC;
@@ -278,7 +278,7 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
   if (const auto found = overlap.find(std::move(written), std::move(read))) {
     const auto index_of = [](int64_t tag) { return static_cast<size_t>(tag & ((int64_t{1} << kIndexBits) - 1)); };
     const size_t first = index_of(found->first_tag), second = index_of(found->second_tag);
-    // A parameter that is there twice shares all its memory: that says more than which of it was found.
+    // A parameter that is there twice shares all its memory; the error says so, and not which of its tensors was found.
     const bool twice =
         first != second && std::max(first, second) < segments.size() && segments[first].param == segments[second].param;
     const auto at = [&](int64_t tag) {

@@ -22,11 +22,12 @@
 namespace shardcore::bind {
 namespace {
 
-// What a tier's copies need while they are in flight. Tensors are let go by whoever calls in, with the GIL held: never by a
-// copying thread, which has none. Buffers know only the HostTier, so that copies which wait for nobody make no circle.
+// What a tier's copies need while they are in flight. Tensors are released in a later call from Python, with the GIL held,
+// never on a copying thread, which does not hold it. Buffers refer to the HostTier only, so that copies in flight make no
+// cycle.
 struct Copies {
   Copies(std::shared_ptr<HostTier> owner, at::Device other_side) : tier(std::move(owner)), device(other_side) {}
-  ~Copies() { tier->drain(); }  // keeps the GIL, which nothing in flight needs: at exit it might not come back
+  ~Copies() { tier->drain(); }  // holds the GIL, which no copy in flight needs: at exit it might not be acquired again
 
   void keep(Direction direction, int64_t number, const at::Tensor& dst, const at::Tensor& src) {
     kept[static_cast<int>(direction)].push_back({number, dst, src});
@@ -38,7 +39,7 @@ struct Copies {
       if (in_flight.empty()) continue;
       const int64_t completed = tier->stream(direction).completed();
       while (!in_flight.empty() && in_flight.front().number <= completed) {
-        const Kept done = std::move(in_flight.front());  // its end may hand the GIL to a thread that comes here, too
+        const Kept done = std::move(in_flight.front());  // its destructor may release the GIL, and another thread enter here
         in_flight.pop_front();
       }
     }
@@ -87,7 +88,7 @@ void check_copy(const Copies& copies, Direction direction, const Where& dst_wher
   }
 }
 
-// Says when one copy is done: its number in its queue. The events behind it belong to the queue.
+// One copy, which can be waited for: its number in its queue. The queue owns the events.
 class PyCopyEvent {
  public:
   PyCopyEvent(std::shared_ptr<Copies> copies, Direction direction, int64_t number)
@@ -100,7 +101,7 @@ class PyCopyEvent {
   }
 
   void synchronize() {
-    if (!stream().query(number_)) {  // who lets go of the GIL has to get it back, from threads that never rest
+    if (!stream().query(number_)) {  // releasing the GIL means to acquire it again, from threads that may be busy with it
       const py::gil_scoped_release no_gil;
       stream().synchronize(number_);
     }
@@ -226,7 +227,7 @@ class PyHostTier {
   std::shared_ptr<Copies> copies_;
 };
 
-// Everything of a chunk but its gradients, which each step brings. Destroyed with the GIL held.
+// Everything of a chunk except its gradients, which each step passes. Destroyed with the GIL held.
 class PyOffloadChunk {
  public:
   PyOffloadChunk(std::shared_ptr<Copies> copies, AdamLists lists, const TensorList& grads, TensorList weights,

@@ -118,13 +118,13 @@ at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::h
   return to_tensor(ordered_sum_cpu(op, torch_executor()));
 }
 
-// Whether a copy of a tensor is to lie in memory as `like` does, and not contiguous.
+// Whether a copy of a tensor is to have the strides of `like`, and not to be contiguous.
 bool sets_order(const at::Tensor& like, const at::Tensor& tensor) {
   return is_plain(like) && like.layout() == at::kStrided && !like.is_contiguous() && like.sizes() == tensor.sizes() &&
          is_dense(like);
 }
 
-// What the optimizers read gradients through: one call for the list, since two questions a tensor in Python take longer.
+// What the optimizers read gradients through: one call for the list, since two checks per tensor in Python take longer.
 py::list dense(const py::object& tensors, const py::object& likes) {
   const TensorList list = tensors_of("dense", "tensors", tensors);
   const TensorList like_list = likes.is_none() ? list : tensors_of("dense", "likes", likes);
@@ -141,7 +141,7 @@ py::list dense(const py::object& tensors, const py::object& likes) {
   return out;
 }
 
-// The same in one list a device, in the order of their first tensors.
+// The same in one list per device, in the order of their first tensors.
 py::list dense_by_device(const py::object& tensors) {
   const py::list items = dense(tensors, py::none());
   std::vector<at::Device> devices;
@@ -159,7 +159,7 @@ py::list dense_by_device(const py::object& tensors) {
   return groups;
 }
 
-// == would compare tensors. What is no list or tuple has no objects to be the same.
+// == would compare tensors. Anything but a list or tuple gives False.
 bool same_objects(const py::handle& a, const py::handle& b) {
   const auto is_list = [](const py::handle& object) { return PyList_Check(object.ptr()) || PyTuple_Check(object.ptr()); };
   if (!is_list(a) || !is_list(b)) return false;

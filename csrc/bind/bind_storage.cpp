@@ -1,7 +1,7 @@
-// Memory that comes and goes behind a tensor: how weights exist only around their use.
+// Replaces the memory of a tensor's storage, so that weights have memory only around their use.
 //
-// A Parameter stays the same object, and what autograd saved of it stays valid: both look at one storage, and it is that
-// storage's memory which is exchanged. Between uses the storage is closed: no memory, and an error for whoever reads or writes
+// A Parameter stays the same object, and what autograd saved of it stays valid: both have one storage, whose memory
+// is replaced. Between uses the storage is closed: no memory, and reading or writing raises an error
 // (torch alone would read address 0). It keeps its size, so that views can still be made: else these fail first, with an error
 // that names nothing. Autograd's version counters do not move.
 #include <ATen/ops/empty.h>
@@ -31,7 +31,7 @@ void close(c10::StorageImpl& storage, const std::string& message) {
 
 void release(void* held) { delete static_cast<at::Tensor*>(held); }
 
-// Someone else's memory (the user re-assigned .data) must be neither hidden nor given up.
+// Memory that is not the engine's (the user re-assigned .data) must be neither hidden nor released.
 void check_closed(const Where& where, const at::Tensor& tensor) {
   if (tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() != nullptr)
     value_error(

@@ -90,7 +90,7 @@ void check_count(const char* op, const char* name, size_t count, const char* of,
 
 void check_device_supported(const Where& where, at::Device device) {
   if (device.is_cpu()) {
-    cpu_isa();  // reads SHARDCORE_CPU_ISA: a name that it does not know is refused here, before anything is marked as written
+    cpu_isa();  // reads SHARDCORE_CPU_ISA: an unknown name is refused here, before anything is marked as written
     return;
   }
   if (!device.is_cuda()) value_error(where, "device ", device.str(), "; expected cpu or cuda");
@@ -102,7 +102,7 @@ void check_device_supported(const Where& where, at::Device device) {
 
 namespace {
 
-// The values of such tensors lie elsewhere (in another tensor, in a program, nowhere), or are not what the bytes say.
+// The values of such tensors are elsewhere (in another tensor, in a program, nowhere), or are not what the bytes say.
 constexpr c10::DispatchKeySet kNotPlain({c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
                                          c10::DispatchKey::ZeroTensor, c10::DispatchKey::Negative, c10::DispatchKey::Conjugate,
                                          c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper});
@@ -207,8 +207,8 @@ void mark_written(const at::Tensor& tensor) {
 
 namespace {
 
-// What one thread of a parallel loop has to do first, in parts of part_size; others take what it has not come to when they have
-// done their own, so that one whose core has other work holds up nobody, and otherwise each step finds its memory where it was.
+// One thread's share of a parallel loop, in parts of part_size. Threads that have finished their own share take parts that are
+// left, so that a thread whose core is busy delays no other; otherwise a core works on the same memory in each step.
 struct alignas(64) Share {
   std::atomic<int64_t> next{0};
   int64_t end = 0;
@@ -254,7 +254,7 @@ class TorchExecutor final : public Executor {
     return owner_.compare_exchange_strong(owner, self) || owner == self;
   }
 
-  std::atomic<pid_t> owner_{0};  // who called at::parallel_for first; 0: nobody yet, then a child may
+  std::atomic<pid_t> owner_{0};  // the process that called at::parallel_for first; 0: none yet, then a child may
 };
 
 thread_local int num_own_threads = 0;  // 0: torch's

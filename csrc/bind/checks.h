@@ -1,7 +1,7 @@
 // What every binding shares: reading Python sequences of tensors, argument checks, torch's threads as an Executor.
 //
 // What Python checks, or makes itself, is not checked again: only tensors that users can change between two steps. Errors read
-// "op: argument[index] has X; expected Y (what to do)" and come before anything is written.
+// "op: argument[index] has X; expected Y (what to do)" and are raised before anything is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@ namespace shardcore::bind {
 
 namespace py = pybind11;
 
-// Where a message points to: "op: name[index]", or "op: name" without index.
+// The argument that a message names: "op: name[index]", or "op: name" without index.
 struct Where {
   const char* op;
   const char* name;
@@ -44,8 +44,8 @@ template <typename... Parts>
   throw py::type_error(message.str());
 }
 
-// Tensors that a tuple of their own keeps, with the GIL held or not; destroyed with the GIL held. An owner more for each
-// tensor, as a vector of them has, would cost a long list as much time as its checks.
+// Tensors that a tuple of their own keeps, with the GIL held or not; destroyed with the GIL held. One more
+// reference per tensor, as in a vector of them, would take as much time as the checks of a long list.
 class TensorList {
  public:
   TensorList() = default;
@@ -79,7 +79,7 @@ double number_of(const Where& where, const py::handle& object);
 bool bool_of(const Where& where, const py::handle& object);
 
 void check_count(const char* op, const char* name, size_t count, const char* of, size_t expected);
-// Refuses a tensor whose storage does not hold all its elements: whoever resized it means to fill it again before the next use.
+// Refuses a tensor whose storage does not hold all its elements: it was resized, and has to be filled before the next use.
 void check_memory(const Where& where, const at::Tensor& tensor);
 // Dense, contiguous, on `device`, and its bytes in memory are its values: see checks.cpp.
 void check_layout(const Where& where, const at::Tensor& tensor, at::Device device);
@@ -88,7 +88,7 @@ void check_dense(const Where& where, const at::Tensor& tensor, at::Device device
 bool is_dense(const at::Tensor& tensor);
 // Whether two dense tensors of one shape have each element at the same place of their memory.
 bool same_order(const at::Tensor& a, const at::Tensor& b);
-// Whether its values lie in its own memory, as the bytes say.
+// Whether its values are the bytes of its own memory.
 bool is_plain(const at::Tensor& tensor);
 // cpu or cuda (if this build has it).
 void check_device_supported(const Where& where, at::Device device);
@@ -99,13 +99,13 @@ DType float_dtype(const Where& where, const at::Tensor& tensor);
 // `where` shares bytes with `other`, and the call writes one of them.
 [[noreturn]] void refuse_shared(const Where& where, const Where& other);
 
-// Tell autograd that an in-place write happened.
+// Marks an in-place write for autograd.
 void mark_written(const at::Tensor& tensor);
 
 // at::parallel_for, where torch.set_num_threads holds, unless the calling thread has threads of its own.
 Executor& torch_executor();
 
-// Let kernels that the calling thread runs use `count` threads of its own, itself included, until it ends.
+// Makes kernels that the calling thread runs use `count` threads of its own, itself included, until it ends.
 void use_threads(int count);
 
 void bind_adam(py::module_& module);

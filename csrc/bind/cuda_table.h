@@ -1,6 +1,6 @@
 // Tables of plain data on the device, and torch's current stream. Only with CUDA.
 //
-// Pinned memory comes from torch's caching host allocator and device memory from its caching allocator: both know the
+// Pinned memory comes from torch's caching host allocator and device memory from its caching allocator: both track the
 // stream, so a table may be dropped while a kernel still reads it.
 #pragma once
 
@@ -30,7 +30,7 @@ namespace shardcore::bind {
 
 inline cudaStream_t current_stream(at::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
 
-// Host memory that lies one piece behind the other on the device.
+// Pieces of host memory that are contiguous on the device.
 struct HostBytes {
   const void* data;
   size_t size_bytes;
@@ -56,9 +56,9 @@ inline bool is_capturing(cudaStream_t stream) {
 
 // A table that a graph being captured will read: complete on return, and no part of the graph, so that replays copy nothing and
 // need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the graph, whose other
-// kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it. Nothing tells when
-// the last graph that reads it is gone, so a table is kept for good (a few KiB a thousand tensors), and given again to a
-// capture that needs an equal one.
+// kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it. It is
+// not known when the last graph that reads a table is destroyed, so it is kept for good (a few KiB per thousand tensors), and
+// used again by a capture that needs an equal one.
 inline at::Tensor table_for_graphs(HostPieces pieces, at::Device device) {
   static auto& lock = *new std::mutex;  // both outlive CUDA at exit
   static auto& kept = *new std::map<std::pair<int, std::string>, at::Tensor>;

@@ -8,7 +8,7 @@
 
 namespace shardcore::bind {
 
-// A number, or a tensor of one element that kernels read where it lies.
+// A number, or a tensor of one element that kernels read on its device.
 struct NumberArg {
   double value = 0.0;
   at::Tensor tensor;  // undefined: value

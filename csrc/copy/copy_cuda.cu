@@ -1,4 +1,4 @@
-// The CUDA backend of the cpu tier: page-locked host memory, a stream a direction, and an event after each copy.
+// The CUDA backend of the cpu tier: page-locked host memory, one stream per direction, and an event after each copy.
 #include <unistd.h>
 
 #include <atomic>
@@ -35,7 +35,7 @@ class Event {
  public:
   Event() { SHARDCORE_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
   ~Event() {
-    if (event_ != nullptr) cudaEventDestroy(event_);  // at exit CUDA may be gone, and with it the event
+    if (event_ != nullptr) cudaEventDestroy(event_);  // at exit CUDA may be shut down, and the event with it
   }
   Event(Event&& other) noexcept : event_(other.event_) { other.event_ = nullptr; }
   Event(const Event&) = delete;
@@ -63,7 +63,7 @@ class CudaStream final : public CopyStream {
       for (Event& event : spare_) event.forget();
       return;
     }
-    cudaStreamSynchronize(stream_);  // here and below: at exit CUDA may be gone, and with it the copies
+    cudaStreamSynchronize(stream_);  // here and below: at exit CUDA may be shut down, and the copies with it
     cudaStreamDestroy(stream_);
   }
 
@@ -78,12 +78,12 @@ class CudaStream final : public CopyStream {
       reap();
       in_flight_.push_back({number, take_event(), 0});
       const cudaEvent_t done = in_flight_.back().done.get();
-      // Hand-over: what is queued on the compute stream so far, and nothing later, comes before the copy.
+      // Hand-over: what is queued on the compute stream so far, and nothing later, precedes the copy.
       SHARDCORE_CUDA_CHECK(cudaEventRecord(ready_->get(), compute));
       SHARDCORE_CUDA_CHECK(cudaStreamWaitEvent(stream_, ready_->get(), 0));
       const cudaMemcpyKind kind = direction_ == Direction::to_tier ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice;
       SHARDCORE_CUDA_CHECK(cudaMemcpyAsync(dst, src, static_cast<size_t>(size_bytes), kind, stream_));
-      // A copy that runs without an event behind it must not outlive this call: nobody would know when it ends.
+      // A copy that runs without an event behind it must not outlive this call: its end could not be waited for.
       const cudaError_t recorded = cudaEventRecord(done, stream_);
       if (recorded != cudaSuccess) cudaStreamSynchronize(stream_);
       SHARDCORE_CUDA_CHECK(recorded);
@@ -178,14 +178,14 @@ class CudaStream final : public CopyStream {
     }
   }
 
-  // The copy, or nothing if it is known to be done. Elements of a deque stay where they are while others come and go at its
-  // ends.
+  // The copy, or nothing if it is known to be done. Elements of a deque stay where they are while others are added and removed
+  // at its ends.
   InFlight* find(int64_t number) {
     if (number <= completed_ || in_flight_.empty()) return nullptr;
     return &in_flight_[static_cast<size_t>(number - in_flight_.front().number)];
   }
 
-  // Takes the copies that are done out of the queue; one that failed stays, and its next wait tells.
+  // Takes the copies that are done out of the queue; one that failed stays, and its next wait throws.
   void reap() noexcept {
     while (!in_flight_.empty() && in_flight_.front().waiters == 0) {
       InFlight& copy = in_flight_.front();
@@ -247,7 +247,7 @@ class CudaBackend final : public CopyBackend {
   }
 
   void unpin(void* data) noexcept override {
-    cudaHostUnregister(data);  // at exit CUDA may be gone, and with it the lock
+    cudaHostUnregister(data);  // at exit CUDA may be shut down, and the lock with it
   }
 
  private:

@@ -1,10 +1,10 @@
-// A direction of the tier: a queue of asynchronous copies, done one after the other. The two backends mean the same by it.
+// A direction of the tier: a queue of asynchronous copies, done one after the other. Both backends have the same semantics.
 //
 // A copy is known by its number in its queue, from 1. Since a queue is done in order, copy n is done when n copies are; so a
 // number is all that a user holds, and the events behind it (CUDA's, or a condition variable) have one owner, the queue.
 //
-// Hand-over: a copy begins after all that was queued on the given compute stream before it. Whoever uses what it wrote, or
-// writes again what it reads, waits for its number: the host by synchronize(), later work of a compute stream by wait(). On the
+// Hand-over: a copy begins after all that was queued on the given compute stream before it. Before its result is used, or
+// its source is written again, wait for its number: the host by synchronize(), later work of a compute stream by wait(). On the
 // thread backend the host is the compute stream. Memory of a copy must live until it is done; the caller sees to that.
 //
 // A copy that fails breaks its queue: later ones are not made, and every wait from then on throws what happened to it.
@@ -51,14 +51,14 @@ class CopyStream {
   virtual void drain() noexcept = 0;
 };
 
-// What the machine can do for a tier: memory near its device, and page-locking.
+// What the machine offers a tier: memory near its device, and page-locking.
 class CopyBackend {
  public:
   virtual ~CopyBackend() = default;
   virtual CopyStream& stream(Direction direction) = 0;
   // Is called first by a thread that only works for the tier: a new thread would have CUDA open its first device, too.
   virtual void enter_thread() {}
-  // Asks that untouched pages be taken near the device. An advice.
+  // Asks that untouched pages be taken near the device. Advice only.
   virtual void place(void* /*data*/, int64_t /*size_bytes*/) noexcept {}
   // Whether page-locked memory makes a difference here.
   virtual bool can_pin() const noexcept { return false; }
@@ -67,8 +67,8 @@ class CopyBackend {
   virtual void unpin(void* /*data*/) noexcept {}
 };
 
-// The host-thread backend, where there is no GPU: a thread a direction, which starts with the first copy. In a child that was
-// forked afterwards, where it does not exist, copies are made by the caller, and waiting for one that was in flight in the
+// The host-thread backend, where there is no GPU: one thread per direction, which starts with the first copy. In a child that
+// was forked afterwards, where it does not exist, copies are made by the caller, and waiting for one that was in flight in the
 // parent is a CopyError.
 std::unique_ptr<CopyBackend> make_thread_backend();
 

@@ -1,4 +1,4 @@
-// The host-thread backend of the cpu tier: a thread a direction, first come, first served.
+// The host-thread backend of the cpu tier: one thread per direction, in the order of requests.
 #include <unistd.h>
 
 #include <atomic>

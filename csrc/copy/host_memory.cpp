@@ -57,7 +57,7 @@ bool prefer_node(void* data, int64_t size_bytes, int node) noexcept {
   constexpr int kBits = 8 * sizeof(unsigned long);
   unsigned long nodes[kMaxNodes / kBits] = {};
   nodes[node / kBits] = 1UL << (node % kBits);
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than the number passed.
   return syscall(SYS_mbind, data, static_cast<unsigned long>(size_bytes), kPreferred, nodes, kMaxNodes + 1UL, 0U) == 0;
 #else
   static_cast<void>(data), static_cast<void>(size_bytes), static_cast<void>(node);

@@ -1,6 +1,6 @@
 // The cpu tier: exact-size host buffers that are reached only through counted copies.
 //
-// HostTier knows which buffers exist, counts, and decides what is pinned; a backend (copy_stream.h) moves bytes.
+// HostTier keeps the list of buffers, counts, and decides what is pinned; a backend (copy_stream.h) moves bytes.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace shardcore {
 
-// Held by shared_ptr: buffers keep it alive, so they may outlive whoever asked for them.
+// Held by shared_ptr: buffers keep it alive, so they may outlive the object that allocated them.
 class HostTier {
  public:
   // pin: whether buffers that ask for it are page-locked, which lets their copies overlap other work; at most

@@ -1,4 +1,4 @@
-// A list of tensors as one line of 256-element blocks, split over threads by blocks and not a tensor at a time.
+// A list of tensors as one line of 256-element blocks, split over threads by blocks, not by tensors.
 #pragma once
 
 #include <algorithm>

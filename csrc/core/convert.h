@@ -67,8 +67,8 @@ SHARDCORE_HD uint16_t f32_to_f16(float x) {
 }
 
 // A split master: a bfloat16 weight (f32_to_bf16 of the master) and the int16 that makes it the float32 master again, lossless.
-// Others may write the weight in between. All they can write but zero goes with any remainder; zero with one below zero, which
-// no master leaves (it would have the bits of a NaN), is zero.
+// The user may write the weight in between. Any value but zero is valid with any remainder; zero with a remainder below zero,
+// which no master produces (it would have the bits of a NaN), is zero.
 SHARDCORE_HD float split_to_f32(uint16_t weight, int16_t remainder) {
   const uint32_t high = static_cast<uint32_t>(weight) << 16;
   const int32_t rest = remainder;

@@ -56,7 +56,7 @@ struct CudaBlock : CudaWarp {
     SHARDCORE_ON_DEVICE(asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");)
   }
 
-  // All threads of the block meet; what they wrote to shared memory is seen by all.
+  // A barrier for all threads of the block; what they wrote to shared memory is visible to all.
   __host__ __device__ __forceinline__ void sync() const { SHARDCORE_ON_DEVICE(__syncthreads();) }
 #endif
 };

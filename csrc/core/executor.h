@@ -1,4 +1,4 @@
-// What the kernels ask of whoever owns the threads: torch's pool in csrc/bind, ThreadPool in workers and in the C++ tests.
+// The threads that kernels run on: torch's pool in csrc/bind, ThreadPool in workers and in the C++ tests.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
-// How a loss scale moves: one rule for the host and the device, to the same bits.
+// How a loss scale changes: one rule for the host and the device, to the same bits.
 //
 // Source: Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740); the options are those that DeepSpeed documents
-// (https://www.deepspeed.ai/docs/config-json/#fp16-training-options). shardcore/engine/loss_scale.py says what each means.
+// (https://www.deepspeed.ai/docs/config-json/#fp16-training-options). shardcore/engine/loss_scale.py describes each.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct LossScaleState {
 };
 
 // After a step that updated the weights, or was skipped (overflow). At the minimum an overflow leaves the scale there: that is
-// an error, which whoever calls finds by the scale before.
+// an error, which the caller finds from the scale before.
 SHARDCORE_HD LossScaleState loss_scale_after(const LossScaleRule& rule, LossScaleState s, bool overflow) {
   constexpr double largest = 0x1p127;  // of the powers of two in float32
   if (!overflow) {

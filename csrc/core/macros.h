@@ -21,7 +21,8 @@
 #define SHARDCORE_NO_UNROLL
 #endif
 
-// Tells nvcc that a pointer which it read from memory is to global memory: it cannot know, and generic accesses take longer.
+// Asserts to nvcc that a pointer read from memory points to global memory: it cannot infer that, and generic accesses take
+// longer.
 #if defined(__CUDA_ARCH__)
 #define SHARDCORE_ASSUME_GLOBAL(pointer) __builtin_assume(__isGlobal(pointer))
 #else

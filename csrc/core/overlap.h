@@ -9,7 +9,7 @@ namespace shardcore {
 
 struct MemoryRange {
   uintptr_t begin, end;  // bytes [begin, end), not empty
-  int64_t tag;           // whose they are, as the caller counts
+  int64_t tag;           // the caller's number of their owner
 
   bool operator==(const MemoryRange& o) const { return begin == o.begin && end == o.end && tag == o.tag; }
 };
@@ -23,11 +23,11 @@ struct SharedMemory {
   int64_t first_tag, second_tag;  // first_tag < second_tag
 };
 
-// Remembers the written ranges that it found good: sorting them takes longer than the rest of a call's checks, and they lie
-// where they lay in the step before.
+// Keeps the written ranges that passed last: sorting them takes longer than the rest of a call's checks, and they usually are
+// those of the step before.
 class OverlapCheck {
  public:
-  // Two ranges that share bytes of which at least one is written, or nothing. Ranges that are only read may share theirs.
+  // Two ranges that share bytes of which at least one is written, or nothing. Ranges that are only read may overlap.
   std::optional<SharedMemory> find(std::vector<MemoryRange> written, std::vector<MemoryRange> read);
 
  private:

@@ -13,12 +13,13 @@ namespace shardcore {
 
 namespace {
 
-// A part is a fraction of a thread's share, so that one that is late (its core had other work) costs little.
+// A part is a fraction of a thread's share, so that a late one (its core was busy) costs little.
 constexpr int64_t kPartsPerThread = 16;
-// Whoever waits looks for new work this long before it sleeps: the next chunk of a step comes sooner, and waking takes as long.
+// A waiting thread spins this long before it sleeps: the next chunk of a step arrives sooner, and waking a thread takes as
+// long.
 constexpr std::chrono::microseconds kSpin{200};
 
-// Yields its core to whoever has work until ready() or kSpin is over; returns ready().
+// Yields its core to other threads until ready() or kSpin is over; returns ready().
 template <typename Ready>
 bool spin_until(const Ready& ready) {
   const auto end = std::chrono::steady_clock::now() + kSpin;
@@ -49,8 +50,8 @@ struct ThreadPool::State {
   // One job at a time. It stays as it is while one of its parts is not done.
   const RangeFn* fn = nullptr;
   int64_t begin = 0, end = 0, part_size = 0;
-  // Number of the job above, parts that nobody has taken yet below: a late thread cannot take a part of a job that it has not
-  // seen.
+  // Number of the job above, parts that no thread has taken yet below: a late thread cannot take a part of a job that it has
+  // not seen.
   std::atomic<uint64_t> untaken{0};
   std::atomic<int64_t> undone{0};
   int sleeping = 0;  // guarded by the mutex, as are the next two
@@ -64,7 +65,7 @@ struct ThreadPool::State {
   void stop_and_join();
 };
 
-// Threads know the State, not the pool, so that a constructor that fails midway can end them.
+// Threads refer to the State, not to the pool, so that a constructor that fails midway can end them.
 ThreadPool::ThreadPool(int num_threads, const Spawn& spawn)
     : num_threads_(std::max(1, num_threads)), pid_(getpid()), state_(nullptr) {
   auto state = std::make_unique<State>();
@@ -142,7 +143,7 @@ void ThreadPool::parallel_for(int64_t begin, int64_t end, int64_t grain, const R
   const uint64_t number = (job.untaken.load(std::memory_order_relaxed) >> 32) + 1;
   job.untaken.store(number << 32 | static_cast<uint64_t>(parts), std::memory_order_release);
   {
-    const std::lock_guard<std::mutex> lock(job.mutex);  // who is about to sleep has seen the job, or is woken
+    const std::lock_guard<std::mutex> lock(job.mutex);  // a thread about to sleep has seen the job, or is woken
     if (job.sleeping > 0) job.wake.notify_all();
   }
   job.run_parts();

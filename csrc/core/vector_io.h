@@ -1,7 +1,7 @@
 // 16-byte accesses to streams of any dtype on CUDA (and on the host, where CUDA bodies are tested).
 //
-// A thread takes 8 elements in two halves of 4. A 16-bit stream is loaded and stored once for both halves, a float32 stream
-// once a half: 16 bytes each time.
+// A thread accesses 8 elements in two halves of 4. A 16-bit stream is loaded and stored once for both halves, a float32 stream
+// once per half: 16 bytes each time.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ SHARDCORE_HD Bytes16 load16(const void* p) {
   return bytes;
 }
 
-// The same of memory that the kernel reads once and nobody writes while it runs: leaves no line in L1.
+// The same of memory that the kernel reads once and that is not written while it runs: leaves no line in L1.
 SHARDCORE_HD Bytes16 load16_once(const void* p) {
 #if defined(__CUDA_ARCH__)
   Bytes16 bytes;
@@ -166,13 +166,14 @@ SHARDCORE_HD void store_octet(void* data, DType dtype, Octet at, int numel, cons
   }
 }
 
-// Between the 8 neighbours that a lane accesses in a stream of 16 bits (2 words a half) or 8 bits (1 word a half), and the
+// Between the 8 neighbours that a lane accesses in a stream of 16 bits (2 words per half) or 8 bits (1 word per half), and the
 // halves that it has beside a float32 stream. Half h of lane S is the block's quartet 2 S + h in the one order, S + 32 h in the
-// other. In each of two turns every lane gives one of its halves to one lane, and takes one. Every lane of the warp calls it.
+// other. In each of two turns every lane passes one of its halves to one lane, and receives one. Every lane of the warp calls
+// it.
 template <int kWords, typename Warp>
 SHARDCORE_HD void neighbours_to_octet(uint32_t (&words)[2 * kWords], int lane, const Warp& warp) {
   const bool upper = lane >= 16, odd = lane % 2 != 0;
-  const int from = lane / 2 + (odd ? 16 : 0);  // whose quartet comes in the first turn
+  const int from = lane / 2 + (odd ? 16 : 0);  // the lane whose quartet is received in the first turn
   SHARDCORE_UNROLL
   for (int k = 0; k < kWords; ++k) {
     const uint32_t low = words[k], high = words[kWords + k];

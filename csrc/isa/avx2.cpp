@@ -1,4 +1,4 @@
-// The CPU loops compiled for AVX2; base.cpp says what they may include.
+// The CPU loops compiled for AVX2; see base.cpp for what they may include.
 #include "core/macros.h"
 #if SHARDCORE_X86
 #define SHARDCORE_ISA isa_avx2

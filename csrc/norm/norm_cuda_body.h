@@ -1,7 +1,7 @@
 // What one CUDA thread does in the norm's kernels, as host/device functions: tests/cpp runs them on the host. Also the parts
 // that the ordered sum shares: the tree of norm_block.h over lanes, and the sum over a CUDA block.
 //
-// 8 lanes take a 256-element block and a warp 4 blocks at once: a round. A lane's accesses lie apart in the block, so the
+// 8 lanes read a 256-element block and a warp 4 blocks at once: a round. A lane's accesses are spread over the block, so the
 // tree's first steps are made within a lane, and few between lanes. Addition commutes, so both lanes of a step get the same
 // bits.
 //
@@ -40,7 +40,7 @@ struct NormItem {
   DType dtype;
 };
 
-// What a launch needs to know of a list of tensors.
+// A list of tensors as a launch needs it.
 struct NormPlan {
   std::vector<NormItem> items;  // without empty ones
   int64_t num_chunks = 0;
@@ -53,15 +53,15 @@ struct NormPlan {
   }
 };
 
-// The items of a launch: a table in device memory or, without one, a few that ride in the launch itself, so that no copy to the
-// device goes before it.
+// The items of a launch: a table in device memory or, without one, a few that are arguments of the launch itself, so that no
+// copy to the device precedes it.
 struct NormItems {
   static constexpr size_t kFew = 160;  // as many as the 4 KiB of arguments hold that every launch carries
   const NormItem* table = nullptr;
   int32_t count = 0;
   NormItem few[kFew] = {};
 
-  // Takes them along; false if they are too many.
+  // Makes them arguments of the launch; false if they are too many.
   bool take(const std::vector<NormItem>& items) {
     if (items.size() > kFew) return false;
     std::copy(items.begin(), items.end(), few);
@@ -70,8 +70,8 @@ struct NormItems {
   }
 };
 
-// The one that a chunk belongs to: the last that starts no later. Those of a launch are found by bisection: what all lanes read
-// there comes at once. Each read of a table takes long, so its lanes look at 32 places at a time.
+// The one that a chunk belongs to: the last that starts no later. Those of a launch are found by bisection: all lanes read the
+// same argument, which is fast. Each read of a table takes long, so the lanes read 32 entries at a time.
 template <typename Warp>
 SHARDCORE_HD NormItem item_of_chunk(const NormItems& items, int64_t chunk, int lane, const Warp& warp) {
   int first = 0, end = items.count;
@@ -146,8 +146,8 @@ SHARDCORE_HD double sq_norm_lanes(const float (&x)[L::kNumel], int lane, const W
       a[k] = sums[0];
     }
   }
-  // Steps down to 1. While a lane has several sums, each of two lanes goes on with half of them: the upper with the upper half.
-  // So the steps within a run are between the same lanes again, highest first.
+  // Steps down to 1. While a lane has several sums, each of two lanes continues with half of them: the upper with the upper
+  // half. So the steps within a run are between the same lanes again, highest first.
   int kept = L::kRun, mask = L::kLanes / 2;
   SHARDCORE_UNROLL
   for (int step = L::kLanes * L::kRun / 2; step >= 1; step /= 2) {

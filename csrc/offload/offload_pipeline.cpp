@@ -25,7 +25,7 @@ struct OffloadPipeline::State {
   State(std::shared_ptr<HostTier> its_tier, std::vector<int64_t> last_copies)
       : tier(std::move(its_tier)), place_copy(std::move(last_copies)) {}
 
-  // Used by who makes the step, one thread at a time, which also alone writes `fetched` and `updated`.
+  // Used by the thread that runs the step, one at a time; it alone writes `fetched` and `updated`.
   const std::shared_ptr<HostTier> tier;
   Step step;
   std::vector<int64_t> place_copy;  // the last copy from the tier of each place
@@ -64,7 +64,7 @@ void OffloadPipeline::State::begin(Step next) {
   arrival.assign(step.chunks.size(), 0);
   chunk_copy.assign(step.chunks.size(), 0);
   events.clear();
-  size_t most = 0;  // three copies of each span, two waits and Adam of each chunk: with room for all, to note one cannot fail
+  size_t most = 0;  // three copies per span, two waits and Adam per chunk: reserved, so that recording an event cannot fail
   for (const OffloadChunk& chunk : step.chunks) most += 3 + 3 * chunk.spans.size();
   events.reserve(most);
   fetched = updated = 0;

@@ -1,8 +1,9 @@
-// The step of the cpu tier: chunk by chunk gradients come, Adam runs, new weights go. It needs no Python from begin to end.
+// The step of the cpu tier, chunk by chunk: copy gradients in, run Adam, copy new weights out. It needs no Python from begin to
+// end.
 //
-// Each chunk is fetched before the one before it is updated, so that its copies travel meanwhile. A place for weights is used
-// again when its last copy from the tier is done; one for gradients when Adam is done with its chunk, which the order of chunks
-// says.
+// Each chunk is fetched before the one before it is updated, so that its copies overlap that update. A place for weights is
+// used again when its last copy from the tier is done; one for gradients when Adam is done with its chunk, which the order of
+// chunks ensures.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +20,9 @@ class Executor;
 
 // A range that Adam updates in one chunk.
 struct OffloadSpan {
-  AdamSegment segment;         // param and, if it comes, grad: places that values are copied to
-  void* weight = nullptr;      // where new weights go, and those that Adam reads come from; null: param is where they lie
-  bool grad_comes = true;      // to segment.grad; else it lies in the tier already
+  AdamSegment segment;         // param and, if it is copied, grad: places that values are copied to
+  void* weight = nullptr;      // where new weights are copied to, and those that Adam reads are copied from; null: param itself
+  bool grad_comes = true;      // copied to segment.grad; else it is in the tier already
   const void* grad = nullptr;  // of this step: where it is
 };
 
@@ -30,7 +31,7 @@ struct OffloadChunk {
   int place = 0;  // the number of its places for weights
 };
 
-// What happened when, in seconds of std::chrono::steady_clock.
+// Events, in seconds of std::chrono::steady_clock.
 struct OffloadEvent {
   const char* what;
   double begin_s, end_s;
@@ -49,11 +50,11 @@ class OffloadPipeline {
   struct Step {
     std::vector<OffloadChunk> chunks;
     std::vector<AdamScalars> scalars;
-    void* stream = nullptr;      // the compute stream that copies come after; see CopyStream
+    void* stream = nullptr;      // the compute stream that copies begin after; see CopyStream
     bool weights_leave = false;  // copies of the chunks' weights may still be on their way to the device: wait for them first
   };
 
-  // num_threads: 0: the step is made in the waits, by whoever waits, with its executor; else on a thread of its own, which
+  // num_threads: 0: the step runs in the waits, on the waiting thread, with its executor; else on a thread of its own, which
   // starts with the first such step, takes over the caller's affinity, and has a pool of so many threads, itself included.
   void begin(Step step, int num_threads);
   // Wait until so many chunks of the step are fetched, or updated and their weights on their way. Throw what went wrong before.
@@ -61,8 +62,8 @@ class OffloadPipeline {
   void wait_updated(int64_t count, Executor& executor);
   // The number of the last copy from the tier of chunks [first, last), which are updated; 0: none.
   int64_t last_copy(int64_t first, int64_t last) const;
-  // Nothing of the step is done any more once this returns, and its gradients are not read; what was not yet is left out.
-  // Weights may be on their way.
+  // Ends the step: once this returns nothing more of it runs, and its gradients are not read; chunks not yet updated are left
+  // out. Weights may be on their way.
   void end() noexcept;
 
   // What the last step did so far.

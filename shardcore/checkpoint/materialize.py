@@ -196,14 +196,14 @@ class ConvertedFiles:
             return torch.empty(0, dtype=self.stored[name].torch_dtype, device="cpu")
         if self._made is None or self._made[0] != first:
             self._made = None
-            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._whole).items()}
+            self._made = first, {each: made.reshape(-1) for each, made in self._convert(first, self._full).items()}
         return self._made[1][name][start : start + numel]
 
     def _empty(self, key: str) -> torch.Tensor:
         stored = self._files.stored[key]
         return torch.empty(stored.shape, dtype=stored.torch_dtype or torch.float32, device="meta")
 
-    def _whole(self, key: str) -> torch.Tensor:
+    def _full(self, key: str) -> torch.Tensor:
         shape = self._files.stored[key].shape
         return self._files.read(key, 0, prod(shape)).view(shape)
 
@@ -334,14 +334,14 @@ class FromInit:
                         table[key] = tensor
             for table, key, tensor in fresh:
                 if tensor not in bucket_of:
-                    builder.place_rest([table[key]], broadcast)
+                    builder.move_rest([table[key]], broadcast)
                     continue
                 values = tensor.data.contiguous()
                 if broadcast:
                     builder.comm.broadcast(values)
                 with together(builder.comm, doing):
                     set_weights(store, *bucket_of[tensor], part_of(values))
-                    builder.place(*bucket_of[tensor])
+                    builder.attach(*bucket_of[tensor])
 
     def _check(self, name: str, fresh: Sequence[tuple[dict[str, Any], str, torch.Tensor]], has_values: bool) -> None:
         """Raise ValueError unless the function filled the module's parameters in place; buffers may be new ones."""
@@ -437,7 +437,7 @@ class FromFiles:
                 key = left.pop(managed.param, None)
                 if key is not None:
                     if managed.param.is_meta:
-                        builder.place(bucket, managed)
+                        builder.attach(bucket, managed)
                     set_weights(store, bucket, managed, self._reader(key))
         for tensor, key in left.items():
             if tensor.is_meta:

@@ -135,5 +135,5 @@ def _open(package: ModuleType, path: Path) -> dict[str, Stored]:
         return found
     except Exception as error:
         raise ValueError(
-            f"shard: {path} is torn or no safetensors file ({error}); expected a whole one: copy it again"
+            f"shard: {path} is torn or no safetensors file ({error}); expected a complete one: copy it again"
         ) from error

@@ -23,7 +23,8 @@ from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
 from shardcore.engine.state_store import set_owned
-from shardcore.optim import step_count, step_tensor, warn_of_lost
+from shardcore.optim.state import step_count, step_tensor
+from shardcore.optim.state_dict import warn_of_lost
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -63,7 +64,7 @@ class Shards(torch.Tensor):
         """Refuse every operation."""
         raise TypeError(
             f"{function}: got a parameter's shards, which only torch.distributed.checkpoint reads and writes; expected the "
-            "whole tensor (model.state_dict())"
+            "full tensor (model.state_dict())"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -117,7 +118,7 @@ def _refuse_in_safetensors() -> None:
                 raise ValueError(
                     f"HuggingFaceStorageWriter: {item.index.fqn} is in {boxes[item.index.fqn]} boxes of it on this rank, of "
                     "which its files would keep one; expected a FileSystemWriter for what sharded_state_dict returns, or "
-                    "model.state_dict(), which is whole, written by rank 0 alone (dcp.save(..., no_dist=True))"
+                    "model.state_dict(), which has full tensors, written by rank 0 alone (dcp.save(..., no_dist=True))"
                 )
         return prepare(self, plan)
 
@@ -199,7 +200,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
         if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
-            raise ValueError(f"{_OP}: called while weights are whole; expected it outside full_params and after backward")
+            raise ValueError(f"{_OP}: called while weights are unsharded; expected it outside full_params and after backward")
         return "that of the model"
 
     engine.together(_OP, check)

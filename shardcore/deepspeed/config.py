@@ -79,14 +79,9 @@ class Config:
             raise ValueError(
                 f"{_OP}: config train_batch_size has {train}; expected train_micro_batch_size_per_gpu * "
                 f"gradient_accumulation_steps * world_size, which is {micro} * {steps} * {world_size} = "
-                f"{micro * steps * world_size} {self._derived()}"
+                f"{micro * steps * world_size} (what is not given is derived, rounded down)"
             )
         return BatchSizes(train, micro, steps)
-
-    def _derived(self) -> str:
-        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        missing = [name for name in names if getattr(self, name) is None]
-        return f"({' and '.join(missing)} derived, rounded down)" if missing else "(all three are given)"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ def _has(where: str, value: Any, expected: str) -> str:
     return f"{_OP}: config {where} has {value!r}; expected {expected}"
 
 
-def _whole(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
+def _integer(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
     def check(where: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(_has(where, value, kind))
@@ -174,9 +169,9 @@ def _refused(why: str) -> Check:
     return check
 
 
-_count = _whole(1, math.inf, "at least 1")
-_power = _whole(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
-_stage = _whole(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+_count = _integer(1, math.inf, "at least 1")
+_power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
+_stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 _dtype = _word("fp32", "bf16", "fp16", expected='"fp32", "bf16" or "fp16"')
 _adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (shardcore trains with no other optimizer)")
 
@@ -364,7 +359,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
     with open(path, "rb") as file:
         text = file.read()
     try:
-        return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
         raise ValueError(f"{_OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
 
@@ -376,7 +371,3 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key!r} appears twice in one object")
         seen[key] = value
     return seen
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"it has {name}")

@@ -23,7 +23,8 @@ from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
-from shardcore.optim import AdamOptimizer, FusedAdam, dtype_name
+from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim.options import dtype_name
 
 logger = logging.getLogger("shardcore")
 

@@ -128,7 +128,7 @@ class Comm:
             raise ValueError(
                 f"shard: {launched[0]} is {launched[1]} but torch.distributed is not initialized (ranks would train alone); "
                 "call shardcore.initialize() or torch.distributed.init_process_group() (it reads torchrun's variables) first; "
-                "WORLD_SIZE=1 in the environment says that this process is to train alone"
+                "set WORLD_SIZE=1 to train in this process alone"
             )
         self.topology = topology_of(self.world_size, ranks_per_node, shard_dim)
         self._backends = {} if self.group is None else backends_of(self.group)
@@ -271,22 +271,22 @@ class Comm:
         return self._started(operation, [work])
 
     def all_gather(
-        self, whole: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int] | None = None, of: int | None = None
+        self, full: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int] | None = None, of: int | None = None
     ) -> list[Started]:
-        """Start filling `whole`, an equal piece from each of `ranks` (default: all, in order), this rank's own already there.
+        """Start filling `full`, an equal piece from each of `ranks` (default: all, in order), this rank's own already there.
 
         name, of: see all_to_all. With gloo pieces are sent pairwise, measured three times faster than its all_gather.
         """
         in_order = ranks is None or ranks == range(self.world_size)
         ranks = range(self.world_size) if ranks is None else ranks
-        if len(ranks) == 1 or whole.numel() == 0:
+        if len(ranks) == 1 or full.numel() == 0:
             return []
         if self.uses_nccl and in_order:
             self._global(0)  # raises if the group was destroyed
-            flat = as_bytes(whole)
+            flat = as_bytes(full)
             own = flat.chunk(self.world_size)[self.rank]
             return self._started(self._start(name), [_all_gather(flat, own, group=self.group, async_op=True)])
-        return self.gather_parts(_pieces(whole, len(ranks)), kind, name, ranks, of)
+        return self.gather_parts(_pieces(full, len(ranks)), kind, name, ranks, of)
 
     def gather_parts(
         self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int], of: int | None = None
@@ -398,8 +398,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
-    return list(as_bytes(whole).chunk(count)) if whole.numel() else [as_bytes(whole)] * count
+def _pieces(full: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(as_bytes(full).chunk(count)) if full.numel() else [as_bytes(full)] * count
 
 
 def wait_all(started: Iterable[Started]) -> None:

@@ -1,7 +1,7 @@
 """The machine that this rank runs on: its cores and its memory, less what control groups and the machine's other ranks take.
 
-Memory, quotas and the topology of cores are read on Linux only. Reclaimable file cache counts as free. `root`, the folder of
-the system's files, is for tests.
+Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only. Reclaimable file cache counts as
+free. `root`, the folder of the system's files, is for tests.
 """
 
 import os
@@ -67,12 +67,9 @@ def quota(root: Path = Path("/")) -> float | None:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    for folder, unified in group_folders(root, "cpu"):
-        if unified:
-            words = read_text(folder / "cpu.max").split()
-        else:
-            words = [read_text(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
-        if len(words) == 2 and all(word.isdigit() for word in words):  # "max", or -1, where there is no limit
+    for folder in group_folders(root):
+        words = read_text(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
             yield int(words[0]) / int(words[1])
 
 
@@ -126,33 +123,21 @@ def _available(root: Path) -> Iterator[int]:
 
 def _left_in_groups(root: Path) -> Iterator[int]:
     """Yield the free bytes of each control group that limits memory."""
-    for folder, unified in group_folders(root, "memory"):
-        if unified:
-            limit, used, cached = "memory.max", "memory.current", "inactive_file"
-        else:
-            limit, used, cached = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        if (most := read_text(folder / limit).strip()).isdigit():
-            taken = int(read_text(folder / used).strip() or 0)
-            reclaimable = dict(pair.split() for pair in read_text(folder / "memory.stat").splitlines()).get(cached, "0")
-            yield int(most) - taken + int(reclaimable)
+    for folder in group_folders(root):
+        if (most := read_text(folder / "memory.max").strip()).isdigit():
+            taken = int(read_text(folder / "memory.current").strip() or 0)
+            cached = dict(pair.split() for pair in read_text(folder / "memory.stat").splitlines()).get("inactive_file", "0")
+            yield int(most) - taken + int(cached)
 
 
-# --- control groups, of both versions ---------------------------------------------------------------------------------
-
-
-def group_folders(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is version 2) of each control group that may limit `controller`, inner first."""
+def group_folders(root: Path) -> Iterator[Path]:
+    """Yield the folder of each control group (version 2) of this process, inner first."""
     for line in read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        unified = controllers == ""
-        if not unified and controller not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" if unified else root / "sys/fs/cgroup" / controller
-        # In a container the path may be the one outside, and the group itself is at the top.
-        inner = top / path.strip("/")
-        for folder in dict.fromkeys([inner, *inner.parents, top]):
-            if folder.is_relative_to(top):
-                yield folder, unified
+        if line.startswith("0::"):
+            top = root / "sys/fs/cgroup"
+            # In a container the path may be the one outside, and the group itself is at the top.
+            inner = top / line.removeprefix("0::").strip("/")
+            yield from (folder for folder in dict.fromkeys([inner, *inner.parents, top]) if folder.is_relative_to(top))
 
 
 def read_text(path: Path) -> str:

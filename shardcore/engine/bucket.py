@@ -140,7 +140,7 @@ class Managed:
     grad_view: what stage 0 shows as `param.grad`.
     step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
         how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
-    place, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    storage, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
     changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
         and a load makes up for what was before it.
     """
@@ -156,11 +156,11 @@ class Managed:
     tried: int = 0
     cohort: int = 0
     grad_view: torch.Tensor | None = None
-    place: tuple[int, int] = (0, 0)
+    storage: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
 
-    def place_now(self) -> tuple[int, int]:
+    def storage_now(self) -> tuple[int, int]:
         """Return the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
         return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
 
@@ -225,10 +225,11 @@ class Bucket:
         params: list[Managed],
         layout: FlatLayout,
         owned: tuple[int, int],
+        reduces: tuple[int, int],
         trainable: bool = True,
         state_format: StateFormat = NO_STATES,
     ) -> None:
-        """Describe the bucket; `owned` is the range of it that this rank updates, `state_format` what is kept of its states."""
+        """Describe the bucket; this rank updates the range `owned` and adds up `reduces`; `state_format`: of its states."""
         self.unit, self.dtype, self.group, self.params, self.layout, self.owned = unit, dtype, group, params, layout, owned
         for managed, slot in zip(params, layout.slots, strict=True):
             managed.offset = slot.offset
@@ -243,6 +244,7 @@ class Bucket:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
         self.weight = self.owned_weight = _NOWHERE
+        self._reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
         self.weight_tier = "device"
         self.tier: _C.HostTier | None = None
@@ -290,7 +292,7 @@ class Bucket:
     def check_in_place(self, op: str) -> None:
         """Raise ValueError if a parameter no longer uses the engine's memory (`.data` re-assigned, model moved or cast)."""
         for managed in self.params:
-            if managed.place_now() != managed.place or managed.param.dtype != self.dtype:
+            if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(
                     f"{op}: {managed.name} no longer lies in shardcore's memory; expected it as shard() left it "
                     "(do not re-assign .data, move or cast a sharded model, as Accelerate's prepare() and Trainer do on "
@@ -318,23 +320,19 @@ class Bucket:
         assert self.grad is not None
         return self.grad
 
-    def piece_slice(self, flat: torch.Tensor, piece: int) -> torch.Tensor:
-        """View a rank's `piece` (Topology.piece_index) of a buffer of the owned range (all of it, unless replicated)."""
-        start, end = self._piece_range(piece)
+    def reduced_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """View what this rank adds up in a buffer of the owned range: all of it, unless others own that, too."""
+        start, end = self._reduces
         return flat[start:end]
-
-    def _piece_range(self, piece: int) -> tuple[int, int]:
-        start, end = self.layout.shard_range(piece)
-        return start - self.owned[0], end - self.owned[0]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
         """Return the memory of the reduced gradient, a tensor for each tier, with where in the owned range it begins."""
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.device_numel, self.host_grad)]
 
-    def own_grads(self, piece: int) -> list[torch.Tensor]:
-        """View the part of the reduced gradient whose norm a rank takes: that of its piece (see `piece_slice`)."""
-        start, end = self._piece_range(piece)
+    def own_grads(self) -> list[torch.Tensor]:
+        """View the part of the reduced gradient whose norm this rank takes: what it added up (see `reduced_slice`)."""
+        start, end = self._reduces
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:

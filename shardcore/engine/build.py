@@ -17,7 +17,9 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
-from shardcore.optim import PARAM_DTYPES, check_dtype, dtype_name, engine_of, export_state, import_state
+from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name
+from shardcore.optim.sharded import engine_of
+from shardcore.optim.state_dict import export_state, import_state
 from shardcore.optim.state_format import NO_STATES, format_of
 
 
@@ -192,7 +194,7 @@ def signature(
     options: Mapping[str, Any],
 ) -> list[Any]:
     """Return what must be equal on all ranks, as JSON values with the most telling first."""
-    places = {
+    positions = {
         param: f"{index} at {number}"
         for index, group in enumerate(optimizer.param_groups)
         for number, param in enumerate(group["params"])
@@ -201,9 +203,9 @@ def signature(
     for spec in specs:
         for name, param in spec.params:
             kind = "trainable" if builder.updates(param) else "frozen"
-            place = f"unit={spec.name} group={places.get(param)} becoming {dtype_name(builder.dtype_of(param))}"
+            where = f"unit={spec.name} group={positions.get(param)} becoming {dtype_name(builder.dtype_of(param))}"
             entries.append(
-                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {place} state={_state_of(optimizer, param)}"
+                f"{name} {tuple(param.shape)} {dtype_name(param.dtype)} {kind} {where} state={_state_of(optimizer, param)}"
             )
     first_names = {param: name for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -287,13 +289,13 @@ class Builder:
                     members.setdefault(key, []).append(Managed(name, param, order[param], group))
             for (dtype, group, trainable), params in members.items():
                 layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
-                owned = self._owned(layout)
+                owned, reduces = self._owned(layout), layout.shard_range(self.comm.topology.piece_index(self.comm.rank))
                 state_format = NO_STATES
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
                     state_format = format_of(options, dtype)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, trainable, state_format))
+                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format))
         return buckets
 
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
@@ -315,7 +317,7 @@ class Builder:
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
         """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first: masters lose nothing.
 
-        Parameters on the meta device have none: their places stay zero, and they are placed when they get values. Collective.
+        Parameters on the meta device have none: their slots stay zero, and they are attached when they get values. Collective.
         Raises RuntimeError on every rank if it fails on one.
         """
         real = [managed for managed in bucket.params if not managed.param.is_meta]
@@ -348,22 +350,22 @@ class Builder:
         elif source is not target:
             target.copy_(source)
         for managed in real:
-            self.place(bucket, managed)
+            self.attach(bucket, managed)
         if bucket.state_format.master is not None:
             store.write(bucket, "master", 0, bucket.owned_slice(values))
 
-    def place(self, bucket: Bucket, managed: Managed) -> None:
-        """Let the parameter look at its place in the bucket, or close it where whole weights exist only around their use."""
+    def attach(self, bucket: Bucket, managed: Managed) -> None:
+        """Make the parameter a view of its slot in the bucket, or sharded where full weights exist only around their use."""
         if self.lifetimes.full_weight_resident:
             become(managed.param, managed.slice_of(bucket.weight))
         else:
             message = closed_message(managed.name, bucket.unit)
             like = torch.empty(0, dtype=bucket.dtype, device=self.device)
             become(managed.param, _C.closed(managed.param.shape, like, message))
-        managed.place, managed.version = managed.place_now(), managed.param._version
+        managed.storage, managed.version = managed.storage_now(), managed.param._version
 
     @torch.no_grad()
-    def place_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
+    def move_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
         """Move and broadcast buffers and frozen parameters that have no bucket; cast the latter. Collective.
 
         Raises RuntimeError on every rank if it fails on one.

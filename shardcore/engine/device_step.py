@@ -25,7 +25,8 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.optim import DeviceScale, DeviceState, capturing, hyper_of
+from shardcore.optim.options import hyper_of
+from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
 logger = logging.getLogger("shardcore")
 

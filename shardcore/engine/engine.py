@@ -33,9 +33,12 @@ from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.trace import scope
-from shardcore.engine.units import Unit, in_backward, tensors_in
+from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import AdamOptimizer, DeviceScale, DeviceState, EngineRef, capturing, step_tensor
+from shardcore.optim import AdamOptimizer
+from shardcore.optim.sharded import EngineRef
+from shardcore.optim.state import step_tensor
+from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
 
 @dataclass
@@ -251,12 +254,7 @@ class Engine:
         if (unsharder := self.active_unsharder) is not None:
             if torch.compiler.is_compiling():
                 unsharder.warn_of_compiling()
-            if self.reducer.boundary.under_way and not in_backward():
-                raise RuntimeError(
-                    "forward: another thread is inside a backward of this model; expected one after the other at stage 3, where"
-                    " each gathers and frees weights"
-                )
-            unsharder.begin_forward(module)
+            unsharder.begin_forward()
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
                 self.synchronize()
@@ -316,13 +314,13 @@ class Engine:
         self.read_all("state_dict", name or "the model")
         self.updater.warn_of_lost_edits("state_dict")
         # By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.place, managed.param.shape): managed.param for managed in self.managed.values()}
+        param_at = {(*managed.storage, managed.param.shape): managed.param for managed in self.managed.values()}
         keys: dict[nn.Parameter, list[str]] = {}
         for key, value in state_dict.items():
             if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
-                place = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
-                if place in param_at:
-                    keys.setdefault(param_at[place], []).append(key)
+                at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+                if at in param_at:
+                    keys.setdefault(param_at[at], []).append(key)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
             fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
@@ -438,7 +436,7 @@ class Engine:
         return self.scaler.scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on. See ScalesLoss.scale_loss."""
+        """Return the loss to run backward on. See FusedAdam.scale_loss."""
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
@@ -543,21 +541,17 @@ class Engine:
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problems: list[Exception],
         norm_type: float | None = None,
     ) -> OwnGrads:
         """Return this rank's parts of the averaged gradients, to clip them in place. Collective.
 
         params: of which ones; all that the optimizer updates if None. what: says what `op` does with them, the same on every
-        rank. problems: why this rank refuses, if it does; taken out where it is raised. norm_type: of the norm to take, None
-        for no norm.
+        rank. norm_type: of the norm to take, None for no norm.
         """
         buckets = self.updater.buckets if params is None else [bucket for bucket in self.buckets if bucket.trainable]
         chosen = None if params is None else set(params)
 
         def check() -> str:
-            if problems:
-                raise problems.pop()
             self.reducer.accept_user_grads(op)
             self.reducer.host_grads.synchronize()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"

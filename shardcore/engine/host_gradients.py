@@ -122,7 +122,6 @@ class HostGrads:
         """
         self._copies: _C.HostTier | None = None if offload is None else offload.copies
         self._comm, self._policy, self._pool = comm, policy, pool
-        self._piece = comm.topology.piece_index(comm.rank)
         self._replicas = comm.topology.replica_ranks(comm.rank)
         self._memory: dict[Bucket, torch.Tensor] = {}
         buckets = [] if offload is None else [bucket for bucket in offload.buckets if bucket.host_numel]
@@ -183,7 +182,7 @@ class HostGrads:
         else:
             source = self._pool.take(bucket.owned_numel, torch.float32 if adds else self._policy.grad_dtype)
             pending = _Pending(bucket, source, self._pool.give, adds, as_it_is, [])
-            bucket.sq_norm = last.add_up(factor, bucket.piece_slice(source, self._piece))
+            bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(whole)
         if len(self._replicas) > 1:
             name = f"the gradients of {bucket.unit or 'the root'}"
@@ -310,9 +309,8 @@ class HostGrads:
             del self._memory[bucket]
             bucket.host_grad = self._host_view(bucket, dtype)
         grad = bucket.sum_buffer(dtype, self._pool) if cut else None
-        own: Sequence[torch.Tensor | None] = (
-            bucket.own_grads(self._piece) if len(self._replicas) > 1 else [None]
-        )  # each takes the norm of its piece
+        # Each replica takes the norm of its piece.
+        own: Sequence[torch.Tensor | None] = bucket.own_grads() if len(self._replicas) > 1 else [None]
         total, submit = bucket.host_grad, self._worker.submit
         on_host = self._watch("adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1]))
         if on_host is not None:

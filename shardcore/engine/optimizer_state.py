@@ -7,14 +7,14 @@ import torch
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.step import Updater
-from shardcore.optim import (
+from shardcore.optim.state import step_tensor
+from shardcore.optim.state_dict import (
     export_groups,
     export_state,
     import_groups,
     import_state,
     numbers_of,
     saved_states,
-    step_tensor,
     warn_of_lost,
 )
 

@@ -26,7 +26,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from threading import get_ident
 from typing import TypeVar
 
 import torch
@@ -41,7 +40,7 @@ from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.trace import scope
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import weakly
+from shardcore.optim.sharded import weakly
 
 T = TypeVar("T")
 logger = logging.getLogger("shardcore")
@@ -56,18 +55,16 @@ class _Callback:
 
 
 class Boundary:
-    """Watches one backward at a time."""
+    """Watches one backward at a time. See Note [Backward boundaries]."""
 
-    def __init__(self, one_thread: bool) -> None:
-        """Watch; one_thread: autograd calls all hooks of a backward on the thread that called it, as it does on the CPU."""
+    def __init__(self) -> None:
         self._callback: weakref.ref[_Callback] | None = None
-        self._failed = self._mixed = False
-        self._one_thread, self._thread = one_thread, 0
+        self._failed = False
 
     def begin(self, end: Callable[[], None]) -> None:
         """Let autograd call `end` when the backward that is under way ends."""
         callback = _Callback(end)
-        self._callback, self._mixed, self._thread = weakref.ref(callback), False, get_ident()
+        self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def clear(self) -> None:
@@ -75,34 +72,13 @@ class Boundary:
         self._callback, self._failed = None, False
 
     def end(self) -> None:
-        """End the backward. It counts as failed until `clear`, even if its callback is kept alive (by a traceback).
-
-        RuntimeError if one of another thread ran at the same time.
-        """
+        """End the backward. It counts as failed until `clear`, even if its callback is kept alive (by a traceback)."""
         self._callback, self._failed = None, True
-        if self._mixed:
-            raise self._two_at_once()
 
     @property
     def under_way(self) -> bool:
         """Whether a backward has begun and neither ended nor failed."""
         return self._callback is not None and self._callback() is not None
-
-    def goes_on(self) -> bool:
-        """Whether the backward that calls is under way; RuntimeError, here and at its end, if that is another thread's."""
-        if not self.under_way:
-            return False
-        if self._one_thread and self._thread != get_ident():
-            self._mixed = True
-            raise self._two_at_once()
-        return True
-
-    @staticmethod
-    def _two_at_once() -> RuntimeError:
-        return RuntimeError(
-            "backward: two threads run a backward of this model at the same time, whose gradients cannot be told apart; "
-            "expected one after the other (both are dropped)"
-        )
 
     @property
     def failed(self) -> bool:
@@ -179,9 +155,9 @@ TakeFull = Callable[[Bucket, torch.dtype], torch.Tensor]
 class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
-    def __init__(self, buckets: Sequence[Bucket], piece: int) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank; of the norm, this rank adds its `piece`."""
-        self.buckets, self.piece = buckets, piece
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """Serve `buckets`, whose reduced gradients are whole on every rank."""
+        self.buckets = buckets
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
 
@@ -237,7 +213,7 @@ class ParamGrads:
             if shown is not None:
                 self._versions[bucket] = shown._version
             if changed and bucket.grad is not None:
-                bucket.sq_norm = _C.sq_norm([bucket.piece_slice(bucket.grad, self.piece)])
+                bucket.sq_norm = _C.sq_norm([bucket.reduced_slice(bucket.grad)])
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -283,16 +259,15 @@ class Reducer:
         self.host_grads = HostGrads(grad_offload, comm, policy, scaler.active, self.pool)
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
         topology, all_own = comm.topology, lifetimes.owns_everything
-        self._piece = topology.piece_index(comm.rank)
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
-        self.param_grads = ParamGrads(self.buckets, self._piece) if all_own else None
+        self.param_grads = ParamGrads(self.buckets) if all_own else None
         self.sync = True  # False inside no_sync()
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
         self._reducing = False
         self.dropped = False  # a backward failed, and no other ended since
-        self.boundary = Boundary(one_thread=device.type == "cpu")
+        self._boundary = Boundary()
         self._number = 0  # of backwards since the last step, this one included, which ranks compare before they send
         self._any_grad = False  # some parameter got a gradient in this backward
         self._next, self._sent_any = 0, False  # how many buckets this backward sent; whether anything, late ones too
@@ -312,7 +287,7 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """Prepare for the gradients of one backward, unless one is under way."""
-        if self.boundary.goes_on():
+        if self._boundary.under_way:
             return
         self.settle()
         if self.overlap_step is not None:
@@ -324,7 +299,7 @@ class Reducer:
             self._warned = True
             if self.comm.rank == 0:
                 warn_of_old_grads()
-        self.boundary.begin(self._end_backward)
+        self._boundary.begin(self._end_backward)
         self._next, self._number = 0, self.backwards + 1
         self._any_grad = self._sent_any = False
         self._reducing = self.sync and (self.policy.sync_each or (self.backwards + 1) % self.policy.accumulate == 0)
@@ -348,12 +323,12 @@ class Reducer:
 
     def settle(self) -> None:
         """If the last backward ended in an error, drop all gradients. See Note [Failed backwards]."""
-        if self.boundary.failed:
+        if self._boundary.failed:
             self._drop_all()
             warn_of_dropped_grads()
 
     def _drop_all(self) -> None:
-        self.boundary.clear()
+        self._boundary.clear()
         self._reduce_scatter.abandon()
         self._wait_gathers()
         self.host_grads.abort()
@@ -396,7 +371,7 @@ class Reducer:
 
     @torch.no_grad()  # autograd calls it in the grad mode of the caller of backward
     def _end_backward(self) -> None:
-        self.boundary.end()
+        self._boundary.end()
         if self.unsharder is not None:
             self.unsharder.end_backward()
         self.scaler.end_backward(self._any_grad)
@@ -407,7 +382,7 @@ class Reducer:
         else:
             for bucket in self.buckets:
                 bucket.collect_waiting()
-        self.boundary.clear()
+        self._boundary.clear()
         self.backwards += self._any_grad
         self._number = self.backwards
         self.dropped &= not self._any_grad
@@ -525,7 +500,7 @@ class Reducer:
                 bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             with scope("sum", bucket.unit):
-                bucket.sq_norm = last.add_up(factor, bucket.piece_slice(grad, self._piece), bucket.reduced)
+                bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
             if len(self._replicas) > 1:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)

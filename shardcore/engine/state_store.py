@@ -15,8 +15,8 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket, Managed, allocate
 from shardcore.engine.trace import scope
-from shardcore.optim import PARAM_DTYPES, SCALES
-from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
+from shardcore.optim.options import PARAM_DTYPES
+from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
 # The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
 Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars

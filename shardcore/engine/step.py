@@ -19,7 +19,9 @@ from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
 from shardcore.engine.trace import scope
-from shardcore.optim import DeviceScale, check_options, hyper_of, join, lr_on_device, norm_part
+from shardcore.optim.clip import join, norm_part
+from shardcore.optim.options import check_options, hyper_of, lr_on_device
+from shardcore.optim.step import DeviceScale
 
 
 class OwnGrads:
@@ -42,7 +44,7 @@ class OwnGrads:
 
         edited: is called when they have other values.
         """
-        self.device, self._piece, self._edited = device, comm.topology.piece_index(comm.rank), edited
+        self.device, self._edited = device, edited
         self._views: dict[Bucket, list[torch.Tensor]] = {}
         for bucket in buckets:
             for start, part in bucket.grads() if bucket.reduced else ():
@@ -75,7 +77,7 @@ class OwnGrads:
         self._edited()
 
     def _sq_norm(self, bucket: Bucket) -> torch.Tensor:
-        return sq_norm_of(bucket.own_grads(self._piece), self.device)
+        return sq_norm_of(bucket.own_grads(), self.device)
 
 
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
@@ -87,7 +89,7 @@ _FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """A step that all ranks take: which ranges of each bucket get which scalars, as the groups' options were.
 
     updated: the parameters. same_order: the order of units that was passed to `decide` is the same on every rank.
@@ -141,7 +143,7 @@ class Updater:
         backwards: int = 0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
-    ) -> tuple[float | PendingResult | None, Plan | None]:
+    ) -> tuple[float | PendingResult | None, StepPlan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
@@ -164,7 +166,7 @@ class Updater:
             if self.comm.world_size > 1:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             scalars, outcome = self._device_step.decide(squares, updated, self.groups, grad_scale, max_norm)
-            return outcome, Plan(self._spans_of(active, index_of), scalars, updated, same_order)
+            return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order)
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
@@ -179,10 +181,10 @@ class Updater:
                 first[managed.group, managed.step] = len(hypers)
                 hypers.append(hyper_of(self.groups[managed.group], managed.step + 1, scale))
         index_of = {managed: first[managed.group, managed.step] for managed in updated}
-        return norm, Plan(self._spans_of(active, index_of), hypers, updated, same_order)
+        return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     @torch.no_grad()
-    def apply(self, plan: Plan) -> None:
+    def apply(self, plan: StepPlan) -> None:
         """Update weights and states. Bucket by bucket where something of one travels while the next is computed."""
         buckets, parts = list(plan.spans), list(plan.spans.values())
         if self._at_once:
@@ -215,7 +217,7 @@ class Updater:
                 "to succeed (some weights are new, some are not: make the model anew and load its last saved state)"
             ) from self._failure
 
-    def count(self, plan: Plan) -> None:
+    def count(self, plan: StepPlan) -> None:
         """Note that the plan's parameters are written, here or on the overlapped step's worker."""
         # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
         torch.autograd.graph.increment_version([managed.param for managed in plan.updated])

@@ -19,12 +19,9 @@ There `before_forward` gathers as always and `after_forward` does nothing.
 """
 
 import logging
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -36,36 +33,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
-from shardcore.optim.hooked import keep_uncompiled
-
-
-class ForwardThread:
-    """Which thread runs the forward of a model. An exception may end one unseen, so the thread's frames are looked at."""
-
-    def __init__(self) -> None:
-        self._thread = 0
-
-    def enter(self, model: nn.Module) -> None:
-        """Begin a forward of `model`; RuntimeError if another thread is inside one."""
-        here = threading.get_ident()
-        if self._thread not in (0, here) and _inside(model, sys._current_frames().get(self._thread)):
-            raise RuntimeError(
-                "forward: another thread is inside a forward of this model; expected one at a time at stage 3, where each "
-                "gathers and frees weights (at stages 0 to 2 threads may evaluate side by side)"
-            )
-        self._thread = here
-
-    def leave(self) -> None:
-        """End the forward."""
-        self._thread = 0
-
-
-def _inside(model: nn.Module, frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_locals.get("self") is model:
-            return True
-        frame = frame.f_back
-    return False
+from shardcore.optim.sharded import keep_uncompiled
 
 
 class Gatherer:
@@ -83,10 +51,10 @@ class Gatherer:
     @staticmethod
     def bring(bucket: Bucket) -> _C.CopyEvent | None:
         """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that is from another tier."""
-        place = bucket.owned_slice(bucket.weight)
+        target = bucket.owned_slice(bucket.weight)
         if bucket.tier is not None:
-            return bucket.tier.from_tier(place, bucket.owned_weight)
-        place.copy_(bucket.owned_weight)
+            return bucket.tier.from_tier(target, bucket.owned_weight)
+        target.copy_(bucket.owned_weight)
         return None
 
     def find_errors(self, arrivals: Iterable[_C.CopyEvent | None]) -> None:
@@ -162,12 +130,11 @@ class Unsharder:
         self.pool = BufferPool(device)
         self._gatherer = Gatherer([bucket for unit in units for bucket in unit.buckets], comm, device)
         self._lost: list[Any] = comm.keep_alive([])  # gathers that no code waits for, and their memory
-        self._place = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
+        self._slot_of = {m.param: (unit, bucket, m) for unit in units for bucket in unit.buckets for m in bucket.params}
         self.all_held = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order[Unit](), Order[Unit]()
-        self._thread = ForwardThread()
         self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
         of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
@@ -195,17 +162,15 @@ class Unsharder:
             )
         self._warned = True
 
-    def begin_forward(self, model: nn.Module) -> None:
+    def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""
         if not in_backward() and not self.all_held:
-            self._thread.enter(model)
             self._forward.begin()
 
     def end_forward(self) -> None:
         """End a forward of the whole model: free what was gathered and not used, and without gradients everything."""
         if in_backward() or self.all_held:
             return
-        self._thread.leave()
         self._forward.end()
         for unit in self.units:
             if unit.gathers is not None or (unit.unsharded and not torch.is_grad_enabled()):
@@ -490,7 +455,7 @@ class Unsharder:
 
         What is being gathered (since a forward failed) has the old values, and is freed.
         """
-        chosen = [self._place[param] for param in params if param in self._place]
+        chosen = [self._slot_of[param] for param in params if param in self._slot_of]
         for unit, bucket, managed in chosen:
             if unit.gathers is not None:
                 self._reshard(unit)

@@ -215,7 +215,7 @@ class _Step:
         self.pool, self.gathered = BufferPool(_META), BufferPool(_META)
         self._reduce_scatter = _ReduceScatter(self.comm, self.pool, self._order, self.policy.backend_sums)
         self._leaving: deque[tuple[Bucket, torch.Tensor, Callable[[torch.Tensor], None]]] = deque()
-        self._whole: dict[Unit, list[torch.Tensor]] = {}
+        self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
         for bucket in self.offloaded:
             dtype = host_grad_dtype(bucket, self.policy, self.alone)
@@ -292,18 +292,18 @@ class _Step:
             self._free(unit)
 
     def _gather(self, unit: Unit) -> None:
-        if unit not in self._whole:
-            kept, self._whole[unit] = self._kept.pop(unit, []), []
+        if unit not in self._unsharded:
+            kept, self._unsharded[unit] = self._kept.pop(unit, []), []
             for bucket in unit.buckets:
-                self._whole[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
+                self._unsharded[unit].append(self.gathered.take(bucket.layout.numel, bucket.dtype))
                 if kept:
                     self.gathered.give(kept.pop(0))
 
     def _free(self, unit: Unit, keep: bool = False) -> None:
-        whole = self._whole.pop(unit, [])
+        flats = self._unsharded.pop(unit, [])
         if keep:
-            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in whole]
-        for flat in whole:
+            self._kept[unit] = [self.gathered.take(flat.numel() // self.keepers, flat.dtype) for flat in flats]
+        for flat in flats:
             self.gathered.give(flat)
 
     def _backward(self, reducing: bool) -> None:
@@ -323,37 +323,37 @@ class _Step:
                 self._give(bucket, self._take(bucket, bucket.dtype))
 
     def _launch(self, bucket: Bucket) -> None:
-        whole, bucket.wire = bucket.wire, None
-        assert whole is not None
-        if whole.dtype != self._sent_dtype(bucket):
-            sums, whole = whole, self._take(bucket, self._sent_dtype(bucket))
+        local, bucket.wire = bucket.wire, None
+        assert local is not None
+        if local.dtype != self._sent_dtype(bucket):
+            sums, local = local, self._take(bucket, self._sent_dtype(bucket))
             self._give(bucket, sums)
-        for done, full, _ in self._reduce_scatter.send(bucket, whole):
+        for done, full, _ in self._reduce_scatter.send(bucket, local):
             self._finish(done, full)
 
-    def _finish(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def _finish(self, bucket: Bucket, local: torch.Tensor) -> None:
         dtype, first = self.policy.grad_dtype, not bucket.reduced
-        unchanged = self.alone and first and (self.policy.accumulate == 1 or whole.dtype == dtype)
-        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and whole.dtype == dtype
+        unchanged = self.alone and first and (self.policy.accumulate == 1 or local.dtype == dtype)
+        left = self.lifetimes.owns_everything and self.comm.world_size > 1 and first and local.dtype == dtype
         if bucket in self.offloaded:
-            self._leave(bucket, whole, unchanged)
+            self._leave(bucket, local, unchanged)
         else:
             if unchanged or left:
-                bucket.replace_grad(whole, self.pool)
+                bucket.replace_grad(local, self.pool)
             elif bucket.grad is None or bucket.grad.dtype != dtype:
                 bucket.replace_grad(self.pool.keep(bucket.owned_numel, dtype), self.pool)
-            if whole is not bucket.grad:
-                self._give(bucket, whole)
+            if local is not bucket.grad:
+                self._give(bucket, local)
         bucket.reduced = True
 
-    def _leave(self, bucket: Bucket, whole: torch.Tensor, unchanged: bool) -> None:
+    def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
         self._let_leave(IN_FLIGHT - 1)
         if unchanged:
-            self._leaving.append((bucket, whole, partial(self._give, bucket)))
+            self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:
             dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
-            self._give(bucket, whole)
+            self._give(bucket, local)
         if len(self._replicas) == 1:
             self._keep_rest()
 
@@ -372,5 +372,5 @@ class _Step:
         goes_on = self.comm.world_size > 1 or bucket in self.offloaded
         return take_full(bucket, dtype, self.pool, goes_on and not self.lifetimes.full_grad_resident)
 
-    def _give(self, bucket: Bucket, whole: torch.Tensor) -> None:
-        give_full(bucket, whole, self.pool, self.lifetimes)
+    def _give(self, bucket: Bucket, local: torch.Tensor) -> None:
+        give_full(bucket, local, self.pool, self.lifetimes)

@@ -6,17 +6,19 @@ Invariants: a step checks everything before it writes anything. After shardcore.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, overload
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardcore._native import _C
-from shardcore.optim.clip import Refusal, ShardedGradients, global_norm
-from shardcore.optim.dtensor import Rows, any_sharded, export_dtensors, find_rows, grouped, local_part
-from shardcore.optim.engine import Gradients, ScalesLoss
-from shardcore.optim.hooked import hooked_step, uncompiled
-from shardcore.optim.options import as_list, check_capturable, check_group, check_groups, listed
+from shardcore.optim.clip import ShardedGradients, global_norm
+from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
+from shardcore.optim.options import check_capturable, check_group, check_groups
+from shardcore.optim.sharded import Gradients, ShardedEngine
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
@@ -29,33 +31,60 @@ from shardcore.optim.state_dict import (
     take_masters,
 )
 from shardcore.optim.step import (
-    Active,
     DeviceScale,
     DeviceState,
-    Repeat,
     Update,
     capturing,
     check_grads_list,
     check_max_norm,
     check_new_params,
-    collect,
     device_scale,
     host_scale,
 )
 
 logger = logging.getLogger("shardcore")
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
-class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
+
+def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return what torch.optim puts in place of an optimizer's step: it calls hooks, and names the step to torch.profiler.
+
+    Where there are neither it is `func` alone: torch's takes longer than a repeated step over a few tensors.
+    """
+    listened = torch.optim.Optimizer.profile_hook_step(func)
+
+    @wraps(func)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        optimizer = args[0]
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if (
+            torch.compiler.is_compiling()  # as torch has it, and before what torch.compile cannot look into
+            or _C.records_functions()
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        ):
+            return listened(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    return call
+
+
+class AdamOptimizer(torch.optim.Optimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
     # for the time of one step. They must not exist as class attributes: GradScaler multiplies with what it finds.
     _step_supports_amp_scaling = True
 
+    # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
+    _engine: ShardedEngine | None
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
-    _repeat: Repeat | None = None  # the last step, if the next may go the short way
+    _repeat: Update | None = None  # the last step, if the next may go the short way
     profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     def __init__(
@@ -76,28 +105,17 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adam_w_mode": adam_w_mode,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "bias_correction": bias_correction,
-            "capturable": capturable,
-            "master": master,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-        }
-        given = listed(self._op, params)
         self._engine = None
         self._skipped = 0
         self._device_state: DeviceState | None = None  # of capturable steps
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
-        super().__init__(given, defaults)
+        defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode)
+        defaults |= dict(
+            amsgrad=amsgrad, maximize=maximize, bias_correction=bias_correction, capturable=capturable, master=master
+        )
+        defaults |= dict(state_dtype=state_dtype, stochastic_rounding=stochastic_rounding, seed=seed)
+        super().__init__(params, defaults)
         self.state = States()
 
     @property
@@ -110,33 +128,35 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise ValueError(
                 f"{self._op}: add_param_group came after shard; expected all groups before it (shards are laid out once)"
             )
-        params = as_list(self._op, param_group)
-        plain = [p[1] if isinstance(p, tuple) and len(p) == 2 else p for p in params]
-        check_new_params(self._op, self.param_groups, plain, self._device_type)
         where = f"param_groups[{len(self.param_groups)}]."
-        adopt_torch_group(self._op, where, param_group)
-        group = {**self.defaults, **param_group, "params": plain}
-        check_group(self._op, group, where)
-        check_capturable(self._op, [*self.param_groups, group], self._capture_type)
+        if isinstance(param_group, dict):
+            adopt_torch_group(self._op, where, param_group)
         super().add_param_group(param_group)
-        if group["capturable"] and plain:
-            self._state_on(plain[0].device)
+        try:
+            check_new_params(self._op, self.param_groups, self._device_type)
+            check_group(self._op, param_group, where)
+            check_capturable(self._op, self.param_groups, self._capture_type)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if param_group["capturable"] and param_group["params"]:
+            self._state_on(param_group["params"][0].device)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; TypeError for `state` once it lies in shards, where a new dict would change nothing."""
-        if name == "state" and self.__dict__.get("_engine") is not None:
-            raise TypeError(
-                "optimizer.state: it was replaced, but states lie in shards; expected optimizer.load_state_dict(), or "
-                "shardcore.load_sharded_state_dict(optimizer, ...)"
-            )
+        if name == "state":
+            if self.__dict__.get("_engine") is not None:
+                raise TypeError(
+                    "optimizer.state: it was replaced, but states lie in shards; expected optimizer.load_state_dict(), or "
+                    "shardcore.load_sharded_state_dict(optimizer, ...)"
+                )
+            self._repeat = None
         super().__setattr__(name, value)
 
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
         """Return where the parts of those parameters lie that are DTensors now: Accelerate swaps them in after fully_shard."""
-        if self._repeat is None:  # else there were none in the last step, and this one makes sure that it has its parameters
-            lists = (group.get("params") for group in self.param_groups)
-            params = (param for params in lists if isinstance(params, list) for param in params)
-            self._dtensors = find_rows(self._op, params, self._dtensors)
+        params = (param for group in self.param_groups for param in group["params"])
+        self._dtensors = find_rows(self._op, params, self._dtensors)
         return self._dtensors
 
     def _state_on(self, device: torch.device) -> DeviceState:
@@ -156,10 +176,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             self._engine.settle()
         return self._skipped_so_far()
 
-    @skipped_steps.setter
-    def skipped_steps(self, count: int) -> None:
-        self._skipped += count - self.skipped_steps
-
     def _count_skip(self, count: int = 1) -> int:
         """Count skipped steps, and return how many there were until then."""
         self._skipped += count
@@ -168,28 +184,8 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
     def _skipped_so_far(self) -> int:
         return self._skipped + (0 if self._device_state is None else self._device_state.skipped)
 
-    @overload
-    def step(
-        self,
-        closure: None = None,
-        *,
-        grads: Gradients | None = None,
-        grad_scale: float | torch.Tensor | None = None,
-        max_norm: float | None = None,
-    ) -> None: ...
-
-    @overload
-    def step(
-        self,
-        closure: Callable[[], float],
-        *,
-        grads: Gradients | None = None,
-        grad_scale: float | torch.Tensor | None = None,
-        max_norm: float | None = None,
-    ) -> float: ...
-
-    @uncompiled
-    def step(
+    @_disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
+    def step(  # type: ignore[override]
         self,
         closure: Callable[[], float] | None = None,
         *,
@@ -207,29 +203,35 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             the step: nothing is written, no count moves, ``skipped_steps`` grows by one, and it is logged.
 
         Without max_norm (and GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or TypeError before
-        anything is written: on all ranks if one refuses, after shard, or with max_norm and sharded DTensors. CUDA work is
-        queued on the current stream; max_norm waits for it, but with capturable, where grad_scale may be a tensor on the
-        device: then a scale that is not finite skips, too, and a skipped step is not logged.
+        anything is written; after shard on every rank if one refuses its arguments. CUDA work is queued on the current stream.
+        max_norm waits for it, unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale that
+        is not finite skips the step too, and a skipped step is not logged.
         """
         capturable = any(group["capturable"] is True for group in self.param_groups[:1])
-        dtensors = {} if self._engine is not None else self._find_dtensors()
-        by_mesh = max_norm is not None and not capturable and any_sharded(dtensors)
-        refusal, limit = Refusal(self._op, by_mesh or self._engine is not None), None
+        limit: float | None = None
         scale: float | DeviceScale = 1.0
-        with refusal:
+        problems: list[Exception] = []
+        try:
             limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
             if grads is not None:
                 check_grads_list(self._op, self.param_groups, grads)
             scale = self._scale(grad_scale, limit, capturable)
+        except (TypeError, ValueError) as error:
+            if self._engine is None:
+                raise
+            problems.append(error)  # raised on every rank
         if self._engine is not None:
-            return self._engine.step(closure, grads, scale, limit, refusal.problems)  # type: ignore[no-any-return]
+            return self._engine.step(closure, grads, scale, limit, problems)  # type: ignore[no-any-return]
         loss = None
-        if closure is not None:  # of a rank that refuses, too: the other ranks' closures may wait for it
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self._step_again(grads, scale, limit, refusal):
+        found = None if self._repeat is None else self._repeat.find(self._op, self.param_groups, self.state, grads)
+        if self._repeat is None or found is None:
             with torch.no_grad():
-                self._update(grads, scale, limit, refusal)
+                self._update(grads, scale, limit)
+        elif (clipped := self._clipped_scale([grad for some in found for grad in some], {}, scale, limit)) is not None:
+            self._repeat.run(clipped, found)  # needs no `no_grad`
         return loss
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
@@ -237,8 +239,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         if self._engine is not None:
             device = self._engine.device  # parameters may be on their way
         else:
-            params = (p for group in self.param_groups for p in group.get("params", ()) if isinstance(p, torch.Tensor))
-            device = next((p.device for p in params), torch.device("cpu"))
+            device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         if capturable:
             found_inf = getattr(self, "found_inf", None) if self._engine is None else None  # an engine looks by itself
             return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, max_norm)
@@ -246,40 +247,20 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
 
-    def _step_again(
-        self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal
-    ) -> bool:
-        """Make the last step again with other gradients; return whether that was possible. Needs no `no_grad`."""
-        found = None if self._repeat is None else self._repeat.find(self._op, self.param_groups, self.state, grads)
-        if self._repeat is None or found is None:
-            return False
-        normed = [] if max_norm is None else [grad for _, _, grads in found for grad in grads]
-        clipped = self._clipped_scale(normed, {}, scale, max_norm, refusal)
-        if clipped is not None:
-            self._repeat.run(clipped, found)
-        return True
-
-    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None, refusal: Refusal) -> None:
-        """Make a step that looks at every tensor, and remember it."""
+    def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
+        """Make a step that looks at every tensor, and keep it to be repeated."""
         self._repeat = None
-        actives: list[Active] = []
-        update = None
-        with refusal:
-            if not refusal.problems:
-                check_groups(self._op, self.param_groups, self._capture_type)
-                actives, idle = collect(self._op, self.param_groups, grads, self._device_type, self._find_dtensors())
-                update = Update(self._op, actives, self.state, isinstance(scale, DeviceScale))
-        owners = [owner for active in actives for owner in active.owners]
-        whole, sharded = grouped(owners, [grad for active in actives for grad in active.grads], self._dtensors)
-        clipped = self._clipped_scale(whole, sharded, scale, max_norm, refusal)
-        if clipped is None or update is None:
+        check_groups(self._op, self.param_groups, self._capture_type)
+        rows = self._find_dtensors()
+        update = Update(self._op, self.param_groups, self.state, grads, rows, self._steppers, isinstance(scale, DeviceScale))
+        whole, sharded = grouped(update.owners, [grad for some in update.grads for grad in some], rows)
+        clipped = self._clipped_scale(whole, sharded, scale, max_norm)
+        if clipped is None:
             return
-        update.run(self._steppers, clipped)
-        update.commit(self.state, idle)
-        if self._dtensors or not isinstance(self.state, States):  # gradients, or states, to be looked up anew each time
-            increment_version([owner for owner in owners if owner in self._dtensors])
-        else:
-            self._repeat = Repeat(update, self._steppers, self.param_groups, self.state, idle)
+        update.run(clipped, update.grads)
+        increment_version([owner for owner in update.owners if owner in rows])  # the kernel has seen their parts alone
+        update.commit()
+        self._repeat = update
 
     def _clipped_scale(
         self,
@@ -287,7 +268,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
         sharded: ShardedGradients,
         scale: float | DeviceScale,
         max_norm: float | None,
-        refusal: Refusal,
     ) -> float | DeviceScale | None:
         """Return the scale with the clip coefficient in it, or None after counting a skipped step. The device does its own."""
         if isinstance(scale, DeviceScale):
@@ -297,8 +277,7 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
                     "needs other ranks: call clip_grad_norm_ before the step)"
                 )
             return scale
-        # Where others wait for the norm, before any decision of this rank alone.
-        norm = None if max_norm is None and not refusal.problems else global_norm(grads, sharded, refusal)
+        norm = None if max_norm is None else global_norm(grads, sharded)  # before any decision of this rank alone
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0.0:
             self._skip("GradScaler found a gradient that is not finite")
@@ -312,6 +291,34 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
 
     def _skip(self, why: str) -> None:
         logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self._count_skip())
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank.
+
+        On a GPU with all states there reading it waits for the norm of the last step.
+        """
+        return 1.0 if self._engine is None else self._engine.loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
+
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
+        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
+        return loss if self._engine is None else self._engine.scale_loss(loss)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
+
+        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
+        before the step have the new weights after this call (an average of the weights over such references needs it, one over
+        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
+        """
+        if self._engine is not None:
+            self._engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, or set them to zero, as torch.optim does."""
@@ -376,7 +383,6 @@ class AdamOptimizer(ScalesLoss, torch.optim.Optimizer):
             raise TypeError(
                 f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state lies on all ranks)"
             )
-        self._repeat = None
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_skipped": self._skipped, "_device_state": self._device_state}
 

@@ -12,7 +12,7 @@ any go to torch's function, unchanged. What was imported by name before that (`f
 the top of a script) cannot be reached.
 
 A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, and the functions
-warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns, given None it raises.
+warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns.
 `foreach` only picks torch's implementation, so for sharded parameters it changes nothing.
 
 Tested with torch 2.13.0.
@@ -22,55 +22,21 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.optim.dtensor import Ranks, Rows, any_sharded, find_rows, grouped
-from shardcore.optim.engine import Engine, GradShards, engine_of
-from shardcore.optim.hooked import uncompiled
+from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
 from shardcore.optim.options import PARAM_DTYPES, dtype_name, number
+from shardcore.optim.sharded import ShardedEngine, engine_of
 from shardcore.optim.step import check_max_norm
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
-ShardedGradients = Mapping[Ranks, Sequence[torch.Tensor]]
-
-
-class Refusal:
-    """Why this rank refuses a call in which others wait for its squares: kept until global_norm has told them.
-
-    ``with refusal:`` runs this rank's checks: a ValueError or TypeError ends the block and is kept (``problems``). Where
-    nobody waits it is raised at once.
-    """
-
-    def __init__(self, op: str, others_wait: bool) -> None:
-        self.op, self._others_wait = op, others_wait
-        self.problems: list[Exception] = []  # at most one; taken out where it is raised, since who keeps it keeps its frames
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if not self._others_wait or not isinstance(error, TypeError | ValueError):
-            return False
-        self.problems = self.problems or [error]
-        return True
-
-    def row(self) -> torch.Tensor:
-        """Return this rank's number if it refuses, else infinity: float64 (1,)."""
-        return torch.tensor([math.inf if not self.problems else dist.get_rank()], dtype=torch.float64, device="cpu")
-
-    def settle(self, smallest: float) -> None:
-        """Raise this rank's problem, or name the rank that refused: the smallest of all rows."""
-        if self.problems:
-            raise self.problems.pop()
-        if math.isfinite(smallest):
-            raise ValueError(f"{self.op}: rank {smallest:.0f} refused, so no rank wrote anything; its own error says why")
+ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]
 
 
 def check_norm_type(op: str, norm_type: object) -> float:
@@ -108,47 +74,28 @@ def norm_of(part: torch.Tensor, norm_type: float = 2.0) -> float:
     return _C.norm_from_sq(part) if norm_type == 2.0 else part[0].float().item()
 
 
-def global_norm(
-    tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None, refusal: Refusal | None = None
-) -> float:
+def global_norm(tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None) -> float:
     """Return the Euclidean norm over all tensors, rounded to float32; 0 for none. See global_part."""
-    return norm_of(global_part(tensors, sharded, refusal))
+    return norm_of(global_part(tensors, sharded))
 
 
 def global_part(
-    tensors: Sequence[torch.Tensor],
-    sharded: ShardedGradients | None = None,
-    refusal: Refusal | None = None,
-    norm_type: float = 2.0,
+    tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Return the norm_part of all tensors, of all ranks. Waits for their devices.
 
     tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their memory, or of contiguous
     copies of what is not dense. A non-finite element makes it non-finite.
     sharded: local parts of which other ranks hold the rest; they are joined over those ranks in rank order, which is
-    collective: every rank of their meshes makes the same call, even without tensors, or with a refusal, which all raise.
+    collective: every rank of their meshes makes the same call, even without tensors.
     """
-    if not sharded:
-        return norm_part(tensors, norm_type)
-    refusal = refusal or Refusal("global_norm", others_wait=True)
-    parts = [torch.zeros(2, dtype=torch.float64, device="cpu")] * (1 + len(sharded))
-    with refusal:
-        parts = [norm_part(some, norm_type) for some in (tensors, *sharded.values())]
-    total, refusing = parts[0], refusal.row()
-    for ranks, part in zip(sharded, parts[1:], strict=True):
-        for group in ranks.sharded:
-            rows = _gather(group, torch.cat([part, refusing]))
-            part, refusing = join([rows[:, :2]], norm_type), rows[:, 2:].amin(0)
-        for group in ranks.replicas:  # they have the same parts, but may have a reason of their own
-            refusing = _gather(group, refusing).amin(0)
+    total = norm_part(tensors, norm_type)
+    for groups, some in (sharded or {}).items():
+        part = norm_part(some, norm_type)
+        for group in groups:
+            part = join([Comm(group).all_gather_cpu(part)], norm_type)
         total = join([total, part], norm_type)
-    refusal.settle(refusing.item())
     return total
-
-
-def _gather(group: dist.ProcessGroup, row: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks of a group, on the CPU."""
-    return Comm(group).all_gather_cpu(row)
 
 
 def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tensor, Rows]) -> torch.Tensor | None:
@@ -165,16 +112,16 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 
-def by_engine(params: Iterable[object]) -> dict[Engine, list[torch.Tensor]]:
+def by_engine(params: Iterable[object]) -> dict[ShardedEngine, list[torch.Tensor]]:
     """Return the parameters of sharded models among `params`, by engine."""
-    engines: dict[Engine, list[torch.Tensor]] = {}
+    engines: dict[ShardedEngine, list[torch.Tensor]] = {}
     for param in params:
         if isinstance(param, torch.Tensor) and (engine := engine_of(param)) is not None:
             engines.setdefault(engine, []).append(param)
     return engines
 
 
-@uncompiled
+@_disable_dynamo
 def clip_grad_norm_(
     model_or_params: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -191,12 +138,12 @@ def clip_grad_norm_(
     Of a model that shardcore.shard has changed, or parameters of one, the engine clips what it holds: collective. Parameters
     of several sharded models, and plain ones (whose gradients are the same on every rank), are clipped to their joint norm.
     Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions counted
-    once. If one rank refuses its arguments all raise, and nothing is clipped. In an optimizer's own loop
-    ``step(max_norm=...)`` does the same, to the same norm, without rewriting the gradients. Squares are summed in the order in
-    which the parameter lies in memory (channels_last, transposed), whatever its gradient's strides.
+    once. In an optimizer's own loop ``step(max_norm=...)`` does the same, to the same norm, without rewriting the gradients.
+    Squares are summed in the order in which the parameter lies in memory (channels_last, transposed), whatever its gradient's
+    strides.
     """
     op = "clip_grad_norm_"
-    engines: dict[Engine, list[torch.Tensor] | None]
+    engines: dict[ShardedEngine, list[torch.Tensor] | None]
     engine = engine_of(model_or_params)
     if engine is not None and not isinstance(model_or_params, torch.Tensor):
         engines, params = {engine: None}, []
@@ -208,19 +155,15 @@ def clip_grad_norm_(
             raise TypeError(f"{op}: model_or_params has type {given}; expected a module, a parameter or parameters")
         params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
         engines = {**by_engine(params)}
+    limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
     dtensors = find_rows(op, params)
-    refusal = Refusal(op, others_wait=bool(engines) or any_sharded(dtensors))
-    limit, order, found = math.inf, 2.0, {}
-    in_order: list[torch.Tensor] = []
-    with refusal:
-        limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
-        plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
-        found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
-        in_order = _C.dense(list(found.values()), [params[i] for i in found])  # so it has the bits of step(max_norm=)
+    plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
+    found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
+    grads, owners = list(found.values()), [params[i] for i in found]
+    in_order = _C.dense([*grads], owners)  # so that the norm has the bits of step(max_norm=)
     what = f"max_norm={limit} norm_type={order}"
-    shards = [engine.own_grads(op, some, what, refusal.problems, order) for engine, some in engines.items()]
-    grads = list(found.values())
-    part = global_part(*grouped([params[i] for i in found], in_order, dtensors), refusal, order)
+    shards = [engine.own_grads(op, some, what, order) for engine, some in engines.items()]
+    part = global_part(*grouped(owners, in_order, dtensors), order)
     norm = norm_of(join([part, *(each.part for each in shards)], order), order)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
@@ -297,58 +240,34 @@ def _clip_grads_with_norm_(
     parameters: _Tensors, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
 ) -> None:
     op, listed = "clip_grads_with_norm_", _listed(parameters)
-
-    def coefficient() -> float:
-        return _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
-
     _warn_if_empty(op, listed)
-    plain = _clip_sharded(op, listed, coefficient, lambda grads, scale: grads.scale(scale))
-    if plain:
-        _torchs[op](plain, max_norm, total_norm, foreach)
+    if _any_in_shards(listed):
+        coefficient = _C.clip_coefficient(number(op, "total_norm", total_norm), check_max_norm(op, max_norm))
+        for engine, params in by_engine(listed).items():
+            engine.own_grads(op, params, f"{coefficient}").scale(coefficient)
+        listed = [param for param in listed if engine_of(param) is None]
+    if listed:
+        _torchs[op](listed, max_norm, total_norm, foreach)
 
 
 def _clip_grad_value_(parameters: _Tensors, clip_value: float, foreach: bool | None = None) -> None:
     op, listed = "clip_grad_value_", _listed(parameters)
-
-    def limit() -> float:
-        value = number(op, "clip_value", clip_value)
-        if not value >= 0.0:
-            raise ValueError(f"{op}: clip_value has {value}; expected a number of at least 0")
-        return value
-
     _warn_if_empty(op, listed)
-    plain = _clip_sharded(op, listed, limit, lambda grads, value: grads.clamp(value))
-    if plain:
-        _torchs[op](plain, clip_value, foreach)
-
-
-def _clip_sharded(
-    op: str,
-    params: Sequence[torch.Tensor],
-    check: Callable[[], float],
-    clip: Callable[[GradShards, float], None],
-) -> Sequence[torch.Tensor]:
-    """Clip the gradients of those that are sharded by the number that `check` returns, or raises for; returns the others."""
-    if not _any_in_shards(params):
-        return params
-    value = math.nan
-    problems: list[Exception] = []
-    try:
-        value = check()
-    except (TypeError, ValueError) as error:
-        problems.append(error)  # the engine raises it on every rank
-    grads_of = by_engine(params).items()
-    for shards in [engine.own_grads(op, some, f"{value}", problems) for engine, some in grads_of]:
-        clip(shards, value)
-    return [param for param in params if engine_of(param) is None]
+    if _any_in_shards(listed):
+        limit = number(op, "clip_value", clip_value)
+        if not limit >= 0.0:
+            raise ValueError(f"{op}: clip_value has {limit}; expected a number of at least 0")
+        for engine, params in by_engine(listed).items():
+            engine.own_grads(op, params, f"{limit}").clamp(limit)
+        listed = [param for param in listed if engine_of(param) is None]
+    if listed:
+        _torchs[op](listed, clip_value, foreach)
 
 
 def _get_total_norm(
     tensors: _Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> torch.Tensor:
     listed = _listed(tensors)
-    if any(tensor is None for tensor in listed):
-        raise TypeError(f"get_total_norm: tensors has None; expected tensors ({_INSTEAD})")
     _warn_if_empty("get_total_norm", listed)
     result: torch.Tensor = _torchs["get_total_norm"](listed, norm_type, error_if_nonfinite, foreach)
     return result

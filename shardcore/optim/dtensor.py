@@ -38,12 +38,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part if wait is None else wait()
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The other ranks of a DTensor's mesh, one group a dimension: `sharded` ones hold other rows, `replicas` the same ones."""
-
-    sharded: tuple[dist.ProcessGroup, ...]
-    replicas: tuple[dist.ProcessGroup, ...]
+# The other ranks that hold rows of a DTensor: one process group per dimension of its mesh that is sharded.
+Groups = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True)
@@ -54,7 +50,7 @@ class Rows:
     stride: tuple[int, ...]
     mesh: "DeviceMesh"
     placements: tuple["Placement", ...]
-    ranks: Ranks
+    groups: Groups
     first_row: int
     rows: int
 
@@ -99,10 +95,8 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
     tensor = sys.modules["torch.distributed.tensor"]
     mesh, first, rows = param.device_mesh, 0, param.shape[0] if param.dim() else 1
     sharded: list[dist.ProcessGroup] = []
-    replicas: list[dist.ProcessGroup] = []
     for dim, placement in enumerate(param.placements):
         if type(placement) is tensor.Replicate:
-            replicas.append(mesh.get_group(dim))
             continue
         if type(placement) is not tensor.Shard or not placement.is_shard(0):
             raise ValueError(
@@ -119,8 +113,7 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
             f"{op}: {name} has a local part of shape {tuple(local.shape)}; expected {rows} rows of {tuple(param.shape)} "
             "(even chunks, as torch.chunk makes them)"
         )
-    ranks = Ranks(tuple(sharded), tuple(replicas))
-    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), ranks, first, rows)
+    return Rows(param.shape, param.stride(), mesh, tuple(param.placements), tuple(sharded), first, rows)
 
 
 def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
@@ -153,11 +146,6 @@ def find_rows(
     }
 
 
-def any_sharded(known: Mapping[torch.Tensor, Rows]) -> bool:
-    """Whether other ranks hold rows of one of these, so that their norm is collective."""
-    return any(rows.ranks.sharded for rows in known.values())
-
-
 def export_dtensors(state: Mapping[str, Any], rows: Rows | None) -> dict[str, Any]:
     """Return a state dict's entry with every tensor but the step as a DTensor placed as the parameter."""
     if rows is None:
@@ -176,14 +164,14 @@ def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
 
 def grouped(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], known: Mapping[torch.Tensor, Rows]
-) -> tuple[list[torch.Tensor], dict[Ranks, list[torch.Tensor]]]:
+) -> tuple[list[torch.Tensor], dict[Groups, list[torch.Tensor]]]:
     """Split local gradients into those that are whole on this rank, and those of which other ranks hold other rows.
 
     All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank has no gradient for them:
     summing over them is collective.
     """
     whole: list[torch.Tensor] = []
-    sharded: dict[Ranks, list[torch.Tensor]] = {rows.ranks: [] for rows in known.values() if rows.ranks.sharded}
+    sharded: dict[Groups, list[torch.Tensor]] = {rows.groups: [] for rows in known.values() if rows.groups}
     for param, grad in zip(params, grads, strict=True):
-        (sharded.get(known[param].ranks, whole) if param in known else whole).append(grad)
+        (sharded.get(known[param].groups, whole) if param in known else whole).append(grad)
     return whole, sharded

@@ -6,7 +6,7 @@ the same whether the optimizer is sharded or not.
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -49,10 +49,7 @@ def number(op: str, name: str, value: object) -> float:
             )
         return float(value.item())
     if isinstance(value, Real) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{op}: {name} has an int too large for a double; expected a number") from None
+        return float(value)
     raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one element")
 
 
@@ -74,39 +71,29 @@ def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
     return value
 
 
-def _non_negative(op: str, name: str, value: object) -> None:
-    x = number(op, name, value)
-    if not (0.0 <= x < math.inf):
-        raise ValueError(f"{op}: {name} has {x}; expected a finite number of at least 0")
-
-
 def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError or TypeError for an option that no step can use.
 
     op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
     every step asks (CheckedOptions).
     """
-    try:
-        _check_options(op, group, where)
-    except KeyError as missing:
-        raise ValueError(
-            f"{op}: {where}{missing.args[0]} is missing; expected every option (add_param_group fills them in)"
-        ) from None
-
-
-def _check_options(op: str, group: Mapping[str, Any], where: str) -> None:
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise TypeError(f"{op}: {where}betas has {betas!r}; expected two numbers (beta1, beta2)")
-    if group["capturable"] is True:
-        _check_device_options(op, group, where)
-    for name in _NUMBERS:
-        if not (name == "lr" and lr_on_device(group)):
-            _non_negative(op, where + name, group[name])
-    for i, beta in enumerate(betas):
-        x = number(op, f"{where}betas[{i}]", beta)
-        if not (0.0 <= x < 1.0):
-            raise ValueError(f"{op}: {where}betas[{i}] has {x}; expected a number in [0, 1)")
+    for name, value in (*((name, group[name]) for name in _NUMBERS), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
+        if group["capturable"] is True and name == "lr":
+            value = device_number(op, where + name, value)
+            if isinstance(value, torch.Tensor):
+                continue
+        if group["capturable"] is True and on_device(value):
+            raise TypeError(
+                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a capturable step reads only lr there)"
+            )
+        x = number(op, where + name, value)
+        if name.startswith("betas") and not (0.0 <= x < 1.0):
+            raise ValueError(f"{op}: {where}{name} has {x}; expected a number in [0, 1)")
+        if not (0.0 <= x < math.inf):
+            raise ValueError(f"{op}: {where}{name} has {x}; expected a finite number of at least 0")
     for name in _FLAGS:
         if not isinstance(group[name], bool):
             raise TypeError(f"{op}: {where}{name} has {group[name]!r}; expected True or False")
@@ -115,7 +102,22 @@ def _check_options(op: str, group: Mapping[str, Any], where: str) -> None:
         raise TypeError(f"{op}: {where}seed has {seed!r}; expected an int")
     if not 0 <= seed < 2**64:
         raise ValueError(f"{op}: {where}seed has {seed}; expected an int in [0, 2**64)")
-    _check_storage(op, group, where)
+    master, state_dtype = group["master"], group["state_dtype"]
+    for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}")
+        if value not in known:
+            raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {known}")
+    if state_dtype != "fp32" and group["amsgrad"]:
+        raise ValueError(
+            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected state_dtype='fp32' "
+            "(a running maximum of rounded moments only grows)"
+        )
+    if group["stochastic_rounding"] and master is not None:
+        raise ValueError(
+            f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
+            "(a weight made from a master is always rounded to nearest)"
+        )
 
 
 class CheckedOptions:
@@ -134,10 +136,7 @@ class CheckedOptions:
 
     def hold(self, group: Mapping[str, Any]) -> bool:
         """Whether the group has the very same values."""
-        try:
-            return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
-        except KeyError:  # an option was taken away: check_options says which
-            return False
+        return self._values is not None and all(map(operator.is_, self._values, _OPTIONS(group)))
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:
@@ -145,30 +144,15 @@ def lr_on_device(group: Mapping[str, Any]) -> bool:
     return group["capturable"] is True and on_device(group["lr"])
 
 
-def _check_device_options(op: str, group: Mapping[str, Any], where: str) -> None:
-    device_number(op, where + "lr", group["lr"])
-    beta1, beta2 = group["betas"]
-    others = {"eps": group["eps"], "weight_decay": group["weight_decay"], "betas[0]": beta1, "betas[1]": beta2}
-    for name, value in others.items():
-        if on_device(value):
-            raise TypeError(
-                f"{op}: {where}{name} has a tensor on {value.device}; expected a number (a capturable step reads only lr there)"
-            )
-
-
 def check_group(op: str, group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError or TypeError for options that no step can use with the group's parameters."""
     check_options(op, group, where)
-    params = group.get("params")
-    if not isinstance(params, list | tuple):
-        raise TypeError(f"{op}: {where}params has type {type(params).__name__}; expected a list of tensors")
-    keeps, draws = group["master"] == "split" or group["stochastic_rounding"], draws_random_bits(group)
-    for i, p in enumerate(params):
-        if not isinstance(p, torch.Tensor):
-            raise TypeError(f"{op}: {where}params[{i}] has type {type(p).__name__}; expected a tensor")
-        if keeps:
-            check_dtype(op, f"{where}params[{i}]", p.dtype, group)
-        if draws:
+    numbered = draws_random_bits(group)
+    if not numbered and group["master"] != "split":
+        return
+    for i, p in enumerate(group["params"]):
+        check_dtype(op, f"{where}params[{i}]", p.dtype, group)
+        if numbered:
             _check_numbered(op, f"{where}params[{i}]", p, group)
 
 
@@ -203,26 +187,6 @@ def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: 
                 f"{op}: {where} has {flags[i]}, and param_groups[0] {flags[0]}; expected the same for all groups "
                 "(a step decides on the device, or on the host)"
             )
-
-
-def _check_storage(op: str, group: Mapping[str, Any], where: str) -> None:
-    """Check how states are stored: master, state_dtype and stochastic_rounding."""
-    master, state_dtype = group["master"], group["state_dtype"]
-    for name, value, known in (("master", master, MASTERS), ("state_dtype", state_dtype, STATE_DTYPES)):
-        if value is not None and not isinstance(value, str):
-            raise TypeError(f"{op}: {where}{name} has type {type(value).__name__}; expected one of {known}")
-        if value not in known:
-            raise ValueError(f"{op}: {where}{name} has {value!r}; expected one of {known}")
-    if state_dtype != "fp32" and group["amsgrad"]:
-        raise ValueError(
-            f"{op}: {where}amsgrad has True with state_dtype={state_dtype!r}; expected state_dtype='fp32' "
-            "(a running maximum of rounded moments only grows)"
-        )
-    if group["stochastic_rounding"] and master is not None:
-        raise ValueError(
-            f"{op}: {where}stochastic_rounding has True with master={master!r}; expected master=None "
-            "(a weight made from a master is always rounded to nearest)"
-        )
 
 
 def check_param(op: str, name: str, param: torch.Tensor) -> None:
@@ -296,38 +260,3 @@ def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -
         stochastic_rounding=group["stochastic_rounding"],
         seed=group["seed"],
     )
-
-
-def listed(op: str, params: object) -> list[Any]:
-    """Return an optimizer's params as a list. Raises TypeError for what has no order or no items, ValueError for none."""
-    if isinstance(params, torch.Tensor | str | set | frozenset | dict) or not isinstance(params, Iterable):
-        raise TypeError(
-            f"{op}: params has type {type(params).__name__}; expected a list of tensors or of dicts (a model's parameters(); a "
-            "set has no order)"
-        )
-    given = list(params)
-    if not given or all(isinstance(g, dict) and "params" in g and not as_list(op, g) for g in given):
-        raise ValueError(
-            f"{op}: params has no parameter; expected at least one (shardcore.shard(model, None) takes a model that is not "
-            "trained)"
-        )
-    return given
-
-
-def as_list(op: str, group: object) -> list[Any]:
-    """Make a group's params a list (an iterator can be read only once), and return it. Raises TypeError for what is none."""
-    if not isinstance(group, dict) or "params" not in group:
-        has = f"the keys {list(group)}" if isinstance(group, dict) else f"type {type(group).__name__}"
-        raise TypeError(f'{op}: param_group has {has}; expected a dict with "params"')
-    params = group["params"]
-    if isinstance(params, torch.Tensor):
-        params = [params]
-    elif isinstance(params, set | frozenset | str | dict) or not isinstance(params, Iterable):
-        raise TypeError(
-            f'{op}: "params" of a group has type {type(params).__name__}; expected a list of tensors (a set has no order)'
-        )
-    elif not isinstance(params, list):
-        params = list(params)
-    group["params"] = params
-    checked: list[Any] = params
-    return checked

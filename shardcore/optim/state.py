@@ -10,8 +10,8 @@ remainder (int16).
 
 import weakref
 from collections import defaultdict
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -27,67 +27,63 @@ MAX_STEP = 2**53  # a float64 counts one by one up to here,
 _MAX_FLOAT32_STEP = 2**24  # and a float32 to here
 
 
-class Changes:
-    """Counts every change of which tensors any optimizer's states hold, so that a step can tell that there was none.
+class Watched(dict[Any, Any]):
+    """A dict that makes an object forget what it has read here (its method ``forget``) as soon as an entry changes."""
 
-    Who keeps such tensors (``keep``) is told of the next change, to ``forget()`` them: states that are moved or dropped between
-    steps must free their memory then.
-    """
+    __slots__ = ()
+    _reader: "weakref.ref[Any] | None"
 
-    count = 0
-    _keepers: ClassVar[set[weakref.ref[Any]]] = set()
+    def read_by(self, reader: "weakref.ref[Any]") -> None:
+        """Report the next change to this reader; one from before forgets."""
+        self._changed()
+        self._reader = reader
 
-    @classmethod
-    def keep(cls, keeper: Any) -> None:
-        cls._keepers.add(weakref.ref(keeper, cls._keepers.discard))
+    def _changed(self) -> None:
+        reader = None if self._reader is None else self._reader()
+        if reader is not None:
+            reader.forget()
 
-    @classmethod
-    def note(cls) -> None:
-        cls.count += 1
-        if cls._keepers:
-            for keeper in [ref() for ref in list(cls._keepers)]:
-                if keeper is not None:
-                    keeper.forget()
-            cls._keepers.clear()
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._changed()
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._changed()
+        super().__delitem__(key)
+
+    def clear(self) -> None:
+        self._changed()
+        super().clear()
+
+    def popitem(self) -> tuple[Any, Any]:
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    # By way of [].
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
+        self.update(other)
+        return self
 
 
-class States(defaultdict[torch.Tensor, Any]):
-    """``optimizer.state``: a defaultdict of ParamState that counts its changes."""
+class States(Watched, defaultdict[torch.Tensor, Any]):
+    """``optimizer.state``: a ParamState for each parameter, made when it is first asked for."""
 
     def __init__(self, *args: Any) -> None:
+        self._reader = None
         super().__init__(ParamState, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return States, (), None, None, iter(self.items())
-
-    def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-        Changes.note()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: torch.Tensor) -> None:
-        Changes.note()
-        super().__delitem__(key)
-
-    def pop(self, *args: Any) -> Any:
-        Changes.note()
-        return super().pop(*args)
-
-    def popitem(self) -> tuple[torch.Tensor, Any]:
-        Changes.note()
-        return super().popitem()
-
-    def clear(self) -> None:
-        Changes.note()
-        super().clear()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        Changes.note()
-        super().update(*args, **kwargs)
-
-    def __ior__(self, other: Any) -> "States":  # type: ignore[override, misc]
-        Changes.note()
-        super().update(other)
-        return self
 
 
 def step_tensor(count: int) -> torch.Tensor:
@@ -141,39 +137,33 @@ def step_count(op: str, name: str, value: object) -> int:
     return int(x)
 
 
-class ParamState(dict[str, Any]):
+class ParamState(Watched):
     """A parameter's state. Reading "step" gives a new tensor; writing it takes a number or a tensor of one element.
 
-    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts; ``deepcopy`` and ``pickle`` keep the kind, and keep
-    counts shared within one call.
+    ``copy()``, ``dict(state)`` and ``state | other`` give plain dicts. ``deepcopy`` and ``pickle`` give ParamStates that share
+    counts as these do.
     """
 
-    __slots__ = ()
+    __slots__ = ("_reader",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._reader = None
         super().__init__()
         self.update(*args, **kwargs)
 
     @property
-    def count(self) -> StepCount | DeviceStepCount:
+    def count(self) -> "StepCount | DeviceStepCount":
         """The count itself, shared with other parameters. Raises KeyError when the state is empty."""
-        count: StepCount | DeviceStepCount = super().__getitem__("step")
+        count: StepCount | DeviceStepCount = dict.__getitem__(self, "step")
         return count
 
     @count.setter
-    def count(self, count: StepCount | DeviceStepCount) -> None:
-        Changes.note()
+    def count(self, count: "StepCount | DeviceStepCount") -> None:
         super().__setitem__("step", count)
 
-    def moment(self, key: str) -> torch.Tensor:
-        """Return the tensor at "exp_avg" or "exp_avg_sq": the short way that a step takes."""
-        tensor: torch.Tensor = super().__getitem__(key)
-        return tensor
-
-    def extra(self, key: str) -> torch.Tensor | None:
-        """Return the tensor at another key, or None if there is none yet."""
-        tensor: torch.Tensor | None = super().get(key)
-        return tensor
+    def stored(self, key: str) -> Any:
+        """Return the tensor at a key other than "step", or None: the short way that a step takes."""
+        return dict.get(self, key)
 
     def __getitem__(self, key: str) -> Any:
         value = super().__getitem__(key)
@@ -182,55 +172,21 @@ class ParamState(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "step" and not isinstance(value, _COUNTS):
             value = StepCount(step_count("state", "step", value))
-        Changes.note()
         super().__setitem__(key, value)
-
-    def __delitem__(self, key: str) -> None:
-        Changes.note()
-        super().__delitem__(key)
-
-    def clear(self) -> None:
-        Changes.note()
-        super().clear()
 
     # dict(state) and {**state} read through keys() and [] only when __iter__ is not dict's own.
     def __iter__(self) -> Iterator[str]:
         return super().__iter__()
 
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self.copy().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self.copy().values()
+    # By way of [].
+    get = Mapping.get  # type: ignore[assignment]
+    items = Mapping.items  # type: ignore[assignment]
+    values = Mapping.values  # type: ignore[assignment]
 
     def copy(self) -> dict[str, Any]:
         return {key: self[key] for key in self}
 
     __copy__ = copy
-
-    def pop(self, key: str, *default: Any) -> Any:
-        Changes.note()
-        value = super().pop(key, *default)
-        return value.tensor() if isinstance(value, _COUNTS) else value
-
-    def popitem(self) -> tuple[str, Any]:
-        key = next(reversed(self))
-        return key, self.pop(key)
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return {**self, **other}
@@ -238,22 +194,11 @@ class ParamState(dict[str, Any]):
     def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         return {**other, **self}
 
-    def __ior__(self, other: Any) -> "ParamState":  # type: ignore[override, misc]
-        self.update(other)
-        return self
-
     def __repr__(self) -> str:
         return repr(self.copy())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (), None, None, iter([(key, super(ParamState, self).__getitem__(key)) for key in self])
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.__reduce__()
-
-
-def _rebuild() -> ParamState:
-    return ParamState()
+        return ParamState, (), None, None, iter([(key, dict.__getitem__(self, key)) for key in self])
 
 
 def new_state(param: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:

@@ -170,15 +170,9 @@ def import_state(
     state = ParamState()
     if not saved:
         return state, lost
-    # torch.distributed.checkpoint's flattened form asks for the keys of optimizer.state, and has {} for what is not in it.
-    if saved.get("remainder") == {}:
-        raise ValueError(
-            f"{op}: {name} has a remainder without values and no master; expected the master (flatten_optimizer_state_dict "
-            "leaves it out where master='split': load without it, or into master='fp32')"
-        )
     for key in saved:
         if key in SCALES.values() and saved[key] == {}:
-            continue
+            continue  # torch.distributed.checkpoint's flattened form asks for the keys of optimizer.state, which has these
         if key != "step" and key not in TENSOR_KEYS:
             raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected step, {', '.join(TENSOR_KEYS)}")
     for key in ("step", "exp_avg", "exp_avg_sq"):

@@ -31,19 +31,11 @@ MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
 _HUGE_BYTES = 4 << 20
 
 
-@dataclass(frozen=True)
-class MomentDTypes:
-    """The dtypes in which a group's state_dtype keeps the two moments; `scaled`: each has scales beside it."""
-
-    exp_avg: torch.dtype
-    exp_avg_sq: torch.dtype
-    scaled: bool = False
-
-
+# What the option "state_dtype" stores moments as; 8-bit codes have scales beside them.
 MOMENT_DTYPES = {
-    "fp32": MomentDTypes(torch.float32, torch.float32),
-    "bf16": MomentDTypes(torch.bfloat16, torch.bfloat16),
-    "8bit": MomentDTypes(torch.int8, torch.uint8, scaled=True),
+    "fp32": {"exp_avg": torch.float32, "exp_avg_sq": torch.float32},
+    "bf16": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16},
+    "8bit": {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8},
 }
 
 
@@ -71,9 +63,8 @@ def new_moments(
     shape: torch.Size, state_dtype: str, make: Callable[[torch.Size, torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the moments of a parameter of this shape that made no step yet; `make` gives zero-filled tensors."""
-    dtypes = MOMENT_DTYPES[state_dtype]
-    moments = {key: make(shape, getattr(dtypes, key)) for key in MOMENTS}
-    if dtypes.scaled:
+    moments = {key: make(shape, dtype) for key, dtype in MOMENT_DTYPES[state_dtype].items()}
+    if state_dtype == "8bit":
         blocks = torch.Size([-(-shape.numel() // BLOCK)])
         moments |= {SCALES[key]: make(blocks, torch.float32) for key in MOMENTS}
     return moments
@@ -95,10 +86,8 @@ def stored_moment(
 
     like: lends its strides (zeros), but not to 8-bit codes.
     """
-    dtypes = MOMENT_DTYPES[state_dtype]
-    dtype = getattr(dtypes, key)
-    values = values.detach()
-    if not dtypes.scaled:
+    dtype, values = MOMENT_DTYPES[state_dtype][key], values.detach()
+    if state_dtype != "8bit":
         kept = zeros(values.shape, dtype, device, like)
         kept.copy_(values)
         return {key: kept}, dtype == values.dtype or bool((kept.to(values.dtype) == values.to(device)).all())

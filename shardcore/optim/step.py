@@ -1,15 +1,16 @@
-"""From gradients to one kernel call a device, and the bookkeeping after it.
+"""From gradients to one kernel call per device, and the bookkeeping after it.
 
-Invariant: a capturable step reads no device memory on the host, so that it can be captured in a CUDA graph. A number (or a
-CPU tensor) is fixed in the graph; a tensor on the device is read at every replay.
-
-Invariants: ``collect`` checks every gradient before a step does anything; ``Update`` gathers new states and counts on the
-side, and ``commit`` puts them in place only after every kernel call has been accepted.
+Invariants: an ``Update`` checks every gradient before a step does anything, makes new states and counts on the side, and puts
+them in place only after every kernel call was accepted. A capturable step reads no device memory on the host, so that a CUDA
+graph can capture it: a number (or a CPU tensor) is fixed in the graph, a tensor on the device is read at every replay.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,10 @@ from shardcore.optim.options import (
     check_options,
     device_number,
     dtype_name,
-    hyper_of,
     number,
     on_device,
 )
-from shardcore.optim.state import Changes, DeviceStepCount, ParamState, StepCount, device_counts, has_memory, new_state
+from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
 
 _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
@@ -133,70 +133,8 @@ def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float
 
 
 Group = Mapping[str, Any]
-
-
-@dataclass(slots=True)
-class Active:
-    """The parameters of one group that have a gradient in this step.
-
-    keys: (index over all groups, index of its first element in the whole parameter). owners: the parameters as the groups hold
-    them; params and grads are what kernels see, this rank's part of a DTensor.
-    """
-
-    group: Group
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    owners: list[torch.Tensor] = field(default_factory=list)
-    params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-
-
-def collect(
-    op: str,
-    groups: Sequence[Group],
-    grads: Sequence[torch.Tensor | None] | None,
-    device_type: str | None,
-    dtensors: Mapping[torch.Tensor, Rows],
-) -> tuple[list[Active], list[torch.Tensor]]:
-    """Return, by group, the parameters with a gradient (from grads, or from p.grad), and all those without.
-
-    device_type: the only one allowed, or None. dtensors: those of the parameters that are DTensors. A gradient that lies in
-    memory in another order than its parameter, or has torch's negative bit, is copied. Raises ValueError or TypeError.
-    """
-    actives: list[Active] = []
-    idle: list[torch.Tensor] = []
-    index = -1
-    for group in groups:
-        active = Active(group)
-        for param in group["params"]:
-            index += 1
-            grad = param.grad if grads is None else grads[index]
-            if grad is None:
-                idle.append(param)
-                continue
-            first_element = 0
-            active.owners.append(param)
-            if dtensors and param in dtensors:
-                rows = dtensors[param]
-                grad, param, first_element = rows.part(op, f"grads[{index}]", grad), local_part(param), rows.first_element
-            # One chain of cheap tests: what is wrong is found out only when something is.
-            if (
-                not isinstance(grad, torch.Tensor)
-                or grad.dtype not in PARAM_DTYPES
-                or grad.layout is not torch.strided
-                or grad.shape != param.shape
-                or grad.device != param.device
-            ):
-                raise _bad_grad(op, index, param, grad)
-            if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
-                check_tensor_param(op, f"params[{index}]", active.owners[-1])
-            if device_type is not None and param.device.type != device_type:
-                check_device(op, f"params[{index}]", param, device_type)
-            active.keys.append((index, first_element))
-            active.params.append(param)
-            active.grads.append(grad)
-        active.grads = _C.dense(active.grads, active.params)
-        actives.append(active)
-    return actives, idle
+# The options of a group that decide which lists a step has.
+_FORMAT = operator.itemgetter("master", "state_dtype", "amsgrad", "stochastic_rounding", "capturable")
 
 
 def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
@@ -210,29 +148,20 @@ def check_grads_list(op: str, groups: Sequence[Group], grads: object) -> None:
         )
 
 
-def check_new_params(op: str, groups: Sequence[Group], params: Sequence[object], device_type: str | None) -> None:
-    """Refuse parameters that no step could update, and a parameter given twice (two threads would write it at once)."""
-    before = [p for group in groups for p in group["params"]]
-    known, start = {p for p in before if isinstance(p, torch.Tensor)}, len(before)  # groups may have been edited by hand
-    for i, p in enumerate(params, start):
-        name = f"params[{i}]"
-        if not isinstance(p, torch.Tensor):
-            raise TypeError(f"{op}: {name} has type {type(p).__name__}; expected a tensor")
-        if device_type is not None and not p.is_meta:
-            check_device(op, name, p, device_type)
-        check_tensor_param(op, name, p)
-        if not p.is_leaf and not p.retains_grad:
-            raise ValueError(f"{op}: {name} was computed from other tensors; expected a leaf, as a model's parameters are")
+def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) -> None:
+    """Raise for a parameter of the last group that no step can update, or that is there twice (two threads would write it)."""
+    *before, group = groups
+    start, known = sum(len(other["params"]) for other in before), set()
+    for i, p in enumerate(group["params"], start):
+        if device_type is not None and not p.is_meta and p.device.type != device_type:
+            raise ValueError(
+                f"{op}: params[{i}] has device {p.device}; expected {device_type} (use shardcore.FusedAdam, which takes CUDA "
+                "parameters)"
+            )
+        check_tensor_param(op, f"params[{i}]", p)
         if p in known:
-            raise ValueError(f"{op}: {name} is given twice; expected each parameter once")
+            raise ValueError(f"{op}: params[{i}] is given twice; expected each parameter once")
         known.add(p)
-
-
-def check_device(op: str, name: str, param: torch.Tensor, device_type: str) -> None:
-    """Raise ValueError unless param is on this kind of device."""
-    if param.device.type != device_type:
-        hint = "use shardcore.FusedAdam, which takes CUDA parameters" if device_type == "cpu" else "move it first"
-        raise ValueError(f"{op}: {name} has device {param.device}; expected {device_type} ({hint})")
 
 
 def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
@@ -249,123 +178,132 @@ def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Excepti
     return ValueError(f"{op}: {name} has device {grad.device}; expected {param.device}, the parameter's")
 
 
-@dataclass(slots=True)
-class Call:
-    """The lists of one kernel call: the tensors of one device."""
-
-    params: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    exp_avgs: list[torch.Tensor] = field(default_factory=list)
-    exp_avg_sqs: list[torch.Tensor] = field(default_factory=list)
-    hyper_index: list[int] = field(default_factory=list)
-    masters: list[torch.Tensor | None] = field(default_factory=list)
-    max_exp_avg_sqs: list[torch.Tensor | None] = field(default_factory=list)
-    exp_avg_scales: list[torch.Tensor | None] = field(default_factory=list)
-    exp_avg_sq_scales: list[torch.Tensor | None] = field(default_factory=list)
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    with_masters: bool = False
-    with_max: bool = False
-    with_scales: bool = False
-
-    def lists(self) -> dict[str, Any]:
-        """Return all lists but the gradients, as AdamStepper.step and AdamLists name them."""
-        return {
-            "params": self.params,
-            "exp_avgs": self.exp_avgs,
-            "exp_avg_sqs": self.exp_avg_sqs,
-            "hyper_index": self.hyper_index,
-            "masters": self.masters if self.with_masters else None,
-            "max_exp_avg_sqs": self.max_exp_avg_sqs if self.with_max else None,
-            "keys": self.keys,
-            "exp_avg_scales": self.exp_avg_scales if self.with_scales else None,
-            "exp_avg_sq_scales": self.exp_avg_sq_scales if self.with_scales else None,
-        }
-
-
 class Update:
-    """One step over the active parameters: built, run, committed, in this order."""
+    """One step over all parameters with a gradient: built, run and committed, then run again while only values change.
 
-    def __init__(self, op: str, actives: Sequence[Active], states: Mapping[torch.Tensor, Any], on_device: bool) -> None:
-        """Gather the lists. Missing states are made but not put in place; ``states`` is only read. on_device: capturable."""
-        self._op, self._on_device = op, on_device
-        self.calls: dict[torch.device, Call] = {}
-        self.sources: list[tuple[Group, ParamState | None]] = []  # what makes each call's scalars; None: the device counts
-        self.source_of: list[int] = []  # of each of states, where the device makes scalars for each
-        self._new_states: dict[torch.Tensor, ParamState] = {}
+    Note [Repeated steps]: looking at each tensor from Python takes twenty times as long as the rest of the host's work. So a
+    committed update can run again, with other gradients, as long as groups have the same parameters and storage options, no
+    state was replaced or removed, and the same parameters have gradients. Options, learning rates and counts are read at each
+    step, and the kernel's binding checks each tensor's memory. A change of a state makes the update forget all of them at once,
+    so that states which leave the device between steps free their memory.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        groups: Sequence[Group],
+        states: MutableMapping[torch.Tensor, Any],
+        grads: Sequence[torch.Tensor | None] | None,
+        rows: Mapping[torch.Tensor, Rows],
+        steppers: dict[torch.device, "_C.AdamStepper"],
+        on_device: bool,
+    ) -> None:
+        """Check the gradients and build the lists of the kernel calls; nothing is changed.
+
+        groups: have passed check_groups. grads: in place of ``p.grad``, one for each parameter of the groups. rows: of those
+        parameters that are DTensors. steppers: one per device, added where there is none. on_device: the step is capturable. A
+        gradient whose memory has another order than its parameter's, or torch's negative bit, is copied. Raises ValueError or
+        TypeError.
+        """
+        self._op, self._states, self._rows, self._on_device = op, states, rows, on_device
+        self._groups = list(groups)
+        self._params = [list(group["params"]) for group in groups]
+        self._formats = [_FORMAT(group) for group in groups]
+        self._checked = [CheckedOptions(group) for group in groups]
+        self._idle: list[torch.Tensor] = []  # parameters without a gradient
+        self._sources: dict[tuple[int, int | None], int] = {}  # (group, count before the first run): index of the scalars
+        self._source_of: list[int] = []  # of each parameter, in a capturable step
+        self._counts: dict[int, StepCount] = {}  # by the count before the first run; equal counts are one
+        self._counters: list[torch.Tensor] = []  # of each parameter, in a capturable step
+        self._param_states: list[ParamState] = []
+        self._count_of: list[StepCount | DeviceStepCount] = []  # of each of these, after the first run
         self._new_tensors: list[tuple[ParamState, str, torch.Tensor]] = []
-        self.states: list[ParamState] = []
-        self._counts: dict[int, StepCount] = {}  # by value: equal steps are one counter
-        self.device_counts: list[DeviceStepCount] = []  # of a capturable step: one for each of states
-        self._zero = StepCount()
-        for active in actives:
-            self._add_group(active, states)
-        if on_device:
-            for device in self.calls:
-                self._count_on(device)
+        self._new_states: dict[torch.Tensor, ParamState] = {}
+        calls: defaultdict[torch.device, defaultdict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        index = -1
+        for place, group in enumerate(groups):
+            for param in group["params"]:
+                index += 1
+                grad = param.grad if grads is None else grads[index]
+                if grad is None:
+                    self._idle.append(param)
+                else:
+                    self._add(calls, place, index, param, grad)
+        self.owners: list[torch.Tensor] = []  # the parameters of `grads`, as the groups hold them
+        self.grads: list[list[torch.Tensor]] = []  # of each call, what the kernel reads
+        self._calls: list[tuple[_C.AdamStepper, _C.AdamLists, list[int]]] = []
+        for device, lists in calls.items():
+            indices = [i for i, _ in lists["keys"]]
+            if on_device:  # there is one, as check_capturable says
+                self._count_on(device, indices)
+            self.owners += lists.pop("owners")
+            self.grads.append(_C.dense(lists.pop("grads"), lists["params"]))
+            self._calls.append((steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices))
 
-    def _count_on(self, device: torch.device) -> None:
+    def _add(self, calls: Any, place: int, index: int, owner: torch.Tensor, grad: Any) -> None:
+        """Add a parameter of group `place`, the index-th of all, to the lists of its device."""
+        param, first_element = owner, 0
+        if owner in self._rows:
+            rows = self._rows[owner]
+            grad, param, first_element = rows.part(self._op, f"grads[{index}]", grad), local_part(owner), rows.first_element
+        # One chain of cheap tests: what is wrong is found out only when something is.
+        if (
+            not isinstance(grad, torch.Tensor)
+            or grad.dtype not in PARAM_DTYPES
+            or grad.layout is not torch.strided
+            or grad.shape != param.shape
+            or grad.device != param.device
+        ):
+            raise _bad_grad(self._op, index, param, grad)
+        if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
+            check_tensor_param(self._op, f"params[{index}]", owner)
+        group, state = self._groups[place], self._states.get(owner)
+        state_dtype = group["state_dtype"]
+        if type(state) is not ParamState or len(state) < 3:
+            state = self._new_states[owner] = self._adopt(index, param, state, state_dtype)
+        if self._on_device:
+            hyper_index = len(self._source_of)  # the device makes the scalars of each parameter
+            self._source_of.append(self._sources.setdefault((place, None), len(self._sources)))
+        else:
+            value = state.count.value
+            hyper_index = self._sources.setdefault((place, value), len(self._sources))
+            if value not in self._counts:
+                self._counts[value] = StepCount(value)
+            self._count_of.append(self._counts[value])
+        self._param_states.append(state)
+        exp_avg, expected = state.stored("exp_avg"), MOMENT_DTYPES[state_dtype]["exp_avg"]
+        if getattr(exp_avg, "dtype", None) is not expected:
+            raise self._other_state(index, "exp_avg", exp_avg, expected, f"state_dtype={state_dtype!r}")
+        largest = state.stored("max_exp_avg_sq") if group["amsgrad"] else None
+        if group["amsgrad"] and largest is None:
+            largest = new_state(param)
+            self._new_tensors.append((state, "max_exp_avg_sq", largest))
+        lists = calls[param.device]
+        lists["owners"].append(owner)
+        lists["params"].append(param)
+        lists["grads"].append(grad)
+        lists["keys"].append((index, first_element))
+        lists["hyper_index"].append(hyper_index)
+        lists["exp_avgs"].append(exp_avg)
+        lists["exp_avg_sqs"].append(state.stored("exp_avg_sq"))
+        lists["exp_avg_scales"].append(state.stored("exp_avg_scale"))
+        lists["exp_avg_sq_scales"].append(state.stored("exp_avg_sq_scale"))
+        lists["max_exp_avg_sqs"].append(largest)
+        lists["masters"].append(self._master(index, state, param, group["master"]))
+
+    def _count_on(self, device: torch.device, indices: Sequence[int]) -> None:
         """Take every state's count on the device. Memory made during a capture would be filled anew at each replay."""
-        missing = next((state for state in self.states if isinstance(state.count, StepCount)), None)
-        changed = missing if missing is not None else next((state for state, _, _ in self._new_tensors), None)
-        if changed is not None and capturing(device):
-            index = next(i for (i, _), state in zip(self.calls[device].keys, self.states, strict=True) if state is changed)
+        changed = [state for state in self._param_states if isinstance(state.count, StepCount)]
+        changed += [state for state, _, _ in self._new_tensors]
+        if changed and capturing(device):
+            index = next(i for i, state in zip(indices, self._param_states, strict=True) if state is changed[0])
             raise ValueError(
                 f"{self._op}: params[{index}] has a gradient and no state yet, while a CUDA graph is captured; expected a step "
                 "with all the gradients of the graph before the capture (at replays a state made now would start again)"
             )
-        self.device_counts = device_counts(self.states, device)
-
-    def _add_group(self, active: Active, states: Mapping[torch.Tensor, Any]) -> None:
-        group = active.group
-        master, amsgrad, state_dtype = group["master"], group["amsgrad"], group["state_dtype"]
-        dtypes = MOMENT_DTYPES[state_dtype]
-        hyper_of_count: dict[int, int] = {}
-        last_count: StepCount | None = None
-        hyper = -1
-        if self._on_device:
-            hyper = self._add_source(group, None)
-        call, device = Call(), None
-        for key, owner, param, grad in zip(active.keys, active.owners, active.params, active.grads, strict=True):
-            if param.device != device:
-                device = param.device
-                call = self.calls.setdefault(device, Call())
-                call.with_masters |= master is not None
-                call.with_max |= amsgrad
-                call.with_scales |= dtypes.scaled
-            state = states.get(owner)
-            if type(state) is not ParamState or len(state) < 3:
-                state = self._new_states[owner] = self._adopt(key[0], param, state, state_dtype)
-            count = state.count
-            if not self._on_device and count is not last_count:
-                if isinstance(count, DeviceStepCount):  # capturable was switched off
-                    count = StepCount(count.value)
-                shared = self._counts.setdefault(count.value, count)
-                if shared is not state.count:
-                    state.count = count = shared
-                last_count = count
-                if count.value not in hyper_of_count:
-                    hyper_of_count[count.value] = self._add_source(group, state)
-                hyper = hyper_of_count[count.value]
-            self.states.append(state)
-            call.keys.append(key)
-            call.params.append(param)
-            call.grads.append(grad)
-            exp_avg = state.moment("exp_avg")
-            if getattr(exp_avg, "dtype", None) is not dtypes.exp_avg:
-                raise self._other_state(key[0], "exp_avg", exp_avg, dtypes.exp_avg, f"state_dtype={state_dtype!r}")
-            call.exp_avgs.append(exp_avg)
-            call.exp_avg_sqs.append(state.moment("exp_avg_sq"))
-            call.hyper_index.append(len(self.source_of) if self._on_device else hyper)
-            if self._on_device:
-                self.source_of.append(hyper)
-            call.max_exp_avg_sqs.append(self._extra(state, "max_exp_avg_sq", param, None) if amsgrad else None)
-            call.exp_avg_scales.append(state.extra("exp_avg_scale"))
-            call.exp_avg_sq_scales.append(state.extra("exp_avg_sq_scale"))
-            call.masters.append(self._master(key[0], state, param, master))
-
-    def _add_source(self, group: Group, state: ParamState | None) -> int:
-        self.sources.append((group, state))
-        return len(self.sources) - 1
+        counts = device_counts(self._param_states, device)
+        self._count_of += counts
+        self._counters = [count.counter for count in counts]
 
     def _other_state(self, index: int, key: str, found: object, expected: torch.dtype | None, option: str) -> TypeError:
         has = f"dtype {dtype_name(found.dtype)}" if isinstance(found, torch.Tensor) else f"type {type(found).__name__}"
@@ -379,126 +317,67 @@ class Update:
         """Return the float32 master or the remainder; make it now, from the weights, if the state has none yet."""
         key, dtype = MASTER_STORAGE[kind if param.dtype in MASTERED_DTYPES else None]
         for other in ("master", "remainder"):
-            found, expected = state.extra(other), dtype if other == key else None
+            found, expected = state.stored(other), dtype if other == key else None
             if found is not None and getattr(found, "dtype", None) is not expected:
                 option = f"a {dtype_name(param.dtype)} parameter with master={kind!r}"
                 raise self._other_state(index, other, found, expected, option)
         if key is None or dtype is None:
             return None
-        kept = state.extra(key)
-        if kept is None and not has_memory(param):
-            raise ValueError(
-                f"{self._op}: params[{index}] has no memory to make a {key} from; expected some (restore it first)"
-            )
-        if kind == "fp32":
-            return self._extra(state, key, param, param)
+        kept: torch.Tensor | None = state.stored(key)
         if kept is None:
-            kept = zeros(param.shape, dtype, param.device, param)
+            if not has_memory(param):
+                raise ValueError(
+                    f"{self._op}: params[{index}] has no memory to make a {key} from; expected some (restore it first)"
+                )
+            kept = new_state(param, source=param) if kind == "fp32" else zeros(param.shape, dtype, param.device, param)
             self._new_tensors.append((state, key, kept))
         return kept
 
     def _adopt(self, index: int, param: torch.Tensor, state: Any, state_dtype: str) -> ParamState:
         """Return a ParamState for a parameter that has none yet, or has a plain dict that the user put there."""
-        if state:
-            missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
-            if missing:
-                raise ValueError(
-                    f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq"
-                )
-            adopted = ParamState(state)
-        else:
-            adopted = ParamState()
-            adopted.count = self._zero
-            adopted.update(new_moments(param.shape, state_dtype, partial(zeros, device=param.device, like=param)))
-        return adopted
+        if not state:
+            adopted = ParamState(new_moments(param.shape, state_dtype, partial(zeros, device=param.device, like=param)))
+            adopted.count = StepCount()
+            return adopted
+        missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+        if missing:
+            raise ValueError(f"{self._op}: state[params[{index}]] has no {missing[0]!r}; expected step, exp_avg and exp_avg_sq")
+        return ParamState(state)
 
-    def _extra(self, state: ParamState, key: str, param: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
-        """Return a master or a maximum; make it now if the state has none yet."""
-        tensor = state.extra(key)
-        if tensor is None:
-            tensor = new_state(param, source)
-            self._new_tensors.append((state, key, tensor))
-        return tensor
-
-    def run(self, steppers: dict[torch.device, "_C.AdamStepper"], scale: float | DeviceScale) -> None:
-        """Call the kernel once a device, with the stepper kept for that device. A DeviceScale belongs to a capturable step."""
-        hypers = [_hyper(group, state, scale) for group, state in self.sources]
-        for device, call in self.calls.items():
-            scalars: Sequence[_C.AdamHyper] | _C.DeviceScalars = hypers
+    def run(self, scale: float | DeviceScale, grads: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Call the kernel once per device, and count the step. A DeviceScale belongs to a capturable step."""
+        at = 1.0 if isinstance(scale, DeviceScale) else scale
+        hypers = [
+            self._checked[i].hyper(self._groups[i], 1 if value is None else self._counts[value].value + 1, at)
+            for i, value in self._sources
+        ]
+        for (stepper, lists, _), some in zip(self._calls, grads, strict=True):
             if isinstance(scale, DeviceScale):
-                counters = [count.counter for count in self.device_counts]
-                scalars = scale.decide(scale.squares(call.grads), counters, self.source_of, hypers)
-            stepper = steppers.get(device)
-            if stepper is None:
-                stepper = steppers[device] = _C.AdamStepper()
-            stepper.step(**call.lists(), grads=call.grads, hypers=scalars)
-            call.grads = []  # they are the user's to free
+                scalars = scale.decide(scale.squares(some), self._counters, self._source_of, hypers)
+                stepper.repeat(lists, some, scalars)
+            else:
+                stepper.repeat(lists, some, hypers)
+        for count in self._counts.values():
+            count.value += 1
 
-    def commit(self, states: dict[torch.Tensor, Any], idle: list[torch.Tensor]) -> None:
-        """Put new states in place and count the step (a capturable step counts itself). Parameters in idle keep their count."""
-        if self._new_states:  # an empty update would count as a change, and no other optimizer could take the short way
-            states.update(self._new_states)
+    def commit(self) -> None:
+        """Put new states and counts in place after the first run; from then on a change of one makes the update forget."""
+        self._states.update(self._new_states)
         for state, key, tensor in self._new_tensors:
             state[key] = tensor
-        for state, counter in zip(self.states, self.device_counts, strict=bool(self.device_counts)):
-            if state.count is not counter:
-                state.count = counter
-        idle_states = [states[param] for param in idle if states.get(param)]
-        held = {id(state.count) for state in idle_states if type(state) is ParamState}
-        split = {id(count): StepCount(count.value) for count in self._counts.values() if id(count) in held}
-        if split:
-            for state in self.states:
-                if id(state.count) in split:
-                    state.count = split[id(state.count)]
-        for count in self._counts.values():
-            split.get(id(count), count).value += 1
-
-
-def _hyper(group: Group, state: ParamState | None, scale: float | DeviceScale) -> "_C.AdamHyper":
-    if isinstance(scale, DeviceScale) or state is None:
-        return hyper_of(group)
-    return hyper_of(group, state.count.value + 1, scale)
-
-
-# The stepper and lists of each call, and its gradients as AdamLists.plain_grads returns them.
-Found = Sequence[tuple["_C.AdamStepper", "_C.AdamLists", tuple[torch.Tensor, ...]]]
-
-
-class Repeat:
-    """The lists of a committed step, read once, to be run again while only values change.
-
-    They are good as long as groups hold the same parameters and storage options, no state was put in place or taken away, and
-    the same parameters have gradients. Options, learning rates and counts are looked at anew, and so is each tensor's memory.
-    """
-
-    def __init__(
-        self,
-        update: Update,
-        steppers: Mapping[torch.device, "_C.AdamStepper"],
-        groups: Sequence[Group],
-        states: Mapping[torch.Tensor, Any],
-        idle: Sequence[torch.Tensor],
-    ) -> None:
-        """Remember `update`, just committed."""
-        self._calls = [
-            (steppers[device], _C.AdamLists(**call.lists()), [index for index, _ in call.keys])
-            for device, call in update.calls.items()
-        ]
-        self._states, self._idle, self._changes = states, tuple(idle), Changes.count
-        self._groups = list(groups)
-        self._params = [list(group["params"]) for group in groups]
-        self._kinds = [_kind(group) for group in groups]
-        self._checked = [CheckedOptions(group) for group in groups]
-        index = {id(group): i for i, group in enumerate(groups)}
-        self._sources = [(index[id(group)], None if state is None else state.count) for group, state in update.sources]
-        self._counters = [count.counter for count in update.device_counts]
-        self._source_of = update.source_of
-        counts = [state.count for state in update.states]
-        self._counts = list({id(count): count for count in counts if isinstance(count, StepCount)}.values())
-        Changes.keep(self)
+        for state, count in zip(self._param_states, self._count_of, strict=True):
+            state.count = count
+        if isinstance(self._states, States) and not self._rows:
+            reader = weakref.ref(self)
+            for watched in (self._states, *self._param_states):
+                watched.read_by(reader)
+        else:  # states, or gradients, have to be looked up anew each time
+            self.forget()
+        self._param_states, self._new_tensors, self._new_states = [], [], {}
+        self.owners, self.grads = [], []  # they are the user's to free
 
     def forget(self) -> None:
-        """Let go of the tensors, as a state changed: `find` finds nothing any more."""
+        """Release the states: `find` finds nothing any more."""
         self._calls, self._states = [], {}
 
     def find(
@@ -507,53 +386,31 @@ class Repeat:
         groups: Sequence[Group],
         states: Mapping[torch.Tensor, Any],
         given: Sequence[torch.Tensor | None] | None,
-    ) -> Found | None:
-        """Return the calls of this step with their gradients, or None if something else has to be looked at.
+    ) -> Sequence[Sequence[torch.Tensor]] | None:
+        """Return the gradients with which `run` makes this step, or None if something else has to be looked at.
 
-        given: gradients in place of ``p.grad``, one entry for each parameter. Raises ValueError or TypeError for options that
-        no step can use; those that hold are not looked at again.
+        given: gradients in place of ``p.grad``, one for each parameter. Raises ValueError or TypeError for options that no step
+        can use; those that have not changed are not checked again.
         """
-        if self._changes != Changes.count or states is not self._states or not _C.same_objects(groups, self._groups):
+        if not self._calls or states is not self._states or not _C.same_objects(groups, self._groups):
             return None
         for i, (group, params) in enumerate(zip(groups, self._params, strict=True)):
             if not self._checked[i].hold(group):
                 check_options(op, group, f"param_groups[{i}].")
-                if _kind(group) != self._kinds[i]:
+                if _FORMAT(group) != self._formats[i]:
                     return None
                 self._checked[i] = CheckedOptions(group)
-            if not _C.same_objects(group.get("params"), params):
+            if not _C.same_objects(group["params"], params):
                 return None
         if given is not None and sum(grad is None for grad in given) != len(self._idle):
             return None
         found = []
-        for stepper, lists, indices in self._calls:
+        for _, lists, indices in self._calls:
             if given is None:
                 grads = lists.plain_grads(self._idle)
             else:
                 grads = lists.plain_grads((), [given[index] for index in indices])
             if grads is None:
                 return None
-            found.append((stepper, lists, grads))
-        return found or None
-
-    def run(self, scale: float | DeviceScale, found: Found) -> None:
-        """Step with the gradients that were found, and count the step."""
-        if isinstance(scale, DeviceScale):
-            of_groups = [self._checked[i].hyper(self._groups[i]) for i, _ in self._sources]
-            for stepper, lists, grads in found:  # of one device
-                scalars = scale.decide(scale.squares(grads), self._counters, self._source_of, of_groups)
-                stepper.repeat(lists, grads, scalars)
-        else:
-            hypers = [
-                self._checked[i].hyper(self._groups[i], 1 if count is None else count.value + 1, scale)
-                for i, count in self._sources
-            ]
-            for stepper, lists, grads in found:
-                stepper.repeat(lists, grads, hypers)
-        for count in self._counts:
-            count.value += 1
-
-
-def _kind(group: Group) -> tuple[Any, ...]:
-    """The options of a group that decide which lists a step has."""
-    return group["master"], group["state_dtype"], group["amsgrad"], group["stochastic_rounding"], group["capturable"]
+            found.append(grads)
+        return found

@@ -111,23 +111,3 @@ def test_import_brings_in_nothing_beyond_torch():
     imported = result.stdout.split()
     assert "shardcore._C" in imported
     assert [name for name in imported if name.split(".")[0] not in {"shardcore", *sys.stdlib_module_names}] == []
-
-
-def test_deepspeed_door_is_imported_when_it_is_used():
-    """By each of its names, in children of one process: importing torch takes longer."""
-    code = (
-        "import os, sys, shardcore\n"
-        "assert not any(name.startswith('shardcore.deepspeed') for name in sys.modules)\n"
-        "assert 'initialize' in dir(shardcore) and not hasattr(shardcore, 'gone')\n"
-    )
-    for name in ("initialize", "deepspeed"):
-        code += (
-            "if os.fork() == 0:\n"
-            f"    from shardcore import {name}\n"
-            f"    assert {name} is shardcore.{name}\n"
-            "    assert shardcore.initialize is shardcore.deepspeed.initialize.initialize\n"
-            "    exec('from shardcore import *')\n"
-            "    os._exit(0)\n"
-            "assert os.wait()[1] == 0\n"
-        )
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

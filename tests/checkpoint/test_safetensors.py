@@ -187,7 +187,7 @@ FAULTS = [
     ("unexpected", r"model\.safetensors has blocks\.9\.up\.bias, which is no parameter or buffer"),
     ("shape", r"head\.weight has shape \(6, 24\) in .*model\.safetensors; expected \(5, 24\)"),
     ("dtype", r"head\.weight has dtype I64 in .*model\.safetensors; expected one that torch\.float32 can be made from"),
-    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a whole one: copy it again"),
+    ("torn", r"model\.safetensors is torn or no safetensors file .* expected a complete one: copy it again"),
     ("no file", r"there is no file .*model\.safetensors; expected it"),
     ("empty folder", r"expected model\.safetensors\.index\.json or model\.safetensors in it"),
     ("torn index", r"index\.json is torn or no index"),

@@ -68,11 +68,6 @@ def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:
     assert quota(tmp_path) is None
     write("sys/fs/cgroup/jobs/cpu.max", "350000 100000\n")  # of the group above
     assert quota(tmp_path) == 3.5
-    write("sys/fs/cgroup/cpu/old/cpu.cfs_quota_us", "-1\n")
-    write("sys/fs/cgroup/cpu/old/cpu.cfs_period_us", "100000\n")
-    assert quota(tmp_path) == 3.5
-    write("sys/fs/cgroup/cpu/old/cpu.cfs_quota_us", "150000\n")
-    assert quota(tmp_path) == 1.5
 
 
 def _threads() -> set[str]:
@@ -290,15 +285,6 @@ def test_free_memory_is_the_least_of_what_machine_and_groups_have(machine: Calla
     assert free_bytes(root) == 500
     machine("sys/fs/cgroup/jobs/mine/memory.current", "6000\n")
     assert free_bytes(root) == 0
-
-
-def test_free_memory_of_the_older_groups(machine: Callable[[str, str], Path]) -> None:
-    root = machine("proc/meminfo", "MemAvailable:   40 kB\n")
-    machine("proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/outside/of/the/container\n")
-    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", "9000\n")
-    machine("sys/fs/cgroup/memory/memory.usage_in_bytes", "8000\n")
-    machine("sys/fs/cgroup/memory/memory.stat", "total_inactive_file 100\n")
-    assert free_bytes(root) == 1100
 
 
 def test_free_memory_of_this_machine_is_known() -> None:

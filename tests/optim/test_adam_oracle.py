@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, adam, hyper_of
+from shardcore.optim import CPUAdam, FusedAdam, adam
+from shardcore.optim.options import hyper_of
 from tests.support.choice import few
 from tests.support.oracle import Interval, Oracle, violations
 from tests.support.params import plant_scalars
@@ -162,12 +163,19 @@ HYPER_TWINS = {
 }
 
 
-class NoOp:
+class Twin:
+    """A stepper that gets its lists as they are."""
+
+    def repeat(self, lists, grads, hypers):
+        self.step(**lists, grads=grads, hypers=hypers)
+
+
+class NoOp(Twin):
     def step(self, *args, **kwargs):
         pass
 
 
-class DroppedTail:
+class DroppedTail(Twin):
     """Leaves what is past the last whole vector as it was."""
 
     def step(self, params, grads, exp_avgs, exp_avg_sqs, *args, **kwargs):
@@ -178,7 +186,7 @@ class DroppedTail:
             tail.copy_(old)
 
 
-class WritesPastTheEnd:
+class WritesPastTheEnd(Twin):
     """Touches one element behind a tensor."""
 
     def step(self, params, *args, **kwargs):
@@ -187,7 +195,7 @@ class WritesPastTheEnd:
         torch.as_strided(last, (1,), (1,), last.storage_offset() + last.numel()).fill_(0)
 
 
-class Truncates:
+class Truncates(Twin):
     """Rounds 16-bit weights towards zero instead of to nearest."""
 
     def step(self, params, *args, masters=None, **kwargs):
@@ -209,7 +217,8 @@ def test_broken_scalars_are_rejected(monkeypatch, mix, twin):
 
 @pytest.mark.parametrize("twin", STEPPER_TWINS, ids=lambda twin: twin.__name__)
 def test_broken_kernels_are_rejected(monkeypatch, twin):
-    monkeypatch.setattr(adam, "Repeat", lambda *arguments: None)  # the short way asks steppers for more than a twin has
+    monkeypatch.setattr(_C, "AdamLists", lambda **lists: lists)
+    monkeypatch.setattr(adam.Update, "find", lambda *arguments: None)
     assert Run((torch.bfloat16, torch.float32, "fp32"), stepper=twin()).wrong() > 0
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from shardcore.optim import CPUAdam, FusedAdam, hyper_of
+from shardcore.optim import CPUAdam, FusedAdam
+from shardcore.optim.options import hyper_of
 from tests.support.oracle import Interval, Oracle, violations
 from tests.support.params import plant_scalars
 

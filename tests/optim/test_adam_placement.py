@@ -10,7 +10,8 @@ import torch
 import shardcore
 from examples.machine import available_bytes
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_, global_norm
+from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
+from shardcore.optim.clip import global_norm
 from tests.support.choice import some
 from tests.support.kernels import DTYPES, tensor
 from tests.support.params import same
@@ -250,7 +251,7 @@ def test_elementwise_kinds_have_the_bits_of_one_flat_tensor(kind, count):
     whole, state = flat_step(dtype, options, count)
     assert torch.equal(flat, whole)
     for key in state.keys() - {"step"}:
-        assert torch.equal(torch.cat([optimizer.state[p].extra(key) for p in params]), state[key]), key
+        assert torch.equal(torch.cat([optimizer.state[p].stored(key) for p in params]), state[key]), key
     assert {optimizer.state[p].count.value for p in params} == {TINY_STEPS}
 
 
@@ -290,7 +291,7 @@ def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
             stepper.step([view], [grad], [moments[0][i]], [moments[1][i]], hypers, [0], keys=[(i, 0)], **more)
     assert torch.equal(flat, expected)
     for key, kept in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-        assert torch.equal(torch.cat([optimizer.state[p].moment(key) for p in params]), torch.cat(kept))
+        assert torch.equal(torch.cat([optimizer.state[p].stored(key) for p in params]), torch.cat(kept))
     if kind == "8bit-states":  # the twin: another seed
         assert not torch.equal(stepped(dtype, {**options, "seed": 1}, count=count)[0], expected)
 

