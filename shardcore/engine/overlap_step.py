@@ -247,6 +247,10 @@ class OverlapStep:
         self.step_count += 1
         begun = threading.Event()
         comm = self.comm if self._worker_gathers else None
+        for ref, buckets in self._modules:
+            if (module := ref()) is not None and not spans.keys().isdisjoint(buckets):
+                self._defer_reads(module, buckets)
+        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
         self._pending = {update.bucket: update for update in updates}
         try:
             self._worker.submit(_update_all, self.store, updates, hypers, comm, self._stream, now, begun)
@@ -254,10 +258,6 @@ class OverlapStep:
             begun.set()
             for update in updates:
                 update.done.set_exception(error)
-        for ref, buckets in self._modules:
-            if (module := ref()) is not None and not self._pending.keys().isdisjoint(buckets):
-                self._defer_reads(module, buckets)
-        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
         begun.wait()  # else it might begin only when what the caller does next releases the interpreter
 
     def _defer_reads(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
