@@ -13,7 +13,7 @@ from shardcore._native import _C
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.state_store import Span
 from shardcore.estimate import predict
-from tests.support.choice import some
+from tests.support.choice import EVERY, part, some
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.tiers import CPU_TIER, GRADS, PARAMS, Watched, fits, hashes_of, partly_frozen, small_chunks, tier_with
@@ -179,11 +179,15 @@ MORE_ORDERS = [(1, "bf16", 2, True), (1, "bf16", 1, None), (2, "fp32", 2, False)
 
 
 @pytest.mark.parametrize(("world_size", "precision", "accumulate", "sync_each"), some(ORDERS + MORE_ORDERS, ORDERS))
-def test_one_hash_wherever_things_lie(world_size: int, precision: str, accumulate: int, sync_each: bool | None) -> None:
+@pytest.mark.parametrize("every", EVERY)
+def test_one_hash_wherever_things_lie(
+    world_size: int, precision: str, accumulate: int, sync_each: bool | None, every: int
+) -> None:
     common: dict[str, Any] = {"clip_grad_norm": 0.5, "sync_each": sync_each}
     if precision == "fp16":
         common["loss_scale"] = 1024.0
     places = [(0, None), *((stage, offload) for stage in (0, 1, 2, 3) for offload in OFFLOADS if fits(stage, offload))]
+    places = places if world_size == 1 else part(places, every, 0)
     runs = [
         Run(stage, 2, accumulate, precision, shard=common | {"offload": offload, "units": (500, "auto")[stage % 2]} | overlap)
         for (stage, offload), overlap in zip(places, itertools.cycle([{}, {"overlap_step": True}]), strict=False)

@@ -40,9 +40,10 @@ def _training(name: str, **options: Any) -> Training:
 
 
 ALONE = [pytest.param(name, 1, marks=() if name == "t5" else pytest.mark.slow) for name in ARCHITECTURES]
+FOUR = pytest.param("gpt2", 4, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*ALONE, *((name, 2) for name in ARCHITECTURES), ("gpt2", 4)])
+@pytest.mark.parametrize(("name", "world_size"), [*ALONE, *((name, 2) for name in ARCHITECTURES), FOUR])
 @pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: int) -> None:
     """Stage 3 goes all the way; the others perhaps a few steps, in which they have its bits."""

@@ -1,5 +1,6 @@
 """A step has the same bits wherever it runs, in one large tensor or in 100,000 tiny ones, compiled around or not."""
 
+import functools
 import itertools
 import math
 from itertools import product
@@ -46,13 +47,15 @@ CASES = [(weight, options, FORMULAS[i % len(FORMULAS)]) for i, (weight, options)
 each_case = pytest.mark.parametrize(("weight", "options", "formula"), CASES, ids=str)
 
 
+@functools.cache
 def starting_weights(dtype):
     generator = torch.Generator().manual_seed(0)
     return [tensor(n, dtype, generator, misalign=i % 4) for i, n in enumerate(SIZES)]
 
 
+@functools.cache
 def gradients(step, index=None):
-    """Gradients of changing dtype over many magnitudes, with exact zeros and subnormal numbers."""
+    """Gradients, not to be written to, of changing dtype over many magnitudes, with exact zeros and subnormal numbers."""
     generator = torch.Generator().manual_seed(100 + step)
     grads = []
     for i, n in enumerate(SIZES):
@@ -136,7 +139,7 @@ def test_not_a_number_reaches_the_same_elements(place):
     def run(device):
         run = Run(device, torch.float32, amsgrad=True)
         for step in range(3):
-            grads = gradients(step)
+            grads = [moved(g, g.device) for g in gradients(step)]
             for grad in grads:
                 grad[step::40] = (math.nan, math.inf, -math.inf)[step]
             run.optimizer.step(grads=[moved(g, device) for g in grads])
