@@ -1,6 +1,6 @@
 """The compiled extension (csrc/bind). The only rooms below it are torch-free C++ and CUDA.
 
-Private to the package, which checks options and its own buffers in Python. What is the user's to change between two steps
+Private to the package, which checks options and its own buffers in Python. What users can change between two steps
 (parameters, gradients, states) is checked here, before anything is written: ValueError or TypeError in the form
 ``op: argument[index] has X; expected Y (what to do)``. On CUDA tensors work is queued on the current stream. Tensors have
 memory of their own that holds their values: no released storage, no negative or conjugate bit, no wrapper or fake tensor. In
@@ -40,7 +40,7 @@ class AdamHyper:
         """The same options with another step and grad_scale."""
 
 class LossScaleRule:
-    """How a loss scale moves (csrc/core/loss_scale.h). window, hysteresis: 1 or more; minimum: more than 0."""
+    """How a loss scale changes (csrc/core/loss_scale.h). window, hysteresis: 1 or more; minimum: more than 0."""
 
     def __init__(self, *, window: int, hysteresis: int, minimum: float, consecutive_hysteresis: bool) -> None: ...
     def after(self, scale: float, stable_steps: int, hysteresis_left: int, overflow: bool) -> tuple[float, int, int]:
@@ -63,19 +63,19 @@ def device_step(
     ranks: int = 1,
     rule: LossScaleRule | None = None,
 ) -> DeviceScalars:
-    """Decide on a step where `state`, int64 (6,), lies, and move that on; waits for nothing (csrc/adam/device_step.h).
+    """Decide on a step on the device of `state`, int64 (6,), and update that, without synchronizing (csrc/adam/device_step.h).
 
-    counts: int64 of one element there, how many steps each parameter made: moved on. Returns scalars for each of them, by
+    counts: int64 of one element there, how many steps each parameter made: incremented. Returns scalars for each of them, by
     hypers[hyper_index[i]], whose step and grad_scale are not read. grad_scale / loss_scale multiplies the gradients; with
     max_norm also the clip coefficient of their norm does. squares: float64 (n, 2) there, squared norms that add up, or None
     not to look at the norm. If found_inf is not 0, the scale or the norm is not finite, or loss_scale is 0, steps with the
     scalars write nothing, counts stay, and the state counts a skipped step. grad_scale, loss_scale and found_inf: numbers, or
-    float32 or float64 tensors of one element, read when the step runs. rule: moves the loss scale in the state; ranks: what
-    1 / (ranks * scale) there is of.
+    float32 or float64 tensors of one element, read when the step runs. rule: updates the loss scale in the state; ranks: for
+    1 / (ranks * scale) there.
     """
 
 class AdamLists:
-    """The arguments of the same names of AdamStepper.step, read once for many steps: kept until this object goes."""
+    """The arguments of the same names of AdamStepper.step, read once for many steps and kept as long as this object."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ def ordered_sum(
 def encode_moment(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit codes and scales of a moment, rounded to nearest: int8 for exp_avg, uint8 for exp_avg_sq.
 
-    values: contiguous float32 CPU tensor (n,). Returns codes (n,) and float32 scales, one for 256 elements. What
-    decode_moment made comes back to the same values.
+    values: contiguous float32 CPU tensor (n,). Returns codes (n,) and float32 scales, one per 256 elements. Exact
+    for values that decode_moment has made.
     """
 
 def decode_moment(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -188,8 +188,8 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bfloat16 weight (to nearest, ties away from zero) and the int16 remainder of a float32 master (n,) on the CPU."""
 
 def dense(tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """The tensors, with a copy for each that has torch's negative bit, or lies in memory neither as likes[i] (None: it) nor, if
-    that is not is_dense and of its shape, contiguously."""
+    """The tensors, with a copy for each that has torch's negative bit, or has neither the strides of likes[i] (None: its own)
+    nor, if that is not is_dense and of its shape, contiguous memory."""
 
 def dense_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """dense(tensors) in one list for each device, in the order of their first tensors."""
@@ -199,7 +199,7 @@ def same_objects(a: object, b: object) -> bool:
     """Whether both are lists or tuples, and hold the very same objects, in one order."""
 
 def records_functions() -> bool:
-    """Whether anybody listens to torch's record_function: a profiler, of this thread or of all."""
+    """Whether a profiler, of this thread or of all, records torch's record_function."""
 
 def cast(dsts: Sequence[torch.Tensor], srcs: Sequence[torch.Tensor]) -> None:
     """dsts[i][:] = srcs[i] between float32, bfloat16 and float16, rounded as Adam rounds weights (bfloat16: to nearest, ties
@@ -209,8 +209,8 @@ def empty_huge(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zero-filled CPU tensor (numel,) on its own pages, which ask for huge pages when large (madvise)."""
 
 def closed(shape: Sequence[int], like: torch.Tensor, message: str) -> torch.Tensor:
-    """A contiguous tensor of this shape, with the dtype and device of `like`, without memory (its storage is closed): whatever
-    reads or writes elements gets a RuntimeError that says `message`."""
+    """A contiguous tensor of this shape, with the dtype and device of `like`, without memory (its storage is closed): reading
+    or writing elements raises a RuntimeError with the text `message`."""
 
 def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequence[int]) -> None:
     """Put memory[offsets[i] : offsets[i] + tensors[i].numel()] behind tensors[i], and behind all views of it, without a copy.
@@ -219,10 +219,10 @@ def lend(tensors: Sequence[torch.Tensor], memory: torch.Tensor, offsets: Sequenc
     `withdraw`. Version counters stay as they are."""
 
 def withdraw(tensors: Sequence[torch.Tensor], messages: Sequence[str]) -> None:
-    """Close the storages of tensors again, and let go of the memory that was lent."""
+    """Close the storages of tensors again, and release the memory that was lent."""
 
 class CopyEvent:
-    """When one copy of a HostTier is done. What it tells of stays valid when the tier or the tensors are let go of.
+    """One copy of a HostTier, to wait for. It stays valid when the tier or the tensors are freed.
 
     As torch.cuda.Event. Each method raises RuntimeError with the copy's number and size if a copy of its direction failed.
     """
@@ -232,15 +232,15 @@ class CopyEvent:
     def synchronize(self) -> None:
         """Wait on the host until the copy is done."""
     def wait(self) -> None:
-        """Let later work on the current CUDA stream wait for the copy, without waiting on the host; for the CPU, wait here."""
+        """Make later work on the current CUDA stream wait for the copy, without waiting on the host; for the CPU, wait here."""
 
 class HostTier:
     """The cpu tier: exact-size host buffers that are reached only through counted copies (csrc/copy).
 
     ``device`` is where the other side of every copy lives. Copies are queued and return at once: a queue for each direction,
     in order, on a CUDA stream of its own, or on a thread of its own for the CPU. A copy begins after all that was queued on
-    the current CUDA stream before it (for the CPU: at once). Until its event is done nobody writes its src, or reads or
-    writes its dst; both are kept alive so long. In a forked child, where the threads are missing, copies are complete on
+    the current CUDA stream before it (for the CPU: at once). Until its event is done its src must not be written, nor its dst
+    read or written; both are kept alive until then. In a forked child, where the threads are missing, copies are complete on
     return; CUDA does not work there.
 
     With ``pin_memory`` buffers for a CUDA device are page-locked, whole pages and no more, ``pin_memory_limit`` bytes at most
@@ -263,7 +263,7 @@ class HostTier:
     def synchronize(self) -> None:
         """Wait on the host for all copies. RuntimeError if one failed."""
     def drain(self) -> None:
-        """Wait until no copy is in flight, whatever became of them."""
+        """Wait until no copy is in flight, failed ones included."""
     @property
     def pin_refusal(self) -> str:
         """Why the first of bytes_refused was refused; empty if none ever was."""
@@ -271,13 +271,13 @@ class HostTier:
     bytes_from_tier: int
     bytes_allocated: int  # of the live buffers, as they were asked for
     bytes_pinned: int  # of those that are page-locked, in whole pages
-    bytes_refused: int  # of those that should be and could not, in whole pages
+    bytes_refused: int  # of those that could not be page-locked, in whole pages
 
 class OffloadChunk:
-    """A chunk of an OffloadPipeline, with the tensors that it uses. Let go, it waits for copies that are in flight."""
+    """A chunk of an OffloadPipeline, with the tensors that it uses. Its destructor waits for copies in flight."""
 
 class OffloadPipeline:
-    """Makes the steps of a tier: chunk by chunk gradients come, Adam runs, new weights go; no GIL (csrc/offload).
+    """Runs the steps of a tier, chunk by chunk: copies gradients in, runs Adam, copies weights out; no GIL (csrc/offload).
 
     ``places``: how many for weights chunks take in turn. events: what the last step did: (what, begin and end in
     seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the like, "adam".
@@ -288,11 +288,12 @@ class OffloadPipeline:
     def chunk(
         self, *, weights: Sequence[torch.Tensor | None], grad_starts: Sequence[int], grads_come: bool, place: int, **lists: Any
     ) -> OffloadChunk:
-        """Return a chunk for steps that bring only gradients. lists: all those of AdamStepper.step, in host memory.
+        """Return a chunk for steps that pass only gradients. lists: all those of AdamStepper.step, in host memory.
 
-        weights[i]: None, or on the device: new weights go there from params[i], a place in the tier, and unless masters[i] is
-        float32 the old ones come from there. grads_come: to grads[i], places in the tier; else grads[i] only shows its dtype.
-        grad_starts[i]: where in what a step brings span i begins. place: the number of the places of params.
+        weights[i]: None, or on the device: new weights are copied there from params[i], a place in the tier, and unless
+        masters[i] is float32 the old ones are copied from there. grads_come: gradients are copied to grads[i], places in the
+        tier; else grads[i] only has their dtype. grad_starts[i]: where span i begins in the gradient that a step passes. place:
+        the number of the places of params.
         """
     def begin(
         self,
@@ -304,15 +305,16 @@ class OffloadPipeline:
     ) -> None:
         """Begin a step, after the end of the last. grads: for each span of each chunk a tensor (at least the span's, 1-D).
 
-        num_threads: 0: the waits make the step; else a thread of its own, with so many, itself included, on the caller's
-        cores. Copies come after the current CUDA stream. weights_leave: first wait for copies to the device in flight.
+        num_threads: 0: the step runs in the waits; else a thread of its own, with so many, itself included, on the caller's
+        cores. Copies begin after the work queued on the current CUDA stream. weights_leave: first wait for copies to the
+        device in flight.
         """
     def wait_fetched(self, count: int) -> None:
-        """Wait until what the first `count` chunks need is on its way. RuntimeError if something failed."""
+        """Wait until the copies in for the first `count` chunks are queued. RuntimeError if a copy failed."""
     def wait_updated(self, first: int, last: int) -> CopyEvent | None:
         """Wait, as wait_fetched, until chunks below `last` are updated; returns the event of the last copy of [first, last)."""
     def end(self) -> None:
-        """Leave out what is not updated yet; nothing of the step goes on or reads gradients. Weights may be on their way."""
+        """End the step, leaving out chunks not updated yet; it reads no gradients then. Weights may still be in flight."""
 
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""

@@ -24,7 +24,7 @@ from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan
 from shardcore.engine.hooks import attach
-from shardcore.engine.host_gradients import home_bytes
+from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
@@ -312,7 +312,7 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
         split(plan.updated, tiers.ratio)
         needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None)
     if tiers.gradients is not None:
-        needed += home_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
+        needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
     if tiers.params is not None:
         needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
     return needed
@@ -330,8 +330,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
                 plan.device,
                 tiers.pin_memory,
                 tiers.pin_memory_limit,
-                grads_leave=tiers.gradients is not None,
-                weights_here=tiers.params is not None,
+                grads_on_host=tiers.gradients is not None,
+                weights_on_host=tiers.params is not None,
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)

@@ -56,9 +56,10 @@ def page() -> str:
             continue
         parts.append(f"## shardcore.{name}\n\n`{_signature(name, thing)}`\n\n{_text(thing)}")
         for method, of in _methods(thing) if isinstance(thing, type) else ():
-            if id(of) in shown or method == "profile_hook_step":  # torch's
+            own = id(inspect.unwrap(of))  # torch wraps step per class when an optimizer is first made
+            if own in shown or method == "profile_hook_step":  # torch's
                 continue
-            shown.add(id(of))
+            shown.add(own)
             title = method if isinstance(of, property) else _signature(method, of)
             parts.append(f"### {name}.{method}\n\n`{title}`\n\n{_text(of)}")
     return "\n".join(parts)

@@ -60,12 +60,8 @@ class TensorFiles:
         Raises FileNotFoundError, TypeError or ValueError, the latter also for files that are torn or hold a name twice, and
         ModuleNotFoundError without the safetensors package.
         """
-        paths: list[Path] = []
-        promised: dict[str, Path] = {}
-        for item in [given] if isinstance(given, str | os.PathLike) else given:
-            found, names = _files_of(Path(item))
-            paths += found
-            promised |= names
+        items = [given] if isinstance(given, str | os.PathLike) else given
+        paths = [path for item in items for path in _files_of(Path(item))]
         package = _package()
         stored: dict[str, Stored] = {}
         for path in dict.fromkeys(paths):
@@ -74,9 +70,6 @@ class TensorFiles:
                     raise ValueError(f"shard: {name} is in {stored[name].path} and in {path}; expected it in one file")
                 stored[name] = tensor
         self.stored: Mapping[str, Stored] = MappingProxyType(stored)
-        for name, path in promised.items():
-            if name not in stored or stored[name].path != path:
-                raise ValueError(f"shard: {path} has no {name}; expected it there, as {_INDEX} says (is the copy complete?)")
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements [start, start + numel) of the flattened tensor, in the file's dtype. Raises OSError."""
@@ -94,22 +87,21 @@ class TensorFiles:
             raise OSError(f"shard: {name} cannot be read from {tensor.path}: {error}") from error
 
 
-def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files of `path` (a file or a folder), and the file of each name in the folder's index."""
+def _files_of(path: Path) -> list[Path]:
+    """Return the files of `path`, a file or a folder."""
     if not path.is_dir():
         if path.suffix != ".safetensors":
             raise ValueError(f"shard: materialize has {path}; expected a .safetensors file or a folder (pickle is never read)")
-        return [path], {}
+        return [path]
     index = path / _INDEX
     if not index.exists():
         if not (path / _SINGLE).exists():
             raise FileNotFoundError(f"shard: materialize has the folder {path}; expected {_INDEX} or {_SINGLE} in it")
-        return [path / _SINGLE], {}
+        return [path / _SINGLE]
     try:
-        names = {str(name): path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return sorted({path / file for file in json.loads(index.read_text())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'shard: {index} is torn or no index ({error!r}); expected JSON with a "weight_map"') from error
-    return list(dict.fromkeys(names.values())), names
 
 
 def _package() -> ModuleType:

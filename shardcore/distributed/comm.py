@@ -327,7 +327,7 @@ class Comm:
                 return self._started(operation, dist.batch_isend_irecv(calls))
         with _explained(operation):
             works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
-        return [Started(operation, works)] if works else []
+        return [Started(operation, filter(None, works))] if works else []
 
     def gather_rows(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
         """Return the small tensors of all ranks stacked in rank order, shape (world_size, *row.shape), on row's device.

@@ -313,7 +313,7 @@ class Bucket:
         """Return the reduced gradient in the dtype that sums have; a first gradient kept as it was is converted."""
         old = self.grad
         if old is None or old.dtype != dtype:
-            self.grad = pool.keep(self.owned_numel, dtype)
+            self.grad = pool.keep(self.owned_numel if self.host_grad is None else self.device_numel, dtype)
             if old is not None:
                 _C.cast([self.grad], [old])
                 pool.give(old)

@@ -37,16 +37,16 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def staging_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
+def staging_bytes(buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False) -> int:
     """Return the bytes of all staging buffers; see CpuStore."""
-    count = (0 if grads_leave else GRAD_BUFFERS) + (0 if weights_here else WEIGHT_BUFFERS)
+    count = (0 if grads_on_host else GRAD_BUFFERS) + (0 if weights_on_host else WEIGHT_BUFFERS)
     return count * staging_numel(buckets) * _ITEM_BYTES
 
 
-def host_bytes(buckets: Sequence[Bucket], grads_leave: bool = False, weights_here: bool = False) -> int:
+def host_bytes(buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False) -> int:
     """Return the bytes of host memory that a CpuStore of these buckets takes."""
     states = sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
-    return states + staging_bytes(buckets, grads_leave, weights_here)
+    return states + staging_bytes(buckets, grads_on_host, weights_on_host)
 
 
 @dataclass(frozen=True)
@@ -79,21 +79,19 @@ class CpuStore:
         pin_memory_limit: int | None = None,
         chunk_numel: int = CHUNK_NUMEL,
         *,
-        grads_leave: bool = False,
-        weights_here: bool = False,
+        grads_on_host: bool = False,
+        weights_on_host: bool = False,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
-        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_leave: gradients are copied in backward
-        (`Bucket.host_grad`), not in a step. weights_here: the shards of weights lie in host memory as well (`Bucket.tier`).
+        At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
+        (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
         """
-        if chunk_numel < BLOCK or chunk_numel % BLOCK:
-            raise ValueError(f"offload: chunk_numel is {chunk_numel}; expected a multiple of {BLOCK}")
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
         self._chunk_numel = staging_numel(buckets, chunk_numel)
         size = self._chunk_numel * _ITEM_BYTES
-        self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_leave else GRAD_BUFFERS)]
-        self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_here else WEIGHT_BUFFERS)]
+        self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_on_host else GRAD_BUFFERS)]
+        self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)]
         self.scratch_bytes = size * (len(self._grads) + len(self._weights))
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers

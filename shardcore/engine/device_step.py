@@ -1,10 +1,10 @@
-"""What becomes of a step: decided on the device where it can be, and learned of on the host.
+"""The outcome of a step: decided on the device where it can be, and read by the host.
 
 Note [Device steps]: where nothing of a step lies in host memory, the host does not wait for the norm. The device adds the
 squares of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, makes the scalars of Adam from them
 and moves its loss scale (csrc/adam/device_step.h). All of that stays there; each step sends the host a copy, which it reads at
-a later step once it has arrived, and waits for where someone asks: `Outcomes.settle`. Any thread may ask. Replays of a CUDA
-graph run nothing here, so once one was captured whoever asks reads the device.
+a later step once that is done, and waits for where someone asks: `Outcomes.settle`. Replays of a CUDA graph run nothing here,
+so once one was captured whoever asks reads the device.
 Note [Cohorts]: a step is planned without the counts. Parameters with one `Managed.cohort` had the same steps since their
 counts were equal, so the scalars of one serve them all; those of a cohort that a step updates become one of their own.
 """
@@ -53,11 +53,11 @@ def _result(words: torch.Tensor) -> StepResult:
     return StepResult((floats[0].item(), int(words[1]), int(words[2])), floats[4].item(), int(words[5]))
 
 
-class Arrival:
-    """What a step left on the device, on its way to the host, which may read it when it is `here`, or wait for it."""
+class PendingResult:
+    """A copy to the host of what a step left on the device."""
 
     def __init__(self, words: torch.Tensor) -> None:
-        """Send the words as they are now, in stream order."""
+        """Queue the copy of the words as they are now, in stream order."""
         self._event: torch.cuda.Event | None = None
         self._host = torch.empty(words.shape, dtype=torch.int64, device="cpu", pin_memory=words.is_cuda)
         self._host.copy_(words, non_blocking=True)
@@ -66,12 +66,12 @@ class Arrival:
             self._event.record(torch.cuda.current_stream(words.device))
 
     @property
-    def here(self) -> bool:
-        """Whether `wait` would not wait."""
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> StepResult:
-        """Return what has arrived."""
+    def result(self) -> StepResult:
+        """Wait for the copy; returns what was copied."""
         if self._event is not None:
             self._event.synchronize()
         return _result(self._host)
@@ -110,8 +110,8 @@ class DeviceStep:
         groups: Sequence[Mapping[str, Any]],
         scale: "float | DeviceScale",
         max_norm: float | None,
-    ) -> tuple["_C.DeviceScalars", Arrival | None]:
-        """Queue the decision on a step; returns the scalars of each of `updated`, and what will tell the host.
+    ) -> tuple["_C.DeviceScalars", PendingResult | None]:
+        """Queue the decision on a step; returns the scalars of each of `updated`, and the copy of the result.
 
         squares: (n, 2) float64 on the device, of each rank's gradients. scale: multiplies these.
         """
@@ -135,10 +135,10 @@ class DeviceStep:
         if capturing(self._device):
             self.replayed = True
             return scalars, None
-        return scalars, Arrival(self.state.words)
+        return scalars, PendingResult(self.state.words)
 
     def read_counts(self) -> None:
-        """Let the host know how many steps each parameter made. Waits for the device."""
+        """Set `Managed.step` of each parameter. Waits for the device."""
         if self._counted or self.replayed:
             self._counted = False
             for managed, count in zip(self._counter, self._memory[_WORDS:].tolist(), strict=True):
@@ -150,43 +150,46 @@ class DeviceStep:
 
 
 class Outcomes:
-    """Learns what became of steps, in their order: counts, loss scale, log."""
+    """Records the outcomes of steps, in their order: counts, loss scale, log. Any thread may ask."""
 
     def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
-        """Count skipped steps in `optimizer`. device_step: what decides, so that any thread may be first to ask; or None."""
+        """Count skipped steps in `optimizer`. device_step: what decides on them; None: the host."""
         self._lock = threading.RLock()
         self._optimizer, self._scaler, self._device_step = weakref.ref(optimizer), scaler, device_step
-        self._coming: deque[Arrival] = deque()
+        self._pending: deque[PendingResult] = deque()
         self._skipped = 0  # on the device, as far as the host knows
         self._late: RuntimeError | None = None
         self.last_norm: float | None = None
 
-    def add(self, outcome: float | Arrival, updated: Sequence[Managed]) -> None:
-        """Learn that a step has been made that updates `updated`, unless the norm says no.
+    def add(self, outcome: float | PendingResult, updated: Sequence[Managed]) -> None:
+        """Note a step that updates `updated`, unless the norm is not finite.
 
         outcome: the norm, if the host decided by it: then RuntimeError if the loss scale would fall below its minimum.
         """
-        if isinstance(outcome, Arrival):
-            self._coming.append(outcome)
+        if isinstance(outcome, PendingResult):
+            self._pending.append(outcome)
             return
-        if math.isfinite(outcome):
-            for managed in updated:
-                managed.step += 1
-        self._learn(outcome, 0 if math.isfinite(outcome) else 1, None)
+        finite = math.isfinite(outcome)
+        for managed in updated if finite else ():
+            managed.step += 1
+        self._record(outcome, 0 if finite else 1, None)
 
     def poll(self) -> None:
-        """Learn of what has come."""
+        """Read the results that have been copied."""
         with self._lock:
-            while self._coming and self._coming[0].here:
-                self._learn_next()
+            while self._pending and self._pending[0].done:
+                self._read_next()
 
     def settle(self, counts: bool = False) -> None:
-        """Learn of all steps so far, and if `counts`, how many each parameter made. Waits for the device."""
+        """Read the results of all steps so far, and if `counts`, how many each parameter made. Waits for the device."""
         with self._lock:
-            while self._coming:
-                self._learn_next()
-            if self._device_step is not None and self._device_step.replayed:
-                self._follow(self._device_step.read())
+            while self._pending:
+                self._read_next()
+            if self._device_step is not None and self._device_step.replayed:  # nothing of replays is logged
+                result = self._device_step.read()
+                self._count_skips(result.skipped)
+                self._scaler.after_update(result.scale)
+                self.last_norm = result.norm
             if self._device_step is not None and counts:
                 self._device_step.read_counts()
 
@@ -202,37 +205,33 @@ class Outcomes:
             logger.warning("%s (before load_state_dict)", self._late)
         self._late = None
 
-    def _learn_next(self) -> None:
-        arrival = self._coming[0]
-        result = arrival.wait()  # may be interrupted, also by a signal handler that asks itself, and has learned this then
-        if not self._coming or self._coming[0] is not arrival:
+    def _read_next(self) -> None:
+        pending = self._pending[0]
+        result = pending.result()  # interrupted by a signal handler that asks itself, it may be read already
+        if not self._pending or self._pending[0] is not pending:
             return
-        self._coming.popleft()
-        skips, self._skipped = result.skipped - self._skipped, result.skipped
+        self._pending.popleft()
         try:
-            self._learn(result.norm, skips, result.scale)
+            self._record(result.norm, result.skipped - self._skipped, result.scale)
         except RuntimeError as error:
             self._late = self._late or error
 
-    def _learn(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
-        """Take what a step left. scale: as the device moved it, None: by the host's own rule."""
+    def _record(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
+        """Note a step's norm and whether it was skipped. scale: as the device moved it, None: by the host's own rule."""
         self.last_norm = norm
         if not skips:
             self._scaler.after_update(scale)
             return
-        optimizer = self._optimizer()
-        skipped = "not counted, as the optimizer is gone" if optimizer is None else optimizer._count_skip(skips)
+        skipped = self._count_skips(self._skipped + skips)
         logger.warning(
             "step: the global gradient norm is %s; nothing was updated on any rank (skipped steps so far: %s)%s",
             norm,
-            skipped,
+            "not counted, as the optimizer is gone" if skipped is None else skipped,
             self._scaler.after_overflow(scale),
         )
 
-    def _follow(self, result: StepResult) -> None:
-        """Take what replays left, of which nothing is logged."""
-        skips, self._skipped, self.last_norm = result.skipped - self._skipped, result.skipped, result.norm
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._count_skip(skips)
-        self._scaler.follow(result.scale)
+    def _count_skips(self, skipped: int) -> int | None:
+        """Add to the optimizer's count what is new of `skipped` steps; returns that count, None if it is gone."""
+        new, self._skipped = skipped - self._skipped, skipped
+        optimizer: Any = self._optimizer()
+        return None if optimizer is None else int(optimizer._count_skip(new))

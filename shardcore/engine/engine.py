@@ -24,7 +24,7 @@ from shardcore.engine.build import Builder, check_unwrapped
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
-from shardcore.engine.host_gradients import GradHome
+from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
@@ -165,9 +165,9 @@ class Engine:
         self.unsharder: Unsharder | None = None  # None: all weights are whole always
         if not self.lifetimes.full_weight_resident:
             self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
-        home: GradHome | None = None
+        grad_offload: GradOffload | None = None
         if plan.host is not None and plan.offloads_gradients:
-            home = GradHome(plan.host.copies, plan.updated, plan.threads)
+            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
             self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit)
@@ -180,7 +180,7 @@ class Engine:
             self.unsharder,
             self.scaler,
             self.overlap_step,
-            home,
+            grad_offload,
         )
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
@@ -392,7 +392,11 @@ class Engine:
         if not capturing(self.device):  # which allows no question about events
             self.outcomes.poll()
         late = () if problems else (self.outcomes.raise_late,)
-        for get_ready in (*late, self._check_step, self.reducer.host_grads.arrive):  # checks, while the last gradients travel
+        for get_ready in (
+            *late,
+            self._check_step,
+            self.reducer.host_grads.synchronize,
+        ):  # checks, while the last gradients travel
             try:
                 get_ready()
             except (ValueError, TypeError, RuntimeError) as error:
@@ -503,7 +507,7 @@ class Engine:
         optimizer: Any = self._optimizer()  # it makes this call
         optimizer.state.others = self.state_io.load_state_dict(state_dict)
         self.go_on_from(scale)
-        self.updater.loaded += self.scaler.told
+        self.updater.loaded += self.scaler.compared
 
     def go_on_from(self, scale: Mapping[str, Any] | None) -> None:
         """Go on from the counts that parameters were given, and a loss scale that LossScaler.check_state accepts, or None.
@@ -549,12 +553,12 @@ class Engine:
 
         def check() -> str:
             self.reducer.accept_user_grads(op)
-            self.reducer.host_grads.arrive()
+            self.reducer.host_grads.synchronize()
             return f"{what} over {', '.join(m.name for b in buckets for m in b.params if chosen is None or m.param in chosen)}"
 
         self.together(op, check, self.reducer.count)
         self.reducer.reduce_pending()
-        self.reducer.host_grads.arrive()
+        self.reducer.host_grads.synchronize()
         return OwnGrads(buckets, chosen, norm_type, self.comm, self.lifetimes, self.device, self.reducer.show_grads)
 
     def together(self, op: str, check: Callable[[], str], backwards: int = 0) -> None:
@@ -597,13 +601,13 @@ class Engine:
 
         def check() -> str:
             self.reducer.accept_user_grads("full_grad")
-            self.reducer.host_grads.arrive()
+            self.reducer.host_grads.synchronize()
             return self._of("full_grad", param)[1].name
 
         self.together("full_grad", check, self.reducer.count)
         bucket, managed = self._of("full_grad", param)
         self.reducer.reduce_pending()
-        self.reducer.host_grads.arrive()
+        self.reducer.host_grads.synchronize()
         grad = bucket.owned_grad()
         if not managed.has_grad or grad is None:
             return None

@@ -24,7 +24,7 @@ _LARGEST = 2.0**127  # of the powers of two in float32
 class LossScale:
     """A loss scale that follows the gradients: it begins at 2**initial_power, doubles while they fit, halves when they do not.
 
-    window: how many steps without an overflow pass before the scale doubles, at the next one that has none, and so on.
+    window: the scale doubles after so many steps without an overflow, at the next one that has none, and so on.
     hysteresis: which overflow halves the scale, and every one after it; those before only skip their step. It counts anew once
         the scale has doubled, with consecutive_hysteresis after every step without an overflow.
     minimum: the scale goes no lower; an overflow that would halve it there is an error.
@@ -93,7 +93,7 @@ class LossScaler:
         return self.scale if self.live is None else None
 
     @property
-    def told(self) -> str:
+    def compared(self) -> str:
         """What ranks compare of a scale that was loaded and that only the device will know."""
         return "" if self.live is None else f", loss scale {self.state()}"
 
@@ -104,32 +104,32 @@ class LossScaler:
         return 1.0 / (ranks * self.scale) if self.live_unscale is None else self.live_unscale
 
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on, float32 at least; its backward tells whether the scale is still this one."""
+        """Return the loss to run backward on, float32 at least; its backward notes whether the scale is still this one."""
         if not self.active:
             return loss
         loss = loss.float() if loss.dtype in MASTERED_DTYPES else loss
         scale = self.scale if self.live is None else self.live.to(loss.device, loss.dtype, copy=True)
         steps, scaled = self._steps, loss * scale
         if scaled.requires_grad:
-            scaled.register_hook(lambda grad: self.see_loss(scale, steps))  # type: ignore[no-untyped-call]
+            scaled.register_hook(lambda grad: self._note_loss(scale, steps))  # type: ignore[no-untyped-call]
         return scaled
 
-    def see_loss(self, scale: float | torch.Tensor, steps: int) -> None:
-        """Learn that the backward under way began at a loss multiplied by `scale`, as it was after so many steps."""
+    def _note_loss(self, scale: float | torch.Tensor, steps: int) -> None:
+        """Note that the backward under way began at a loss multiplied by `scale`, as it was after so many steps."""
         if self.live is None or not isinstance(scale, torch.Tensor):
             self._scaled = bool(scale == self.scale)
         else:  # a loss of before a step is seldom used after it: that waits for the device
             self._scaled = steps == self._steps or torch.equal(scale, self.live.to(scale))
 
     def end_backward(self, any_grad: bool) -> None:
-        """Learn that a backward ended, and whether it gave any gradient."""
+        """Note that a backward ended, and whether it gave any gradient."""
         self.unscaled |= any_grad and self.active and not self._scaled
         self._scaled = False
 
     # --- after a step -------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
-        """Learn that a step was made or skipped, perhaps long before what became of it is known here."""
+        """Note that a step was made or skipped, perhaps long before its result is known here."""
         self._steps += 1
 
     @property
@@ -137,25 +137,20 @@ class LossScaler:
         """The scale, its stable steps, and the overflows left until it halves."""
         return self.scale, self.stable_steps, self.hysteresis_left
 
-    def follow(self, state: tuple[float, int, int]) -> None:
-        """Take the state that the device moved to, if it moves."""
-        if self.rule is not None:
-            self.scale, self.stable_steps, self.hysteresis_left = state
-
     def after_update(self, state: tuple[float, int, int] | None = None) -> None:
-        """Learn that a step updated the weights. state: as the device moved it; None: it moves here."""
+        """Note that a step updated the weights. state: as the device moved it; None: it moves here."""
         if self.rule is not None:
-            self.follow(state or self.rule.after(*self.state_now, False))
+            self.scale, self.stable_steps, self.hysteresis_left = state or self.rule.after(*self.state_now, False)
 
     def after_overflow(self, state: tuple[float, int, int] | None = None) -> str:
-        """Learn that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low.
+        """Note that a step was skipped; returns what to add to its log line. RuntimeError if the scale would fall too low.
 
         state: as in `after_update`.
         """
         if self.options is None or self.rule is None:
             return f"; the loss scale stays {self.scale:g}" if self.active else ""
         old, waits = self.scale, self.hysteresis_left > 1
-        self.follow(state or self.rule.after(*self.state_now, True))
+        self.scale, self.stable_steps, self.hysteresis_left = state or self.rule.after(*self.state_now, True)
         if waits:
             return f"; the loss scale stays {self.scale:g} (overflows until it halves: {self.hysteresis_left})"
         if old <= self.options.minimum:
@@ -188,7 +183,7 @@ class LossScaler:
             raise ValueError(f'{op}: state_dict["loss_scale"] is {dict(state)}; expected a scale above 0 and counts')
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state` within this scaler's own options. None, or a scale that never moves, changes nothing."""
+        """Continue from `state` within this scaler's own options. None, or a scale that never moves, changes nothing."""
         if state is None or self.options is None:
             return
         self.scale = max(float(state["scale"]), self.options.minimum)

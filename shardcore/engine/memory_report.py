@@ -75,7 +75,7 @@ class MemoryReport:
 def memory_report(model: nn.Module) -> MemoryReport:
     """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
 
-    Waits for a step that is on its way. `shardcore.estimate.predict` says the same before training.
+    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):
@@ -104,14 +104,14 @@ def memory_lines(
     store: StateStore,
     pool: BufferPool,
     gathered: BufferPool | None,
-    adding_bytes: int,
+    grad_staging_bytes: int,
     frozen: Sequence[torch.Tensor],
     shown: Callable[[Bucket], torch.Tensor | None],
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
-    pool: the reducer's; gathered: of whole weights, None where they are resident; adding_bytes: where gradients come to that
-    are added in host memory; frozen: weights in no bucket; shown: see ParamGrads.shown.
+    pool: the reducer's; gathered: of whole weights, None where they are resident; grad_staging_bytes: of gradients that are
+    added in host memory; frozen: weights in no bucket; shown: see ParamGrads.shown.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
@@ -130,8 +130,8 @@ def memory_lines(
     if gathered is not None:
         yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
-    if store.scratch_bytes + adding_bytes:
-        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + adding_bytes)
+    if store.scratch_bytes + grad_staging_bytes:
+        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + grad_staging_bytes)
 
 
 def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:

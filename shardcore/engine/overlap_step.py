@@ -213,7 +213,7 @@ class OverlapStep:
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         _overlap_steps.add(self)
-        # Called from hooks of modules that may be compiled in place: torch.compile must not look inside.
+        # Called from hooks of modules that may be compiled in place: torch.compile must not trace them.
         keep_uncompiled(OverlapStep, "before_forward", "end_forward")
 
     def before_forward(self, index: int) -> None:
@@ -247,6 +247,10 @@ class OverlapStep:
         self.step_count += 1
         begun = threading.Event()
         comm = self.comm if self._worker_gathers else None
+        for ref, buckets in self._modules:
+            if (module := ref()) is not None and not spans.keys().isdisjoint(buckets):
+                self._defer_reads(module, buckets)
+        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
         self._pending = {update.bucket: update for update in updates}
         try:
             self._worker.submit(_update_all, self.store, updates, hypers, comm, self._stream, now, begun)
@@ -254,10 +258,6 @@ class OverlapStep:
             begun.set()
             for update in updates:
                 update.done.set_exception(error)
-        for ref, buckets in self._modules:
-            if (module := ref()) is not None and not self._pending.keys().isdisjoint(buckets):
-                self._defer_reads(module, buckets)
-        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
         begun.wait()  # else it might begin only when what the caller does next releases the interpreter
 
     def _defer_reads(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
@@ -381,7 +381,7 @@ def _update_all(
     """Run one step on the worker, behind `after`. After an error nothing more is updated, and all that was not has that error.
 
     comm: what gathers new weights, None if the thread that waits does. Gathers go on after an error: other ranks wait for
-    them, and are told at the next step that this one refuses. begun: is set when the worker is about to compute.
+    them; at the next step they find that this one refuses. begun: is set when the worker is about to compute.
     """
     begun.set()
     error: BaseException | None = None
@@ -419,7 +419,7 @@ def _update_all(
                 update.done.set_exception(error)
 
 
-# os.register_at_fork keeps what it is given for good; engines come and go.
+# os.register_at_fork keeps what it is given for good.
 _overlap_steps: "weakref.WeakSet[OverlapStep]" = weakref.WeakSet()
 
 

@@ -34,7 +34,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
-from shardcore.engine.host_gradients import GradHome, HostGrads
+from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
@@ -244,19 +244,19 @@ class Reducer:
         unsharder: Unsharder | None,
         scaler: LossScaler,
         overlap_step: OverlapStep | None,
-        home: GradHome | None,
+        grad_offload: GradOffload | None,
     ) -> None:
         """Watch every parameter of `buckets`; they are reduced in the reverse of the given order.
 
         scaler: knows what gradients arrive multiplied by. overlap_step: may still read them after a step.
-        home: where these go, if not here.
+        grad_offload: where reduced gradients are offloaded to, None if they stay.
         """
         self.buckets = list(reversed(buckets))
         self.params = sorted((m for b in buckets for m in b.params), key=lambda m: m.index)
         self.comm, self.lifetimes, self.policy, self.device, self.unsharder = comm, lifetimes, policy, device, unsharder
         self.scaler, self.overlap_step = scaler, overlap_step
         self.pool = BufferPool(device, weakly(self._forget))
-        self.host_grads = HostGrads(home, comm, policy, scaler.active, self.pool)
+        self.host_grads = HostGrads(grad_offload, comm, policy, scaler.active, self.pool)
         self._reduce_scatter = ReduceScatter(comm, self.pool, self.buckets, policy.backend_sums)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
@@ -331,7 +331,7 @@ class Reducer:
         self._boundary.clear()
         self._reduce_scatter.abandon()
         self._wait_gathers()
-        self.host_grads.abandon()
+        self.host_grads.abort()
         if self.unsharder is not None:
             self.unsharder.reshard_all()
         self.zero()
@@ -524,7 +524,7 @@ class Reducer:
         if not set_to_none and self.overlap_step is not None:
             self.overlap_step.finish()
         self.settle()
-        self.host_grads.forget()  # zeros must not be overwritten
+        self.host_grads.discard()  # zeros must not be overwritten
         self.backwards = self._number = 0
         self._stepped = self.dropped = self._local_sums = self.scaler.unscaled = False
         self._late.clear()

@@ -66,27 +66,27 @@ class SplitStore:
         pin_memory: bool,
         pin_memory_limit: int | None = None,
         *,
-        grads_leave: bool = False,
-        weights_here: bool = False,
+        grads_on_host: bool = False,
+        weights_on_host: bool = False,
     ) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
-        self._buckets, self._device, self._weights_here = list(buckets), device, weights_here
+        self._buckets, self._device, self._weights_on_host = list(buckets), device, weights_on_host
         self.timed = False  # a step ends when its last weights have arrived
         self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
         self.on_cpu = CpuStore(
-            buckets, device, pin_memory, pin_memory_limit, grads_leave=grads_leave, weights_here=weights_here
+            buckets, device, pin_memory, pin_memory_limit, grads_on_host=grads_on_host, weights_on_host=weights_on_host
         )
         self._make_device_store()
 
     def _make_device_store(self) -> None:
         self.on_device = DeviceStore(self._buckets, self._device)
         self._halves: dict[Bucket, tuple[list[Span], list[Span], list[Span]]] = {}  # see _halves_of
-        self.weight_scratch_bytes = weight_scratch_bytes(self._buckets) if self._weights_here else 0
+        self.weight_scratch_bytes = weight_scratch_bytes(self._buckets) if self._weights_on_host else 0
         memory = torch.empty(self.weight_scratch_bytes, dtype=torch.uint8, device=self._device)
         self._scratch = {
             bucket: memory[: bucket.device_numel * bucket.dtype.itemsize].view(bucket.dtype)
-            for bucket in (self._buckets if self._weights_here else ())
+            for bucket in (self._buckets if self._weights_on_host else ())
         }
 
     def seconds(self) -> float:
@@ -180,7 +180,7 @@ class SplitStore:
 
 
 def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]) -> float:
-    """Return the largest share of at most `affordable` that leaves no more than `limit_bytes` on the device, else the least."""
+    """Return the largest share of at most `affordable` that keeps at most `limit_bytes` on the device, else the least."""
     steps = int(min(1.0, max(0.0, affordable)) * _STEPS_OF_ONE)
     while steps < _STEPS_OF_ONE and device_bytes(steps / _STEPS_OF_ONE) > limit_bytes:
         steps += 1

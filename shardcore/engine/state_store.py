@@ -1,8 +1,8 @@
 """Where optimizer states live and where Adam runs on them.
 
 A store holds, for each bucket, flat tensors of the owned range: exp_avg, exp_avg_sq, max_exp_avg_sq (amsgrad) and the master
-weights, kept as the bucket's kind says (optim/state_format.py). The device store keeps them beside the weights;
-engine/cpu_store.py has the cpu tier. Both feed the same kernel the same numbers, so the tier never shows in the bits.
+weights, kept as the bucket's `state_format` says. The device store keeps them beside the weights; engine/cpu_store.py has the
+cpu tier. Both pass the same numbers to the same kernel, so the tier never shows in the bits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +23,15 @@ Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
 
 
 class StepError(RuntimeError):
-    """A step failed on its way: some weights are of the step before, some are not."""
+    """A step failed after it had begun: some weights are of the step before, some are not."""
 
 
 @dataclass(frozen=True)
 class Span:
     """A range of a bucket's owned range that one set of scalars updates: `hypers[hyper]` of the step.
 
-    key: what random bits hang on: (the parameter's index over all groups, which of its elements is the first here). Where
-    none are drawn a span may hold several parameters.
+    key: of its random bits: (the parameter's index over all groups, the first of its elements here). Where none are drawn a
+    span may hold several parameters.
     """
 
     bucket: Bucket
@@ -47,7 +47,7 @@ class Span:
 
 
 class StateStore(Protocol):
-    """What the engine needs of a place for optimizer states.
+    """What the engine needs of whatever keeps optimizer states.
 
     scratch_bytes: beside the states, what steps work in. weight_scratch_bytes: on the device, what weights of another tier are
     updated in.
@@ -161,25 +161,24 @@ class DeviceStore:
         self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.states)
 
 
-def arrivals(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[int]:
-    """Let a store update one part after the other; yields the index of each when its weights have arrived.
+def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[None]:
+    """Let a store update one part after the other; yields once for each, in order, when its new weights are copied.
 
-    That is one part behind: while its weights travel the next is updated. units: what each part is of, None: of all.
+    That is one part behind: the next is updated while they are. units: what each part is of, None: of all.
     """
-    on_their_way: _C.CopyEvent | None = None
-    for index, unit in enumerate(units):
+    copied: _C.CopyEvent | None = None
+    for number, unit in enumerate(units):
+        before = copied
         with scope("adam", unit):
-            left = next(steps)
-        if index:
-            if on_their_way is not None:
-                on_their_way.wait()
-            yield index - 1
-        on_their_way = left
-    next(steps, None)  # it ends: let go earlier, it would wait for copies as after an error
-    if on_their_way is not None:
-        on_their_way.wait()
-    if units:
-        yield len(units) - 1
+            copied = next(steps)
+        if before is not None:
+            before.wait()
+        if number:
+            yield
+    next(steps, None)  # the store ends its step; dropped before, it would wait for copies as after an error
+    if copied is not None:
+        copied.wait()
+    yield
 
 
 def read_part(kept: Kept, first: int, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
@@ -188,19 +187,19 @@ def read_part(kept: Kept, first: int, bucket: Bucket, key: str, start: int, nume
     return values_of(range_of(kept, start - first, end - start), key, bucket.owned_weight[start:end])
 
 
-# (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device
+# (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device.
 ReadPart = Callable[[int, int], torch.Tensor]
 
 
 def part_of(values: torch.Tensor) -> ReadPart:
-    """Return what reads parts of values that are in memory, in the parameter's shape."""
+    """Return a function that reads parts of `values`, which have the parameter's shape."""
     flat = values.detach().contiguous().view(-1)
     return lambda start, numel: flat[start : start + numel]
 
 
 @torch.no_grad()
 def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
-    """Set a parameter, and this rank's part of its master, from new values; only what the rank keeps is read."""
+    """Set a parameter and this rank's part of its master from new values; only what the rank keeps is read."""
     if bucket.weight.numel():
         values = read(0, managed.param.numel()).to(bucket.weight.device)
         assign(managed.slice_of(bucket.weight).view(-1), values)
@@ -221,7 +220,7 @@ def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPar
 
 
 def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Round `values` to weights as a step does; frozen weights may have dtypes that no step knows."""
+    """Write `values`, rounded as a step does; frozen weights may have dtypes that no step supports."""
     if weight.dtype in PARAM_DTYPES and values.is_floating_point():
         _C.cast([weight], [values.to(weight.device, torch.float32)])
     else:

@@ -15,9 +15,9 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference, json_value
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
-from shardcore.engine.device_step import Arrival, DeviceStep
+from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
-from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, arrivals, part_of, set_weights
+from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
 from shardcore.engine.trace import scope
 from shardcore.optim.clip import join, norm_part
 from shardcore.optim.options import check_options, hyper_of, lr_on_device
@@ -143,7 +143,7 @@ class Updater:
         backwards: int = 0,
         order: Sequence[str] = (),
         ways: Sequence[str] = (),
-    ) -> tuple[float | Arrival | None, StepPlan | None]:
+    ) -> tuple[float | PendingResult | None, StepPlan | None]:
         """Plan an update of every parameter that has a gradient; returns the global norm, None if there is no gradient at all.
 
         Where the norm is not finite there is no plan, or (where the device decides) one that writes nothing. The gradients are
@@ -199,7 +199,7 @@ class Updater:
                 works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks))
 
         try:
-            for _ in arrivals([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
+            for _ in update_parts([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
                 if left:
                     gather_next()
         except Exception as error:

@@ -22,7 +22,7 @@ from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
-from shardcore.engine.host_gradients import IN_FLIGHT, adding_bytes, home_dtype
+from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
@@ -159,7 +159,7 @@ def predict(
         _States(updated, tiers),
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
-        adding_bytes(step.offloaded, step.policy),
+        grad_staging_bytes(step.offloaded, step.policy),
         [torch.empty(param.shape, dtype=builder.dtype_of(param), device=_META) for param in rest],
         lambda bucket: None,
     )
@@ -218,7 +218,7 @@ class _Step:
         self._unsharded: dict[Unit, list[torch.Tensor]] = {}
         self._kept: dict[Unit, list[torch.Tensor]] = {}
         for bucket in self.offloaded:
-            dtype = home_dtype(bucket, self.policy, self.alone)
+            dtype = host_grad_dtype(bucket, self.policy, self.alone)
             bucket.host_grad = torch.empty(bucket.host_numel, dtype=dtype, device=_META)
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""FusedAdam and CPUAdam: torch.optim's manners around one call of the kernel for the whole list of tensors.
+"""FusedAdam and CPUAdam: torch.optim's interface around one kernel call per device for the whole list of tensors.
 
-Invariants: a step checks everything before it writes anything. After shardcore.shard the object stays the same and its
-``_engine`` does the work; what is public here then only delegates.
+Invariants: a step checks everything before it writes anything. After shardcore.shard the object is the same and its
+``_engine`` does the work; the public methods then only delegate.
 """
 
 import logging
@@ -77,14 +77,14 @@ class AdamOptimizer(torch.optim.Optimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
-    # for the time of one step. They must not exist as class attributes: GradScaler multiplies with what it finds.
+    # during one step. They must not be class attributes: GradScaler multiplies what it finds.
     _step_supports_amp_scaling = True
 
     # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
     _engine: ShardedEngine | None
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
-    _repeat: Update | None = None  # the last step, if the next may go the short way
+    _repeat: Update | None = None  # the last step, which the next may run again (step.py, Note [Repeated steps])
     profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     def __init__(
@@ -123,10 +123,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         return type(self).__name__
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: {"params": ..., options that differ from the constructor's}. Refused once the optimizer is sharded."""
+        """Add a group: {"params": ..., options that differ from the constructor's}.
+
+        Raises ValueError or TypeError for options and parameters that no step can use, and once the optimizer is sharded.
+        """
         if self._engine is not None:
             raise ValueError(
-                f"{self._op}: add_param_group came after shard; expected all groups before it (shards are laid out once)"
+                f"{self._op}: add_param_group was called after shard; expected all groups before it (shards are laid out once)"
             )
         where = f"param_groups[{len(self.param_groups)}]."
         if isinstance(param_group, dict):
@@ -143,7 +146,7 @@ class AdamOptimizer(torch.optim.Optimizer):
             self._state_on(param_group["params"][0].device)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; TypeError for `state` once it lies in shards, where a new dict would change nothing."""
+        """Set an attribute; TypeError for `state` once it is sharded, where a new dict would change nothing."""
         if name == "state":
             if self.__dict__.get("_engine") is not None:
                 raise TypeError(
@@ -154,13 +157,13 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().__setattr__(name, value)
 
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
-        """Return where the parts of those parameters lie that are DTensors now: Accelerate swaps them in after fully_shard."""
+        """Return the rows of this rank for the parameters that are DTensors now: Accelerate swaps them in after fully_shard."""
         params = (param for group in self.param_groups for param in group["params"])
         self._dtensors = find_rows(self._op, params, self._dtensors)
         return self._dtensors
 
     def _state_on(self, device: torch.device) -> DeviceState:
-        """Return what capturable steps leave on the device."""
+        """Return the state that capturable steps keep on the device."""
         if self._engine is not None:
             return self._engine.device_state
         if self._device_state is None:
@@ -171,7 +174,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start. Where the device decides (capturable; after shard) this waits for it."""
+        """How many steps were skipped since the start. Where the device decides (capturable; after shard) this synchronizes."""
         if self._engine is not None:
             self._engine.settle()
         return self._skipped_so_far()
@@ -193,19 +196,19 @@ class AdamOptimizer(torch.optim.Optimizer):
         grad_scale: float | torch.Tensor | None = None,
         max_norm: float | None = None,
     ) -> float | None:
-        """Update every parameter that has a gradient, in one pass over memory.
+        """Update every parameter that has a gradient, in place, in one pass over memory.
 
         closure: evaluates the model again and returns the loss, which step returns.
-        grads: gradients in place of p.grad, one for each parameter in the order of the groups, None for no gradient;
+        grads: gradients in place of p.grad, one per parameter in the order of the groups, None for no gradient;
             float32 | bfloat16 | float16, each independent of its parameter's dtype.
-        grad_scale: multiplies every gradient, in the same pass.
-        max_norm: clips the global norm of the scaled gradients, without rewriting them. A norm that is not finite skips
-            the step: nothing is written, no count moves, ``skipped_steps`` grows by one, and it is logged.
+        grad_scale: multiplies every gradient, in the same pass; a number or a tensor of one element.
+        max_norm: clips the global norm of the scaled gradients, without writing the gradients. A norm that is not finite skips
+            the step: no weight, state or count changes, ``skipped_steps`` grows by one, and a warning is logged.
 
-        Without max_norm (and GradScaler) NaN goes through to the weights, as in torch. Raises ValueError or TypeError before
-        anything is written; after shard on every rank if one refuses its arguments. CUDA work is queued on the current stream.
-        max_norm waits for it, unless the optimizer is capturable: then grad_scale may be a tensor on the device, a scale that
-        is not finite skips the step too, and a skipped step is not logged.
+        Without max_norm (and GradScaler) NaN propagates to the weights, as in torch. Raises ValueError or TypeError before
+        anything is written; after shard on every rank if one refuses its arguments. CUDA work is queued on the current stream,
+        and max_norm synchronizes with it, unless the optimizer is capturable: then grad_scale may be a tensor on the device, a
+        scale that is not finite skips the step too, and a skipped step is not logged.
         """
         capturable = any(group["capturable"] is True for group in self.param_groups[:1])
         limit: float | None = None
@@ -235,20 +238,19 @@ class AdamOptimizer(torch.optim.Optimizer):
         return loss
 
     def _scale(self, grad_scale: object, max_norm: float | None, capturable: bool) -> float | DeviceScale:
-        loss_scale = getattr(self, "grad_scale", None)
+        loss_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if self._engine is not None:
-            device = self._engine.device  # parameters may be on their way
+            device, found_inf = self._engine.device, None  # the engine looks for non-finite gradients itself
         else:
             device = next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))
         if capturable:
-            found_inf = getattr(self, "found_inf", None) if self._engine is None else None  # an engine looks by itself
             return device_scale(self._op, self._state_on(device), grad_scale, loss_scale, found_inf, max_norm)
         if capturing(device):
             raise ValueError(f"{self._op}: step runs while a CUDA graph is captured; expected capturable=True for that")
         return host_scale(self._op, grad_scale, loss_scale)
 
     def _update(self, grads: Gradients | None, scale: float | DeviceScale, max_norm: float | None) -> None:
-        """Make a step that looks at every tensor, and keep it to be repeated."""
+        """Run a step that looks at every tensor, and keep it for the next."""
         self._repeat = None
         check_groups(self._op, self.param_groups, self._capture_type)
         rows = self._find_dtensors()
@@ -294,44 +296,45 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `scale_loss` multiplies with now; 1.0 where losses are not scaled. The same on every rank.
+        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every rank.
 
-        On a GPU with all states there reading it waits for the norm of the last step.
+        On a GPU that has all states, reading it synchronizes with the last step.
         """
         return 1.0 if self._engine is None else self._engine.loss_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
 
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss (float32 at least) *
-        loss_scale, by which the reduction divides the gradients again; otherwise, and without shard, loss itself.
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss * loss_scale in at least
+        float32, and the reduction divides the gradients by loss_scale; otherwise, and without shard, it is loss itself.
+        TypeError if loss is not a tensor.
         """
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
         return loss if self._engine is None else self._engine.scale_loss(loss)
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete: it is when `step` returns, but with shardcore.shard(overlap_step=True).
+        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may not be when `step` returns.
 
-        There, what asks the model, or `param_groups`, for weights waits by itself. References to parameters that were taken
-        before the step have the new weights after this call (an average of the weights over such references needs it, one over
-        `model.parameters()` does not). On CUDA they do in the order of the current stream. RuntimeError if the step failed.
+        Reading weights through the model or `param_groups` waits without this call. Parameters referenced from before the step
+        have the new weights after it (an average of the weights over such references needs it, one over `model.parameters()`
+        does not); on CUDA in the order of the current stream. RuntimeError if the step failed.
         """
         if self._engine is not None:
             self._engine.synchronize()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or set them to zero, as torch.optim does."""
+        """Set gradients to None, or to zero if not set_to_none, as torch.optim does."""
         if self._engine is not None:
             self._engine.zero_grad(set_to_none)
         else:
             super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of torch.optim.Adam and AdamW, which can load it.
+        """Return states and groups in the form of torch.optim.Adam and AdamW, which can load it. After shard: collective.
 
-        The step tensors are new; the other tensors are the live ones, as in torch, but for 8-bit moments and split
-        masters, which are shown as float32 (loading them back is exact).
+        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments and split masters: these
+        are float32 copies, and loading them back is exact.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -351,11 +354,11 @@ class AdamOptimizer(torch.optim.Optimizer):
         return {"state": {**states, **other_entries(self.state)}, "param_groups": export_groups(self.param_groups)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.
+        """Load a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.
 
-        Tensors are copied to the parameters' devices, kept as state_dtype and master say, whatever the parameters' dtype;
-        what that loses is said in a UserWarning. With master="split" a loaded master also sets the weights, which are its
-        upper half. Raises ValueError or TypeError for other shapes, numbers, keys.
+        Tensors are copied to the parameters' devices and stored as state_dtype and master say, whatever the parameters' dtype;
+        a UserWarning says what that loses. With master="split" a loaded master also sets the weights, which are its upper
+        half. Raises ValueError or TypeError for other shapes, numbers of parameters, or keys.
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
@@ -381,7 +384,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self._engine is not None:
             raise TypeError(
-                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state lies on all ranks)"
+                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state is on all ranks)"
             )
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_skipped": self._skipped, "_device_state": self._device_state}
@@ -393,44 +396,47 @@ class AdamOptimizer(torch.optim.Optimizer):
 
 
 class FusedAdam(AdamOptimizer):
-    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device picks the kernel.
+    """Adam and AdamW over CUDA or CPU parameters in one pass over memory; each parameter's device selects the kernel.
 
     Updated weights have the same bits on every device and instruction set.
 
     params: tensors, (name, tensor) pairs, or dicts of them with options of their own, as in torch.optim; float32 |
-        bfloat16 | float16, dense (contiguous, channels_last, transposed: states have the same strides, and a gradient with
-        others is copied); FSDP2's DTensors too (contiguous; Shard(0) and Replicate(); then step(max_norm=) is collective,
-        and ``state`` holds this rank's parts, which state_dict() shows as DTensors). Gradients may have another dtype of
-        these (``p.grad_dtype``, or ``step(grads=)``).
+        bfloat16 | float16, any shape, dense (contiguous, channels_last, transposed). States have the parameter's strides; a
+        gradient with other strides is copied. FSDP2's DTensors are accepted if they are contiguous and their placements are
+        Shard(0) and Replicate(): then step(max_norm=) is collective, and ``state`` has this rank's local parts, which
+        state_dict() shows as DTensors. A gradient may have another of these dtypes than its parameter (``p.grad_dtype``, or
+        ``step(grads=)``).
     lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW (but weight_decay is 0 by default).
     adam_w_mode: True decays weights (AdamW); False adds weight_decay * weight to the gradient (Adam).
-    bias_correction: False leaves out the division by 1 - beta**step.
-    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, taken at their first step, and updates that;
-        the weights are rounded from it. Weights changed by others after that are overwritten. "split" keeps, for bfloat16
-        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes a parameter less. Weights
-        changed by others keep their change.
-    state_dtype: how exp_avg and exp_avg_sq are kept. "fp32"; "bf16" (2 bytes each, the second rounded stochastically);
-        "8bit" (1 byte each, with a float32 scale for 256 elements, rounded stochastically). Reduced moments are keyed by
-        seed as stochastic_rounding is, and exclude amsgrad and parameters that are not contiguous. A NaN or infinity in an
-        8-bit moment makes its 256 elements NaN (squares overflow from gradients of about 1e20 on: clip, or unscale, before).
-    stochastic_rounding, seed: round bfloat16 weights without a master up or down by chance, keyed by (seed, step,
+    bias_correction: False omits the division by 1 - beta**step.
+    master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first step. Steps update the copy and
+        round the weights from it, so a weight written by other code in between is overwritten. "split" keeps, for bfloat16
+        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes per parameter less. A weight
+        written by other code keeps its change.
+    state_dtype: how exp_avg and exp_avg_sq are stored. "fp32"; "bf16" (2 bytes per element each, exp_avg_sq rounded
+        stochastically); "8bit" (1 byte per element each and a float32 scale per 256 elements, rounded stochastically). The
+        random bits are keyed as those of stochastic_rounding. "bf16" and "8bit" exclude amsgrad and parameters that are not
+        contiguous. A NaN or infinity in an 8-bit moment makes its 256 elements NaN (squares overflow for gradients from about
+        1e20: clip, or unscale, before).
+    stochastic_rounding, seed: round bfloat16 weights without a master up or down at random, keyed by (seed, step,
         parameter, element): the same bits everywhere. float32 weights need no rounding; float16 weights, and bfloat16 ones
         that are not contiguous, are refused.
-    capturable: for CUDA parameters of one device, in all groups or none: step counts, scales, norm, clipping and the decision
-        to skip stay on the device, and step waits for nothing, so it can be captured in a CUDA graph: the same bits as the
-        ordinary step. As in torch: make a step with all gradients before the capture (states must exist), keep parameters
-        and gradients where the graph found them, and capture again after load_state_dict (it replaces an lr tensor, too) or
-        another set of gradients. Each replay reads lr and grad_scale anew if they are tensors on the device (float32 or
-        float64; their values are not checked); numbers and other options stay as captured. The optimizer must live as long
-        as its graphs. Sharded DTensors take no max_norm then: their norm needs other ranks. For shardcore.shard see there.
+    capturable: for CUDA parameters of one device, in all groups or none. Step counts, scales, norm, clipping and the decision
+        to skip stay on the device, and step does not synchronize, so a CUDA graph can capture it; the bits are those of the
+        ordinary step. As in torch: run a step with all gradients before the capture (states must exist), keep parameters
+        and gradients at their addresses, and capture again after load_state_dict (it also replaces an lr tensor) or for
+        another set of gradients. Each replay reads lr and grad_scale if they are tensors on the device (float32 or float64;
+        their values are not checked); numbers and other options are fixed at capture. The optimizer must live as long as its
+        graphs. Sharded DTensors accept no max_norm then: their norm needs other ranks. shardcore.shard describes capturable
+        for sharded optimizers.
 
-    Raises ValueError or TypeError for what cannot work.
+    Raises ValueError or TypeError for options and parameters that no step can use; torch.optim's errors for `params` itself.
     Source: Kingma and Ba 2015, algorithm 1 (arXiv:1412.6980); Loshchilov and Hutter 2019, algorithm 2 (arXiv:1711.05101);
     Reddi et al. 2018, algorithm 2 (arXiv:1904.09237), with its maximum taken before bias correction as torch does.
     """
 
 
 class CPUAdam(AdamOptimizer):
-    """FusedAdam for CPU parameters only: for optimizer states that live in host memory. Refuses CUDA parameters."""
+    """FusedAdam for CPU parameters only, for optimizer states in host memory. ValueError for CUDA parameters."""
 
     _device_type = "cpu"

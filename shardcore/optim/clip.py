@@ -1,19 +1,18 @@
-"""The global norm of gradients and what clipping makes of it.
+"""The global norm of gradients, and clipping.
 
-Invariant: squares are summed by _C.sq_norm in blocks of 256 and added in double-double, so neither the order nor the
-grouping of the tensors changes the norm; what follows is csrc/core/grad_scale.h, one formula for host and device. Norms of
-another order than 2 are torch's, a tensor (a shard of one) at a time, and then joined in float64.
+Invariant: _C.sq_norm sums squares in blocks of 256 and adds blocks in double-double, so neither the order nor the grouping of
+the tensors changes the norm; the coefficient is csrc/core/grad_scale.h, one formula for host and device. Norms of other orders
+than 2 are torch's for each tensor (or shard of one), joined in float64.
 
 Note [torch's clipping functions]: Trainer, Accelerate, Lightning and most training loops clip by
-torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip nothing and return 0, in
-silence, and torch has nothing public by which parameters could answer for themselves. So the first `shard` at stage 1, 2 or 3
-replaces the functions in torch.nn.utils and torch.nn.utils.clip_grad: sharded parameters go to their engine; calls without
-any go to torch's function, unchanged. What was imported by name before that (`from torch.nn.utils import clip_grad_norm_` at
-the top of a script) cannot be reached.
+torch.nn.utils.clip_grad_norm_ or clip_grad_value_. From stage 1 on these would find no p.grad, clip nothing and return 0
+silently, and torch has no public hook for parameters here. So the first `shard` at stage 1, 2 or 3 replaces the functions in
+torch.nn.utils and torch.nn.utils.clip_grad: they pass sharded parameters to their engine, and all others to torch's function.
+Functions imported by name before that (`from torch.nn.utils import clip_grad_norm_` at the top of a script) are not replaced.
 
-A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, and the functions
-warn. get_total_norm is given gradients, which p.grad does not have: given nothing it warns.
-`foreach` only picks torch's implementation, so for sharded parameters it changes nothing.
+A list that leaves out parameters without a gradient, `[p for p in ... if p.grad is not None]`, is empty then, as is the list of
+gradients that get_total_norm takes: the functions warn. `foreach` only selects torch's implementation, so it has no effect for
+sharded parameters.
 
 Tested with torch 2.13.0.
 """
@@ -31,9 +30,9 @@ from torch._compile import _disable_dynamo
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
-from shardcore.optim.options import PARAM_DTYPES, dtype_name, number
+from shardcore.optim.options import PARAM_DTYPES, number
 from shardcore.optim.sharded import ShardedEngine, engine_of
-from shardcore.optim.step import check_max_norm
+from shardcore.optim.step import bad_grad, check_max_norm
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]
@@ -48,7 +47,7 @@ def check_norm_type(op: str, norm_type: object) -> float:
 
 
 def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of some of the tensors in the form in which `join` adds others: float64 (2,) on the CPU.
+    """Return the norm of these tensors in a form that `join` adds to others: float64 (2,) on the CPU.
 
     With norm_type 2 that is the sum of squares as a double-double, else (norm, 0).
     """
@@ -62,7 +61,7 @@ def norm_part(tensors: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
 
 
 def join(parts: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm_part of all that these norm_parts, float64 (2,) or rows (n, 2) on the CPU, are of."""
+    """Add norm_parts, float64 (2,) or rows (n, 2) on the CPU, and return the norm_part of all their tensors."""
     rows = torch.cat([torch.zeros(1, 2, dtype=torch.float64, device="cpu"), *(part.view(-1, 2) for part in parts)])
     if norm_type == 2.0:
         return _C.sq_norm_add(rows)
@@ -70,7 +69,7 @@ def join(parts: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
 
 
 def norm_of(part: torch.Tensor, norm_type: float = 2.0) -> float:
-    """Return the norm, rounded to float32, that a norm_part is of."""
+    """Return the norm that a norm_part stands for, rounded to float32."""
     return _C.norm_from_sq(part) if norm_type == 2.0 else part[0].float().item()
 
 
@@ -82,7 +81,7 @@ def global_norm(tensors: Sequence[torch.Tensor], sharded: ShardedGradients | Non
 def global_part(
     tensors: Sequence[torch.Tensor], sharded: ShardedGradients | None = None, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Return the norm_part of all tensors, of all ranks. Waits for their devices.
+    """Return the norm_part of all tensors, of all ranks. Synchronizes with their devices.
 
     tensors: float32 | bfloat16 | float16, any shapes, on any devices; blocks are those of their memory, or of contiguous
     copies of what is not dense. A non-finite element makes it non-finite.
@@ -105,10 +104,8 @@ def _local_grad(op: str, index: int, param: object, dtensors: Mapping[torch.Tens
     grad = param.grad
     if grad is None:
         return None
-    if grad.layout is not torch.strided:
-        raise ValueError(f"{op}: grads[{index}] has layout {grad.layout}; expected a dense gradient")
-    if grad.dtype not in PARAM_DTYPES:
-        raise TypeError(f"{op}: grads[{index}] has dtype {dtype_name(grad.dtype)}; expected float32, bfloat16 or float16")
+    if grad.layout is not torch.strided or grad.dtype not in PARAM_DTYPES:
+        raise bad_grad(op, index, param, grad)
     return dtensors[param].part(op, f"grads[{index}]", grad) if param in dtensors else grad
 
 
@@ -130,17 +127,19 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients in place so that their global norm is at most max_norm, and return the norm from before.
 
-    For a module, a parameter or parameters: every ``.grad`` there is multiplied by min(1, max_norm / (norm + 1e-6)), as
-    torch.nn.utils.clip_grad_norm_ does (a non-finite norm included). Returns a float32 tensor of shape () on the engine's or
-    the first gradient's device, the same on every rank. norm_type: a number above 0, or inf; with 2 the norm has the same
-    bits however gradients are sharded. error_if_nonfinite: raise RuntimeError, with nothing changed, for a norm that is not.
+    model_or_params: a module, a parameter or parameters. Each ``.grad`` (float32 | bfloat16 | float16) is multiplied by
+        min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does (a non-finite norm included).
+    norm_type: a number above 0, or inf; with 2 the norm has the same bits however gradients are sharded.
+    error_if_nonfinite: raise RuntimeError for a norm that is not finite, with no gradient changed.
 
-    Of a model that shardcore.shard has changed, or parameters of one, the engine clips what it holds: collective. Parameters
-    of several sharded models, and plain ones (whose gradients are the same on every rank), are clipped to their joint norm.
-    Gradients of DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions counted
-    once. In an optimizer's own loop ``step(max_norm=...)`` does the same, to the same norm, without rewriting the gradients.
-    Squares are summed in the order in which the parameter lies in memory (channels_last, transposed), whatever its gradient's
-    strides.
+    Returns a float32 tensor of shape () on the engine's or the first gradient's device, the same on every rank. Synchronizes
+    with the devices of the gradients. Raises ValueError or TypeError before any gradient changes.
+
+    For a sharded model (shardcore.shard), or parameters of one, the engine clips the gradients that it holds: collective.
+    Parameters of several sharded models, and plain ones (whose gradients are the same on every rank), are clipped to their
+    joint norm. DTensor parameters are clipped by the norm over their mesh: collective, with replicated dimensions counted
+    once. In a training loop ``step(max_norm=...)`` does the same, to the same norm, without writing the gradients. Squares are
+    summed in the parameter's order in memory (channels_last, transposed), whatever its gradient's strides.
     """
     op = "clip_grad_norm_"
     engines: dict[ShardedEngine, list[torch.Tensor] | None]
@@ -160,7 +159,7 @@ def clip_grad_norm_(
     plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
     found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
     grads, owners = list(found.values()), [params[i] for i in found]
-    in_order = _C.dense([*grads], owners)  # so that the norm has the bits of step(max_norm=)
+    in_order = _C.dense([*grads], owners)  # for the bits of step(max_norm=)
     what = f"max_norm={limit} norm_type={order}"
     shards = [engine.own_grads(op, some, what, order) for engine, some in engines.items()]
     part = global_part(*grouped(owners, in_order, dtensors), order)
@@ -185,7 +184,7 @@ _torchs: dict[str, Callable[..., Any]] = {}  # what was replaced, by name
 
 
 def reach_shards() -> None:
-    """Let torch's clipping functions reach sharded parameters, from now on in this process."""
+    """Make torch's clipping functions reach sharded parameters, from now on in this process."""
     if _torchs:
         return
     ours: dict[str, Callable[..., Any]] = {

@@ -1,8 +1,8 @@
-"""DTensor parameters (FSDP2): the rows of the whole that this rank holds, and the way between a rank's part and the DTensor.
+"""DTensor parameters (FSDP2): the rows that this rank holds, and conversion between its local part and the DTensor.
 
-Invariants: kernels and ``optimizer.state`` only ever see this rank's part, a plain tensor; state dicts show DTensors, as
-torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up, never imported: it costs most of a second,
-and where nobody has imported it there are no DTensors.
+Invariants: kernels and ``optimizer.state`` see only this rank's local part, a plain tensor; state dicts show DTensors, as
+torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up in sys.modules, never imported: that takes
+most of a second, and where it is not imported there are no DTensors.
 """
 
 import sys
@@ -34,7 +34,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    wait = getattr(part, "wait", None)  # a collective may still be filling it
+    wait = getattr(part, "wait", None)  # a collective may still write it
     return part if wait is None else wait()
 
 
@@ -44,7 +44,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Where a DTensor's local part lies in the whole: rows [first_row, first_row + rows)."""
+    """The rows of a DTensor that are its local part: [first_row, first_row + rows)."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -91,7 +91,7 @@ class Rows:
 
 
 def rows_of(op: str, name: str, param: "DTensor") -> Rows:
-    """Return where the local part of `param` lies. Raises ValueError for placements that do not leave it whole rows."""
+    """Return the rows of `param`'s local part. Raises ValueError for placements that cut it otherwise than into rows."""
     tensor = sys.modules["torch.distributed.tensor"]
     mesh, first, rows = param.device_mesh, 0, param.shape[0] if param.dim() else 1
     sharded: list[dist.ProcessGroup] = []
@@ -117,7 +117,7 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
 
 
 def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
-    """Raise unless the kernels can update param in place; return where the local part lies if it is a DTensor."""
+    """Raise unless the kernels can update param in place; return the rows of its local part if it is a DTensor."""
     if is_dtensor(param):
         rows = rows_of(op, name, param)  # type: ignore[arg-type]
         local = local_part(param)
@@ -137,7 +137,7 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
 def find_rows(
     op: str, params: Iterable[torch.Tensor], known: Mapping[torch.Tensor, Rows] | None = None
 ) -> dict[torch.Tensor, Rows]:
-    """Return where the local parts of those parameters lie that are DTensors; `known`: of some of them."""
+    """Return the rows of those parameters that are DTensors. known: those of some of them."""
     known = known or {}
     return {
         p: known.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def number(op: str, name: str, value: object) -> float:
     """Return an int, a float or a tensor of one element as a Python float.
 
-    Raises TypeError for anything else, bool included, and ValueError for an int beyond a double. A CUDA tensor is waited for.
+    Raises TypeError for anything else, bool included. Synchronizes with the device of a CUDA tensor.
     """
     if type(value) is float:
         return value
@@ -54,12 +54,12 @@ def number(op: str, name: str, value: object) -> float:
 
 
 def on_device(value: object) -> bool:
-    """Whether value is a tensor that the host would have to wait for."""
+    """Whether value is a tensor that the host can read only by synchronizing."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
-    """Return a tensor on a device as it is, to be read there, anything else as `number` does. Raises TypeError."""
+    """Return a tensor on a device as it is (a kernel reads it), anything else as `number` does. Raises TypeError."""
     if not on_device(value):
         return number(op, name, value)
     assert isinstance(value, torch.Tensor)
@@ -75,7 +75,7 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
     """Raise ValueError or TypeError for an option that no step can use.
 
     op and where (for example "param_groups[1].") begin the message. Schedulers and users change options at any time, so
-    every step asks (CheckedOptions).
+    every step calls this for groups that have changed (CheckedOptions).
     """
     betas = group["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -121,7 +121,7 @@ def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:
 
 
 class CheckedOptions:
-    """The options of a group as check_options passed them: while they hold, a step need not ask again."""
+    """The options of a group that check_options has accepted: while they hold, a step does not check them again."""
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         """Remember the values, unless one may become something else in place (a tensor, a list of betas)."""
@@ -140,7 +140,7 @@ class CheckedOptions:
 
 
 def lr_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the kernel reads the group's lr, so that its value is not known here."""
+    """Whether the group's lr is a tensor that the kernel reads, so that its value is not known on the host."""
     return group["capturable"] is True and on_device(group["lr"])
 
 
@@ -192,7 +192,7 @@ def check_capturable(op: str, groups: Sequence[Mapping[str, Any]], device_type: 
 def check_param(op: str, name: str, param: torch.Tensor) -> None:
     """Raise TypeError or ValueError for a parameter that the kernels cannot update in place.
 
-    One on the meta device passes: shardcore.shard gives it memory. Steps before that are refused by the kernels.
+    A parameter on the meta device passes: shardcore.shard materializes it. The kernels refuse steps before that.
     """
     if param.dtype not in PARAM_DTYPES:
         raise TypeError(f"{op}: {name} has dtype {dtype_name(param.dtype)}; expected float32, bfloat16 or float16")
@@ -242,8 +242,8 @@ def draws_random_bits(group: Mapping[str, Any]) -> bool:
 def hyper_of(group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> "_C.AdamHyper":
     """Make the scalars of one step (counted from 1) from a group that check_options has passed.
 
-    grad_scale multiplies the gradient; it arrives in double and is rounded once. Step and grad_scale of a capturable step
-    are the device's, and so is an lr that lies there.
+    grad_scale multiplies the gradient; it is a double and rounded once. In a capturable step the device has its own step and
+    grad_scale, and reads lr if it is a tensor there.
     """
     beta1, beta2 = group["betas"]
     return _C.AdamHyper(

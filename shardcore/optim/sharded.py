@@ -1,4 +1,4 @@
-"""What an optimizer hands its work to once it is sharded, and how everything finds it.
+"""The interface between optimizers and the sharded engine, and how parameters refer to it.
 
 Invariant: no reference cycle leads through an engine (docs/architecture.md, What belongs to whom). The model's hooks and the
 optimizer keep it; it keeps parameters, which refer to it by `EngineRef`.
@@ -26,20 +26,20 @@ class GradShards(Protocol):
 
 
 class EngineRef(weakref.ref[Any]):
-    """How a parameter refers to its engine, without keeping it. A copy of the parameter refers to None."""
+    """A parameter's weak reference to its engine. A copy of the parameter refers to None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 def engine_of(thing: object) -> Any:
-    """Return the engine of a sharded model, or of a parameter of it; None where there is none, or none any more."""
+    """Return the engine of a sharded model, or of a parameter of it; None if it has none, or if that was freed."""
     engine = getattr(thing, "_shardcore_engine", None)
     return engine() if isinstance(engine, EngineRef) else engine
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a bound method that does not keep the object; once that is gone it does nothing and returns None."""
+    """Return a call of a bound method that refers to its object weakly; after that is freed it returns None."""
     weak = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -50,9 +50,9 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
-    """Make torch.compile call these methods of a class as they are, and say the reason. Imports torch._dynamo.
+    """Make torch.compile call these methods of a class without tracing them. Imports torch._dynamo.
 
-    (Bound methods kept on an object would keep that object in a cycle.)
+    reason: what torch.compile's logs show. (A disabled bound method, kept on its object, would be a reference cycle.)
     """
     for name in names:
         method = vars(kind)[name]
@@ -61,11 +61,11 @@ def keep_uncompiled(kind: type, *names: str, reason: str | None = None) -> None:
 
 
 class ShardedEngine(Protocol):
-    """What an optimizer hands its work to once its parameters are sharded (``optimizer._engine``).
+    """The engine as optimizers and clipping see it (``optimizer._engine``; shardcore.engine.engine.Engine).
 
-    The optimizer has checked the arguments; what it found is ``problem``, which the engine raises on every rank.
-    ``grad_scale`` is one number (a GradScaler's included) and multiplies; with capturable the device reads it. ``found_inf`` is
-    not passed on: an engine looks for non-finite gradients itself, on every rank.
+    step: the optimizer has checked the arguments, and ``problems`` has the error it found, if any, for which the engine raises
+    on every rank. ``grad_scale`` multiplies and includes a GradScaler's; with capturable the device reads it. ``found_inf`` is
+    not passed: the engine looks for non-finite gradients itself, on every rank.
     """
 
     device: torch.device

@@ -1,8 +1,8 @@
 """The state of one parameter: torch's keys, with a step count that many parameters share.
 
-Invariants: inside a ParamState the key "step" holds a StepCount, which no reader ever sees: every way to read it makes a
-fresh tensor, as torch.optim keeps it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
-100,000 tensors moves one integer; only in a capturable optimizer has each a DeviceStepCount. The other keys hold tensors on
+Invariants: inside a ParamState the key "step" has a StepCount, which readers never see: every way to read it makes a new
+tensor, as torch.optim has it (step_tensor). Parameters with equal counts share one StepCount, so that a step over
+100,000 tensors increments one integer; in a capturable optimizer each has a DeviceStepCount. The other keys hold tensors on
 the parameter's device, with its strides: exp_avg and exp_avg_sq of its shape (float32, bfloat16, or int8 and uint8 codes with
 float32 exp_avg_scale and exp_avg_sq_scale, one for 256 elements), max_exp_avg_sq (float32), and either master (float32) or
 remainder (int16).
@@ -28,13 +28,13 @@ _MAX_FLOAT32_STEP = 2**24  # and a float32 to here
 
 
 class Watched(dict[Any, Any]):
-    """A dict that makes an object forget what it has read here (its method ``forget``) as soon as an entry changes."""
+    """A dict that calls the ``forget`` method of the object that has read it before any entry changes."""
 
     __slots__ = ()
     _reader: "weakref.ref[Any] | None"
 
     def read_by(self, reader: "weakref.ref[Any]") -> None:
-        """Report the next change to this reader; one from before forgets."""
+        """Call the reader's ``forget`` at the next change; an earlier reader forgets now."""
         self._changed()
         self._reader = reader
 
@@ -76,7 +76,7 @@ class Watched(dict[Any, Any]):
 
 
 class States(Watched, defaultdict[torch.Tensor, Any]):
-    """``optimizer.state``: a ParamState for each parameter, made when it is first asked for."""
+    """``optimizer.state``: a ParamState for each parameter, made at its first access."""
 
     def __init__(self, *args: Any) -> None:
         self._reader = None
@@ -106,9 +106,9 @@ class StepCount:
 
 
 class DeviceStepCount:
-    """The same for one parameter of a capturable optimizer: in device memory, where a replayed graph moves it on.
+    """The same for one parameter of a capturable optimizer: in device memory, where a replayed graph increments it.
 
-    Not shared: a graph goes on counting the parameters that it was captured with, whatever other steps do meanwhile.
+    Not shared: a graph counts the parameters that it was captured with, whatever other steps run in between.
     """
 
     __slots__ = ("counter",)
@@ -118,7 +118,7 @@ class DeviceStepCount:
 
     @property
     def value(self) -> int:
-        """The count; waits for the device."""
+        """The count; synchronizes with the device."""
         return int(self.counter.item())
 
     def tensor(self) -> torch.Tensor:
@@ -162,7 +162,7 @@ class ParamState(Watched):
         super().__setitem__("step", count)
 
     def stored(self, key: str) -> Any:
-        """Return the tensor at a key other than "step", or None: the short way that a step takes."""
+        """Return the tensor at a key other than "step", or None. Steps use this, as it is fast."""
         return dict.get(self, key)
 
     def __getitem__(self, key: str) -> Any:

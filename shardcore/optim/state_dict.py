@@ -34,9 +34,9 @@ from shardcore.optim.state_format import (
     stored_moment,
 )
 
-# Keys of torch's groups that say how torch runs a step, not what the step computes: written for torch, not read.
+# Keys of torch's groups for how torch runs a step, not what the step computes: written for torch, not read.
 _TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
-# Options that say how this optimizer stores and runs; they belong to the one who made it, not to what is loaded.
+# Options for how an optimizer stores states and runs: loading does not change them.
 _OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
 _KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
@@ -52,7 +52,7 @@ _TORCH_NAMES = (
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    """Return each parameter's number in state dicts: how many are before its first place, as torch.optim counts."""
+    """Return each parameter's number in state dicts: the number of entries before its first one, as torch.optim counts."""
     numbers: dict[torch.Tensor, int] = {}
     for number, param in enumerate(param for group in groups for param in group["params"]):
         numbers.setdefault(param, number)
@@ -71,14 +71,14 @@ def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def other_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return what a user keeps in `optimizer.state` under other keys than parameters; state dicts have it as it is."""
+    """Return the entries of `optimizer.state` whose keys are not parameters; state dicts have them as they are."""
     return {key: state[key] for key in state if not isinstance(key, torch.Tensor)}
 
 
 def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
-    """Give a new group that has torch.optim's own keys (of the param_groups of an Adam or AdamW) what they mean here.
+    """Translate torch.optim's own keys in a new group (from the param_groups of an Adam or AdamW) to our options, in place.
 
-    Raises ValueError for options that no step of ours can follow.
+    Raises ValueError for options that these optimizers do not have.
     """
     if "decoupled_weight_decay" in group:
         decoupled = group["decoupled_weight_decay"]
@@ -96,9 +96,9 @@ def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
 def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
 
-    decoupled_weight_decay, where present, becomes adam_w_mode: torch.optim keeps it true to what it ran. Options that say
-    how to store and run (master, state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or
-    TypeError for another number of groups or parameters, for a key that neither knows, and for a value that no step can use.
+    decoupled_weight_decay, where present, becomes adam_w_mode. Options for storing states and running steps (master,
+    state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or TypeError for another number of
+    groups or parameters, for an unknown key, and for a value that no step can use.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -113,7 +113,7 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapp
     if len(saved) != len(groups):
         raise ValueError(f"{op}: state_dict has {len(saved)} parameter groups; expected {len(groups)}, as this optimizer")
     imported = []
-    copies: dict[int, Any] = {}  # groups that share an lr tensor go on sharing one, as after torch's loading
+    copies: dict[int, Any] = {}  # groups that share an lr tensor still share one, as after torch's loading
     for i, (group, given) in enumerate(zip(groups, saved, strict=True)):
         where = f"param_groups[{i}]"
         if len(given["params"]) != len(group["params"]):
@@ -157,12 +157,12 @@ def joined_state(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any
 def import_state(
     op: str, name: str, saved: object, param: torch.Tensor, master: str | None, state_dtype: str = "fp32"
 ) -> tuple[ParamState, list[str]]:
-    """Return a new state for param made from ``saved`` (torch's or ours), and what was lost on the way, in words.
+    """Return a new state for param made from ``saved`` (torch's or ours), and descriptions of what was lost.
 
-    param gives shape and device; master ("fp32", "split" or None) and state_dtype say how to keep it. Moments arrive in any
-    floating dtype. A master is taken only in float32: in another dtype it went through torch.optim's loading and no step of
-    torch's kept it up, so it is left out and made again from the weights. With "split" the state gets the remainder, whose
-    weight is the master rounded. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
+    The state has param's shape and device, and is stored as master ("fp32", "split" or None) and state_dtype say. Moments may
+    have any floating dtype. A master must be float32: one of another dtype was converted by torch.optim's loading and not
+    updated by torch's steps, so it is left out and made again from the weights. With "split" the state has the remainder, and
+    the weight is the rounded master. Raises ValueError or TypeError for unknown or missing keys, shapes, values.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
@@ -234,7 +234,7 @@ def saved_states(
 
 
 def warn_of_lost(op: str, lost: Sequence[str], stacklevel: int) -> None:
-    """Give one UserWarning for all that was lost, each in words. stacklevel: as the caller's own warning would have."""
+    """Give one UserWarning for all descriptions in `lost`. stacklevel: as the caller's own warning would have."""
     if lost:
         more = f" (and {len(lost) - 1} more like it)" if len(lost) > 1 else ""
         warnings.warn(f"{op}: {lost[0]}{more}", UserWarning, stacklevel=stacklevel + 1)
@@ -245,9 +245,9 @@ def import_states(
 ) -> tuple[dict[Any, Any], dict[torch.Tensor, torch.Tensor]]:
     """Return the states that loading state_dict gives to the parameters of groups, and other entries; nothing is changed.
 
-    dtensors: those of the parameters that are DTensors; a saved tensor may then be a DTensor or whole. Also returned: the
-    float32 masters of parameters (their local parts) whose state has a remainder. Their weights are part of the master and must
-    be set from it. state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
+    dtensors: of those parameters that are DTensors; a saved tensor may then be a DTensor or the full tensor. Also returned: the
+    float32 masters of parameters (their local parts) whose state has a remainder; take_masters sets their weights from them.
+    state_dict["param_groups"] must have passed import_groups. One UserWarning names what was lost.
     """
     group_of = {param: group for group in groups for param in group["params"]}
     states: dict[torch.Tensor, ParamState] = {}

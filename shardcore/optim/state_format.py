@@ -1,10 +1,10 @@
-"""How optimizer states are stored, sharded or not: dtypes, masters, blocks of 8-bit codes, and what each kind keeps.
+"""How optimizer states are stored, sharded or not: dtypes, masters, and blocks of 8-bit codes.
 
 State dicts show them as torch.optim does: codes as the float32 values that they stand for, a remainder as the float32
-master that it makes with its weight. Both ways are exact: what was exported comes back to the same values.
+master that it makes with its weight. Both conversions are exact: loading an exported state gives the same stored values.
 
-The formulas are those of unsharded optimizers (shardcore.optim), on ranges of a flat buffer. Invariant: a range starts at a
-256-element boundary and ends at one, or where its parameter does, so that no block of 8-bit moments is ever cut.
+Invariant of sharded states: a range of a flat buffer starts at a 256-element boundary and ends at one, or at the end of its
+parameter, so that no block of 8-bit moments is ever cut.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
     "split": ("remainder", torch.int16),
 }
 
-# From here on a CPU state has pages of its own, huge ones if the system gives them: below, the page's tail would be waste.
+# CPU states of this size or more ask for huge pages; smaller ones would waste the rest of their last page.
 _HUGE_BYTES = 4 << 20
 
 
@@ -42,7 +42,7 @@ MOMENT_DTYPES = {
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: torch.Tensor | None = None) -> torch.Tensor:
     """Return a zero-filled state; large ones on the CPU ask for huge pages.
 
-    like: of this shape; if it is dense its strides are the state's (kernels go through both as they lie in memory).
+    like: of this shape; if it is dense its strides are the state's (kernels read both in memory order).
     """
     numel = shape.numel()
     if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
@@ -55,14 +55,14 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: tor
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """View the elements of a dense tensor as they lie in memory: (n,)."""
+    """View the elements of a dense tensor in memory order: (n,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def new_moments(
     shape: torch.Size, state_dtype: str, make: Callable[[torch.Size, torch.dtype], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter of this shape that made no step yet; `make` gives zero-filled tensors."""
+    """Return the moments of a parameter of this shape before its first step; `make` returns zero-filled tensors."""
     moments = {key: make(shape, dtype) for key, dtype in MOMENT_DTYPES[state_dtype].items()}
     if state_dtype == "8bit":
         blocks = torch.Size([-(-shape.numel() // BLOCK)])
@@ -157,7 +157,7 @@ class StateFormat:
         return sum(flat.nbytes for flat in kept.values())
 
 
-NO_STATES = StateFormat()  # of buckets that no optimizer group updates: never asked for any
+NO_STATES = StateFormat()  # of buckets that no optimizer group updates; never used
 
 
 def format_of(group: Mapping[str, Any], dtype: torch.dtype) -> StateFormat:

@@ -35,7 +35,7 @@ _LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 
 
 class DeviceState:
-    """What the steps of one optimizer that the device decides on leave there (csrc/adam/device_step.h).
+    """What capturable and sharded steps keep on the device, for one optimizer (csrc/adam/device_step.h).
 
     words: int64 (6,): the loss scale, its stable steps, its overflows left, 1 / (ranks * scale), the norm, the skipped steps.
     """
@@ -45,7 +45,7 @@ class DeviceState:
 
     @property
     def skipped(self) -> int:
-        """How many steps were skipped; waits for the device."""
+        """How many steps were skipped; synchronizes with the device."""
         return int(self.words[5].item())
 
 
@@ -107,7 +107,7 @@ def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
 def device_scale(
     op: str, state: DeviceState, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None
 ) -> DeviceScale:
-    """Return the same for a capturable step; waits for nothing. Numbers are checked as host_scale does, tensors cannot be."""
+    """Return the same for a capturable step, without synchronizing. Numbers are checked as in host_scale, tensors are not."""
     scale = device_number(op, "grad_scale", 1.0 if grad_scale is None else grad_scale)
     divisor = device_number(op, "optimizer.grad_scale", 1.0 if loss_scale is None else loss_scale)
     host_scale(op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor)))
@@ -164,8 +164,8 @@ def check_new_params(op: str, groups: Sequence[Group], device_type: str | None) 
         known.add(p)
 
 
-def _bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
-    """Say what is wrong with a gradient that did not pass."""
+def bad_grad(op: str, index: int, param: torch.Tensor, grad: object) -> Exception:
+    """Return the error for a gradient that a step cannot use."""
     name = f"grads[{index}]"
     if not isinstance(grad, torch.Tensor):
         return TypeError(f"{op}: {name} has type {type(grad).__name__}; expected a tensor or None")
@@ -254,7 +254,7 @@ class Update:
             or grad.shape != param.shape
             or grad.device != param.device
         ):
-            raise _bad_grad(self._op, index, param, grad)
+            raise bad_grad(self._op, index, param, grad)
         if not (param.is_contiguous() and param.dtype in PARAM_DTYPES):
             check_tensor_param(self._op, f"params[{index}]", owner)
         group, state = self._groups[place], self._states.get(owner)

@@ -175,7 +175,7 @@ def test_shards_are_for_checkpoints_only() -> None:
     shards = shardcore.sharded_state_dict(model)["head.weight"]
     assert shards.shape == (5, 24)
     assert repr(shards) == "Shards(120 of the 120 elements of a (5, 24) torch.float32)"
-    with pytest.raises(TypeError, match=r"only torch\.distributed\.checkpoint reads and writes; expected the whole"):
+    with pytest.raises(TypeError, match=r"only torch\.distributed\.checkpoint reads and writes; expected the full"):
         torch.add(shards, 1)
     with pytest.raises(ValueError, match="sharded_state_dict: Net is not sharded"):
         shardcore.sharded_state_dict(make_net())

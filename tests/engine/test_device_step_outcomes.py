@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.device_step import Arrival, StepResult
+from shardcore.engine.device_step import PendingResult, StepResult
 from tests.support.groups import LIVELY, PATIENT, RUNS, device_decides, said_of
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
@@ -251,30 +251,30 @@ def test_an_error_of_before_a_load_is_logged_and_refuses_no_step() -> None:
 
 def _asks_again(optimizer: Any) -> None:
     """Read a count while a norm is waited for, as the handler of a signal may."""
-    wait, nested = Arrival.wait, [True]
+    wait, nested = PendingResult.result, [True]
 
-    def waits(arrival: Arrival) -> StepResult:
-        norm = wait(arrival)
+    def waits(pending: PendingResult) -> StepResult:
+        norm = wait(pending)
         if nested:
             nested.clear()
             assert optimizer.skipped_steps > 0
         return norm
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrival, "wait", waits)
+        patch.setattr(PendingResult, "result", waits)
         assert optimizer.skipped_steps > 0
 
 
 def _asks_from_two_threads(optimizer: Any) -> None:
-    wait, both, found = Arrival.wait, threading.Barrier(2), list[int]()
+    wait, both, found = PendingResult.result, threading.Barrier(2), list[int]()
 
-    def waits(arrival: Arrival) -> StepResult:
+    def waits(pending: PendingResult) -> StepResult:
         with suppress(threading.BrokenBarrierError):  # one waits at a time
             both.wait(0.2)
-        return wait(arrival)
+        return wait(pending)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrival, "wait", waits)
+        patch.setattr(PendingResult, "result", waits)
         threads = [threading.Thread(target=lambda: found.append(optimizer.skipped_steps)) for _ in range(2)]
         for thread in threads:
             thread.start()

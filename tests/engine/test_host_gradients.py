@@ -43,17 +43,17 @@ def test_what_has_left_is_added_behind_backward(waits: bool, monkeypatch: pytest
     monkeypatch.setattr(host_grads, "_add", late)
     model, optimizer = _one_bucket(offload=GRADS | {"ratio": 0.8})
     host = optimizer._engine.reducer.host_grads
-    arrive = host.arrive
+    synchronize = host.synchronize
 
     def opened() -> None:
         if waits:
             gate.set()
-            arrive()
+            synchronize()
         gate.set()
         wait(filter(None, host._adding))
         gate.clear()
 
-    monkeypatch.setattr(host, "arrive", opened)
+    monkeypatch.setattr(host, "synchronize", opened)
     assert (_steps_of(model, optimizer) == expected) == waits
     assert added == ["shardcore-add_0"] * 4
 

@@ -214,6 +214,25 @@ def test_optimizers_that_take_turns_take_the_short_way(monkeypatch):
         assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
+def test_a_change_of_a_state_concerns_its_optimizer_alone(monkeypatch):
+    optimizers = [CPUAdam(params_of(3, 300)) for _ in range(2)]
+    for optimizer in optimizers:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    changed, other = optimizers
+    state = changed.state[changed.param_groups[0]["params"][1]]
+    state["exp_avg"] = torch.zeros(300)
+
+    def refuse(*args):
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(adam, "Update", refuse)
+    other.step()
+    with pytest.raises(AssertionError, match="the long way"):
+        changed.step()
+
+
 def test_gradients_with_a_graph_of_their_own_take_the_short_way():
     results = []
     for make in (FusedAdam, LongWay):

@@ -11,7 +11,7 @@ from torch import nn
 import shardcore
 from shardcore.distributed.comm import Comm
 from shardcore.engine import engine as engine_module
-from shardcore.engine.device_step import Arrival, StepResult
+from shardcore.engine.device_step import PendingResult, StepResult
 from tests.support.models import Run, hash_of_training
 
 
@@ -28,19 +28,19 @@ def device_decides(late: bool | None = True, forced: bool = True) -> Iterator[Wa
 
     late: no norm is here before someone waits for it; False: each is at once; None: as it comes.
     """
-    waits, wait = Waits(), Arrival.wait
+    waits, wait = Waits(), PendingResult.result
 
-    def counted(arrival: Arrival) -> StepResult:
+    def counted(pending: PendingResult) -> StepResult:
         waits.count += 1
-        return wait(arrival)
+        return wait(pending)
 
     with pytest.MonkeyPatch.context() as patch:
         if forced:
             decides = lambda device, tier, comm, overlap, capturable: tier == "device" and not overlap  # noqa: E731
             patch.setattr(engine_module, "decides_on_device", decides)
-        patch.setattr(Arrival, "wait", counted)
+        patch.setattr(PendingResult, "result", counted)
         if late is not None:
-            patch.setattr(Arrival, "here", property(lambda arrival: not late))
+            patch.setattr(PendingResult, "done", property(lambda pending: not late))
         yield waits
 
 
