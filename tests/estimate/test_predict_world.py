@@ -7,6 +7,7 @@ size of messages are the real ones, and values are not (they are checked over re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -149,15 +150,18 @@ def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: py
     """A message to each other rank for each purpose and bucket."""
     counted: Counter[Any] = Counter()
     waiting: list[torch.Tensor] = []
+    done = SimpleNamespace(wait=lambda: True)
 
-    def irecv(tensor: torch.Tensor, source: int, *, group: Any, tag: int) -> None:
+    def irecv(tensor: torch.Tensor, source: int, *, group: Any, tag: int) -> Any:
         counted["receives", tag >> 28] += 1
         waiting.append(tensor)
+        return done
 
-    def isend(tensor: torch.Tensor, target: int, *, group: Any, tag: int) -> None:
+    def isend(tensor: torch.Tensor, target: int, *, group: Any, tag: int) -> Any:
         counted["sends", tag >> 28] += 1
         counted["bytes", tag >> 28] += tensor.nbytes
         waiting.pop().copy_(tensor)  # the others do what this rank does
+        return done
 
     monkeypatch.setattr(dist, "irecv", irecv)
     monkeypatch.setattr(dist, "isend", isend)
