@@ -331,12 +331,17 @@ def _threads_and_files() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def _engines_threads() -> list[str]:
+    """The threads of engines; the watchdog's, which starts with the first, stays."""
+    return [thread.name for thread in threading.enumerate() if thread.name != "shardcore-watchdog"]
+
+
 def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[list[str], list[tuple[int, int]]]:
     """Train several models one after the other; returns what is left of the last, and threads and files after each."""
     gc.collect()
     gc.disable()
     try:
-        counts, first, threads = [], None, threading.active_count()
+        counts, first, threads = [], None, len(_engines_threads())
         parts: dict[str, weakref.ref[Any]] = {}
         for _ in range(4):
             model, optimizer, losses = train(rank, run)  # an overlapped step is still on its way
@@ -347,7 +352,7 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
             first = first or losses
             assert losses == first
             until = time.monotonic() + 10
-            while threading.active_count() > threads and time.monotonic() < until:
+            while len(_engines_threads()) > threads and time.monotonic() < until:
                 time.sleep(0.01)
             counts.append(_threads_and_files())
         torch.distributed.barrier()
@@ -363,7 +368,9 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
 def test_ranks_take_the_threads_and_files_of_one_model(world_size: int, stage: int, options: dict[str, Any]) -> None:
     for rest, counts in run_ranks(world_size, _sharded_again, Run(stage=stage, shard=options), ""):
         assert rest == []
-        assert all(now <= before for now, before in zip(counts[-1], counts[0], strict=True)), counts
+        (threads, files), (threads_now, files_now) = counts[0], counts[-1]
+        assert threads_now <= threads, counts
+        assert files_now <= files + 1, counts  # the watchdog's connection, which opens with its first long wait
 
 
 @pytest.mark.parametrize(("stage", "failing"), [(3, "forward"), (2, "backward"), (3, "backward")])
