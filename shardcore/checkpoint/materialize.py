@@ -246,7 +246,8 @@ def plan_materialize(model: nn.Module, materialize: Materialize | None) -> "From
                 "shard: materialize is a callable and nothing of the model is on the meta device; expected None, or a model "
                 'built under torch.device("meta") (it would never be called)'
             )
-        return FromInit(model, meta, materialize) if meta else None
+        in_memory = [name for name, param in model.named_parameters() if not param.is_meta]
+        return FromInit(model, meta, materialize, in_memory) if meta else None
     items = [materialize] if isinstance(materialize, str | os.PathLike) else materialize
     paths = [item for item in items if isinstance(item, str | os.PathLike)] if isinstance(items, list | tuple) else []
     fills = [item for item in items if callable(item)] if paths else []
@@ -278,8 +279,14 @@ def _check_replaceable(name: str, tensor: torch.Tensor) -> None:
 class FromInit:
     """Fills module after module by a function, in the model's order, so that random numbers are drawn as when it is built."""
 
-    def __init__(self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None) -> None:
-        """Plan for the modules that own tensors of `meta` (with names); init: None initializes each as building it does."""
+    def __init__(
+        self, model: nn.Module, meta: Mapping[torch.Tensor, str], init: Fill | None, in_memory: Sequence[str] = ()
+    ) -> None:
+        """Plan for the modules that own tensors of `meta` (with names); init: None initializes each as building it does.
+
+        in_memory: parameters that keep the values they have, of which `fill` warns: perhaps none were set.
+        """
+        self._in_memory = in_memory
         self._meta = {tensor: (tensor.shape, tensor.dtype) for tensor in meta}
         own = OwnInit(model)
         self._init: Fill = init or own
@@ -310,6 +317,13 @@ class FromInit:
 
     def fill(self, builder: Builder, buckets: Sequence[Bucket], store: StateStore, broadcast: bool) -> None:
         """Make the weights. Collective. Raises RuntimeError on every rank if the function fails on one."""
+        if self._in_memory and builder.comm.rank == 0:
+            logger.warning(
+                "shard: not on the meta device, so kept as it is and not filled: %s. If nothing has set it (a constructor that "
+                'calls torch.FloatTensor(...) leaves memory unset even under torch.device("meta")), expected '
+                'model.to("meta") before the optimizer is made',
+                ", ".join(self._in_memory),
+            )
         bucket_of: dict[torch.Tensor, tuple[Bucket, Managed]] = {m.param: (b, m) for b in buckets for m in b.params}
         for name, module in self._modules:
             fresh: list[tuple[dict[str, Any], str, torch.Tensor]] = []

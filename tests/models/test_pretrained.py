@@ -315,3 +315,25 @@ def test_what_init_weights_leaves_is_an_error_that_names_it() -> None:
     model.logit_scale = nn.Parameter(torch.tensor(2.5))
     model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
     assert model.state_dict()["logit_scale"] == 2.5
+
+
+def test_what_a_constructor_leaves_in_memory_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """XLNet's calls torch.FloatTensor, which knows of no meta device."""
+    config = transformers.XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=1, n_head=2, d_inner=48)
+    torch.manual_seed(0)
+    for moved in (False, True):
+        caplog.clear()
+        with torch.device("meta"):
+            model: Any = transformers.XLNetLMHeadModel(config)
+        names = [name for name, param in model.named_parameters() if not param.is_meta]
+        assert "transformer.layer.0.rel_attn.q" in names
+        if moved:
+            model.to("meta")
+        model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="fp32")
+        warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        if not moved:
+            assert len(warned) == 1
+            assert f"kept as it is and not filled: {', '.join(names)}. If nothing has set it" in warned[0]
+    assert warned == []
+    state = model.state_dict()
+    assert all(state[name].std() == pytest.approx(0.02, rel=0.5) for name in names)
