@@ -233,7 +233,10 @@ class AdamOptimizer(torch.optim.Optimizer):
         if self._repeat is None or found is None:
             with torch.no_grad():
                 self._update(grads, scale, limit)
-        elif (clipped := self._clipped_scale([grad for some in found for grad in some], {}, scale, limit)) is not None:
+            return loss
+        normed = [] if limit is None else [grad for some in found for grad in some]
+        clipped = self._clipped_scale(normed, {}, scale, limit)
+        if clipped is not None:
             self._repeat.run(clipped, found)  # needs no `no_grad`
         return loss
 

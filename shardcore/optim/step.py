@@ -236,6 +236,9 @@ class Update:
             indices = [i for i, _ in lists["keys"]]
             if on_device:  # there is one, as check_capturable says
                 self._count_on(device, indices)
+            for name in ("masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"):
+                if not any(tensor is not None for tensor in lists[name]):
+                    del lists[name]  # the binding would look at each entry in every step
             self.owners += lists.pop("owners")
             self.grads.append(_C.dense(lists.pop("grads"), lists["params"]))
             self._calls.append((steppers.setdefault(device, _C.AdamStepper()), _C.AdamLists(**lists), indices))
