@@ -16,6 +16,7 @@ Note [End]: a proof is written to the store first, for each of the waits, so tha
 connections are closed (a receive that times out does that), so that the waits raise; NCCL's communicator is aborted.
 """
 
+import atexit
 import json
 import logging
 import sys
@@ -39,6 +40,7 @@ logger = logging.getLogger("shardcore")
 
 LONG_S = 3.0  # waits that last longer are examined
 USERS_LONG_S = 6.0  # the same for the user's own collectives
+_EXIT_S = 5.0  # at most, that the end of the process waits for the thread
 PAUSE_S = 1.0  # between two looks
 LATE_S = 60.0  # between two log lines about late ranks
 _OFTEN_S, _SELDOM_S = 15.0, 10.0  # waits longer than the first are examined at intervals of the second
@@ -180,6 +182,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._ends = threading.Event()
         self._world: weakref.ref[dist.ProcessGroup] | None = None
         self._clone: PrefixStore | None = None
         self._written: Wait | None = None
@@ -201,8 +204,7 @@ class _Watch:
             self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(PAUSE_S)
+        while not self._ends.wait(PAUSE_S):
             try:
                 self.look()
             except Exception as error:
@@ -210,6 +212,12 @@ class _Watch:
                 ends = isinstance(error, RuntimeError | dist.DistError) or not dist.is_initialized()
                 logger.log(logging.DEBUG if ends else logging.WARNING, "the watchdog cannot look", exc_info=True)
                 self._written = None
+
+    def stop(self) -> None:
+        """End the thread. Still inside C++ when the interpreter ends, it would abort the process."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join(_EXIT_S)
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
@@ -452,3 +460,4 @@ def _in_short(ranks: Sequence[int]) -> str:
 
 
 _watch = _Watch()
+atexit.register(_watch.stop)

@@ -270,6 +270,30 @@ def test_a_process_ends_though_the_store_is_gone() -> None:
             process.kill()
 
 
+_IN_STORE = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+import shardcore
+from shardcore.distributed import watchdog
+store = dist.HashStore()
+def look():
+    try:
+        store.wait(["never"], timedelta(milliseconds=1))
+    except RuntimeError:
+        pass
+watchdog.PAUSE_S, watchdog._watch.look = 0.0, look
+watchdog._watch.start()
+time.sleep(0.2)
+"""
+
+
+def test_a_process_ends_while_the_watchdog_is_inside_a_store() -> None:
+    """Without an end of its thread two of three such processes abort."""
+    processes = [subprocess.Popen([sys.executable, "-c", _IN_STORE]) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
+
+
 def test_collectives_that_were_started_in_another_order_are_found() -> None:
     assert not watchdog._differ((3, ["a", "b", "c"]), (2, ["a", "b"]))
     assert not watchdog._differ((103, ["x", "y"]), (102, ["w", "x"]))
