@@ -33,7 +33,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
-from shardcore.optim.sharded import EngineRef, engine_of
+from shardcore.optim.interface import EngineRef, engine_of
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 

@@ -26,6 +26,7 @@ def skip_or_fail(reason: str) -> None:
     pytest.skip(reason)
 
 
+@pytest.mark.slow  # two minutes to compile; CI runs them under sanitizers as well
 def test_ctest():
     if shutil.which("cmake") is None:
         skip_or_fail("cmake is not installed (apt-get install cmake)")

@@ -76,10 +76,12 @@ class Config:
         steps = 1 if steps is None else steps
         train = micro * steps * world_size if train is None else train
         if micro * steps * world_size != train:
+            given = [self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps]
+            product = math.prod([size for size in given if size is not None]) * world_size
+            expected = f"a multiple of {product}" if None in given else product
             raise ValueError(
-                f"{_OP}: config train_batch_size has {train}; expected train_micro_batch_size_per_gpu * "
-                f"gradient_accumulation_steps * world_size, which is {micro} * {steps} * {world_size} = "
-                f"{micro * steps * world_size} (what is not given is derived, rounded down)"
+                f"{_OP}: config train_batch_size has {train}; expected {expected}, the product of "
+                f"train_micro_batch_size_per_gpu, gradient_accumulation_steps (where given) and world_size ({world_size})"
             )
         return BatchSizes(train, micro, steps)
 

@@ -17,8 +17,8 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
+from shardcore.optim.interface import engine_of
 from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name
-from shardcore.optim.sharded import engine_of
 from shardcore.optim.state_dict import export_state, import_state
 from shardcore.optim.state_format import NO_STATES, format_of
 

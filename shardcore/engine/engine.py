@@ -36,7 +36,7 @@ from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer
-from shardcore.optim.sharded import EngineRef
+from shardcore.optim.interface import EngineRef
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState, capturing
 

@@ -9,7 +9,7 @@ from torch import nn
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes
 from shardcore.engine.engine import Engine
 from shardcore.engine.state_store import StateStore
-from shardcore.optim.sharded import engine_of
+from shardcore.optim.interface import engine_of
 
 
 @dataclass(frozen=True)

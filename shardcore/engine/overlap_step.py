@@ -37,7 +37,7 @@ from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, in_backward
-from shardcore.optim.sharded import keep_uncompiled, weakly
+from shardcore.optim.interface import keep_uncompiled, weakly
 
 logger = logging.getLogger("shardcore")
 

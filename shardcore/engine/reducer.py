@@ -40,7 +40,7 @@ from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.trace import scope
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim.sharded import weakly
+from shardcore.optim.interface import weakly
 
 T = TypeVar("T")
 logger = logging.getLogger("shardcore")

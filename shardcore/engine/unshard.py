@@ -33,7 +33,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.trace import scope
 from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
-from shardcore.optim.sharded import keep_uncompiled
+from shardcore.optim.interface import keep_uncompiled
 
 
 class Gatherer:

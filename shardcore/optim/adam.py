@@ -17,8 +17,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from shardcore._native import _C
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
+from shardcore.optim.interface import Gradients, ShardedEngine
 from shardcore.optim.options import check_capturable, check_group, check_groups
-from shardcore.optim.sharded import Gradients, ShardedEngine
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
@@ -216,7 +216,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         problems: list[Exception] = []
         try:
             limit = None if max_norm is None else check_max_norm(self._op, max_norm, capturable)
-            if grads is not None:
+            if grads is not None and self._engine is None:
                 check_grads_list(self._op, self.param_groups, grads)
             scale = self._scale(grad_scale, limit, capturable)
         except (TypeError, ValueError) as error:

@@ -30,8 +30,8 @@ from torch._compile import _disable_dynamo
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
+from shardcore.optim.interface import ShardedEngine, engine_of
 from shardcore.optim.options import PARAM_DTYPES, number
-from shardcore.optim.sharded import ShardedEngine, engine_of
 from shardcore.optim.step import bad_grad, check_max_norm
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
