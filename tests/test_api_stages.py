@@ -35,7 +35,7 @@ class Checkpointed(Net):
         return self.head(x) * self.gain
 
 
-def _trained(rank: int, world_size: int, kind: str, stage: int) -> str:
+def _hash_of_kind(rank: int, world_size: int, kind: str, stage: int) -> str:
     torch.manual_seed(0)
     model = KINDS[kind]()
     adam = ADAM if kind != "lora" else {**ADAM, "weight_decay": 0.0}
@@ -163,7 +163,7 @@ CHOSEN = [*((2, kind) for kind in KINDS), (1, "lora"), (1, "branching"), (3, "ti
 
 @pytest.mark.parametrize(("world_size", "kind"), some(product([1, 2, 3], KINDS), CHOSEN))
 def test_stages_train_alike(kind: str, world_size: int) -> None:
-    hashes = {stage: set(run_ranks(world_size, _trained, kind, stage)) for stage in (1, 2, 3)}
+    hashes = {stage: set(run_ranks(world_size, _hash_of_kind, kind, stage)) for stage in (1, 2, 3)}
     assert hashes[1] == hashes[2] == hashes[3]
     assert len(hashes[3]) == 1
 
@@ -238,12 +238,12 @@ def test_evaluation_and_second_forwards_between_do_not_matter() -> None:
 
 def test_a_weight_that_is_not_gathered_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Broken twin: a rank that lends stale memory instead of gathering has other bits (and the tests above compare them)."""
-    good = run_ranks(2, _trained, "net", 3)[0]
-    bad = run_ranks(2, _trained_stale)[0]
+    good = run_ranks(2, _hash_of_kind, "net", 3)[0]
+    bad = run_ranks(2, _hash_without_gathers)[0]
     assert good != bad
 
 
-def _trained_stale(rank: int, world_size: int) -> str:
+def _hash_without_gathers(rank: int, world_size: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         real = Comm.all_gather
         patch.setattr(
@@ -251,7 +251,7 @@ def _trained_stale(rank: int, world_size: int) -> str:
             "all_gather",
             lambda self, whole, kind, *a, **of: [] if kind == Traffic.WEIGHTS else real(self, whole, kind, *a, **of),
         )
-        return _trained(rank, world_size, "net", 3)
+        return _hash_of_kind(rank, world_size, "net", 3)
 
 
 def _compiled(rank: int, world_size: int, how: str, stage: int, overlap: bool) -> str:

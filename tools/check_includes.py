@@ -4,6 +4,7 @@
 - No source file has more than 700 lines.
 - No import inside a function in shardcore/ (it would hide a circle from import-linter).
 - Each test file is named after a module of the package that its folder mirrors, and imports from no other test file.
+- Each module of the package has such a test file.
 - No flag that lets a compiler change results or tie a build to one machine.
 """
 
@@ -39,6 +40,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "support": ("tests/support/",),
     "tools": ("tools/",),
 }
+UNTESTED = {"__init__", "__main__", "version", "_native"}  # tests/build/test_native.py tests the last one
 BIND_ONLY = re.compile(r"^(torch|ATen|c10|pybind11|caffe2)/|^Python\.h$")
 NOWHERE = re.compile(r"^omp\.h$")  # two thread runtimes disturb each other, and TSan cannot see OpenMP
 BAD_FLAGS = ("-march=native", "-mtune=native", "-ffast-math", "-Ofast", "-funsafe-math-optimizations", "--use_fast_math")
@@ -86,6 +88,11 @@ def check_function_imports(path: Path, text: str) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: imports inside {function.name}(); expected imports at the top of the file"
 
 
+def named_after(stem: str, names: Iterable[str]) -> str:
+    """The one of ``names`` after which a test file is named: the longest that fits (test_state_dict.py: state_dict), or ""."""
+    return max((name for name in names if f"{stem}_".startswith(f"test_{name}_")), key=len, default="")
+
+
 def check_test(path: Path, text: str, root: Path) -> Iterator[str]:
     """The name and the imports of one test file (tests/<folder>/test_<module>_<subject>.py)."""
     for node in ast.walk(ast.parse(text)):
@@ -100,9 +107,19 @@ def check_test(path: Path, text: str, root: Path) -> Iterator[str]:
     for word in TESTED.get(folder, (f"shardcore/{folder}/",)):
         files = [file.stem for file in (root / word).glob("*") if file.is_file()] if word.endswith("/") else [word]
         names |= {name.removeprefix("bind_").lstrip("_") for name in files if name != "__init__"}
-    if not any(f"{path.stem}_".startswith(f"test_{name}_") for name in names):
+    if not named_after(path.stem, names):
         expected = "expected test_<module>.py or test_<module>_<subject>.py"
         yield f"{path}: is named after none of {', '.join(sorted(names))}; {expected}"
+
+
+def check_tested(path: Path, text: str, root: Path) -> Iterator[str]:
+    """That one module of shardcore/ has a test file; ``path`` is relative to the repository."""
+    if path.stem in UNTESTED or not text.strip():
+        return
+    folder = Path("tests", *path.parts[1:-1])
+    names = [file.stem for file in (root / path.parent).glob("*.py")]
+    if not any(named_after(file.stem, names) == path.stem for file in (root / folder).glob("test_*.py")):
+        yield f"{path}: has no test file; expected {folder}/test_{path.stem}.py or test_{path.stem}_<subject>.py"
 
 
 def check_flags(path: Path, text: str) -> Iterator[str]:
@@ -126,6 +143,7 @@ def problems(root: Path = ROOT) -> Iterable[str]:
                 yield from check_room(path, text)
             if folder == "shardcore" and file.suffix == ".py":
                 yield from check_function_imports(path, text)
+                yield from check_tested(path, text, root)
             if folder == "tests" and file.match("test_*.py"):
                 yield from check_test(path, text, root)
     for name in FLAG_FILES:

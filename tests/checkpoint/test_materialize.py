@@ -15,7 +15,7 @@ from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, 
 from tests.support.ranks import run_ranks
 
 
-def _trained(rank: int, world_size: int, run: Run, on_meta: bool, frozen: bool = False) -> list[Any]:
+def _made_and_trained(rank: int, world_size: int, run: Run, on_meta: bool, frozen: bool = False) -> list[Any]:
     """Made from rank 0's random numbers, every other rank having its own."""
     torch.manual_seed(rank)
     build = frozen_net if frozen else Net
@@ -40,10 +40,10 @@ def test_a_function_makes_the_bits_of_building(stage: int, precision: str, froze
     run = Run(stage=stage, precision=precision, steps=2)
     if not frozen:
         for world_size in (1, 2):
-            assert run_ranks(world_size, _trained, run, True) == run_ranks(world_size, _trained, run, False)
+            assert run_ranks(world_size, _made_and_trained, run, True) == run_ranks(world_size, _made_and_trained, run, False)
         return
-    built = run_ranks(2, _trained, run, False, True)
-    made = run_ranks(2, _trained, run, True, True)
+    built = run_ranks(2, _made_and_trained, run, False, True)
+    made = run_ranks(2, _made_and_trained, run, True, True)
     assert [entry[:2] for entry in made] == [entry[:2] for entry in built]
     assert made[0][2] == built[0][2], "a tied weight's second module draws random numbers in building, too"
 

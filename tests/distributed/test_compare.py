@@ -29,31 +29,6 @@ def sharded(stage: int = 2, timeout_s: float = 60, **options: Any) -> tuple[nn.M
     return shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, process_group=group, **options)
 
 
-def _reads_of_different_things(rank: int, world_size: int) -> list[str]:
-    model, _, _ = train(rank, Run(steps=1, stage=1))
-    head, gain = model.head.weight, model.gain
-    return [
-        error_of(lambda: shardcore.full_grad(model if rank else head)),
-        error_of(lambda: shardcore.full_state(head, "momentum" if rank else "exp_avg")),
-        error_of(lambda: shardcore.full_state(head, "step" if rank else "exp_avg")),
-        error_of(lambda: shardcore.full_grad(gain if rank else head)),
-        error_of(lambda: shardcore.full_state(head, "exp_avg")),
-    ]
-
-
-def test_a_read_that_one_rank_refuses_or_that_differs_is_refused_on_all() -> None:
-    other, own = run_ranks(2, _reads_of_different_things)
-    assert "full_grad: got a Net; expected a parameter" in own[0]
-    assert "full_state: head.weight has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq" in own[1]
-    assert "full_grad: rank 1 refused; its own error says why" in other[0]
-    assert "full_state: rank 1 refused; its own error says why" in other[1]
-    assert "full_state: rank 1 reads something else than exp_avg of head.weight; expected the same on every rank" in other[2]
-    assert "full_state: rank 0 reads something else than step of head.weight" in own[2]
-    assert "full_grad: rank 1 reads something else than head.weight" in other[3]
-    assert "full_grad: rank 0 reads something else than gain" in own[3]
-    assert other[4] == own[4] == "no error"
-
-
 def _clips_differ(rank: int, world_size: int, stage: int) -> list[str]:
     model, _, _ = train(rank, Run(steps=1, stage=stage))
     loss_of(model, batch_of(1, 0, rank)).backward()

@@ -301,7 +301,7 @@ def test_collectives_that_were_started_in_another_order_are_found() -> None:
     assert watchdog._differ((103, ["x", "y"]), (103, ["x", "z"]))
 
 
-WAYS_NEVER = re.compile(r"ranks wait for different things, which can never end: .*ranks 0, 2 for .*expected every rank")
+NEVER_ENDS = re.compile(r"ranks wait for different things, which can never end: .*ranks 0, 2 for .*expected every rank")
 
 
 class Skipping(Net):
@@ -344,17 +344,17 @@ WHATS = ["skips the last unit", "has no backward", "evaluates", "reads"]
 
 
 @pytest.mark.parametrize(("what", "trained"), [("skips a unit", 0), *((what, trained) for what in WHATS for trained in (0, 2))])
-def test_ranks_that_run_different_blocks_all_raise(what: str, trained: int) -> None:
+def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trained: int) -> None:
     """Before the order is known, and after."""
     for error in run_ranks(3, _different, what, trained):
-        assert WAYS_NEVER.match(error), error
+        assert NEVER_ENDS.match(error), error
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
-def test_below_stage_3_ranks_that_leave_out_a_call_all_raise(what: str, odd: str, stage: int) -> None:
+def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
-        assert WAYS_NEVER.match(error), error
+        assert NEVER_ENDS.match(error), error
         assert f"rank 1 for {odd}" in error
         assert "ranks 0, 2 for the reduction of blocks.2" in error
 
@@ -380,7 +380,7 @@ def _in_another_order(rank: int, world_size: int) -> tuple[str, bool]:
         return str(refusal.value), hash_of_training(model, optimizer) == before
 
 
-def test_another_order_of_blocks_is_found_by_the_step() -> None:
+def test_step_refuses_when_ranks_run_blocks_in_different_orders() -> None:
     """With NCCL, for which gloo's own collectives stand in. It would update from gradients of wrong weights."""
     for error, unchanged in run_ranks(2, _in_another_order):
         assert re.search(

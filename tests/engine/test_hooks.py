@@ -133,7 +133,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _model_trained(rank: int, world_size: int, kind: str, stage: int) -> str:
+def _hash_of_model(rank: int, world_size: int, kind: str, stage: int) -> str:
     torch.manual_seed(0)
     model = MODELS[kind]()
     optimizer: Any = shardcore.FusedAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -145,7 +145,7 @@ def _model_trained(rank: int, world_size: int, kind: str, stage: int) -> str:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_at_stage_1(kind: str) -> None:
-    assert len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _model_trained, kind, stage)}) == 1
+    assert len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage)}) == 1
 
 
 # --- what is done to them ---------------------------------------------------------------------------------------------

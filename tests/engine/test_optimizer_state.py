@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import shardcore
-from shardcore.distributed.comm import Comm
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 ADAM = {"lr": 1e-2, "weight_decay": 0.1}
@@ -209,94 +208,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         optimizer.load_state_dict({"param_groups": []})
     with pytest.raises(ValueError, match="assign is True"):
         model.load_state_dict(model.state_dict(), assign=True)
-
-
-def test_full_state_names_what_there_is() -> None:
-    model, _, _ = train(0, Run())
-    with pytest.raises(KeyError, match="has no state 'momentum'; expected one of step, exp_avg, exp_avg_sq"):
-        shardcore.full_state(model.gain, "momentum")
-    with pytest.raises(ValueError, match="Parameter is not sharded"):
-        shardcore.full_state(nn.Parameter(torch.zeros(1)), "step")
-
-
-def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, int]]:
-    """What reads of one parameter receive from other ranks, in bytes, and what the parameter has."""
-    model = train(rank, Run(stage=stage, steps=1), Net(width=64, hidden=128))[0]
-    loss_of(model, batch_of(1, 0, rank)).backward()
-    received: list[int] = []
-    exchange = Comm._exchange
-
-    def counting(comm: Comm, sent: Any, places: Any, kind: Any, name: str, ranks: Any, of: Any) -> Any:
-        received.append(sum(data.nbytes for data, other in zip(places, ranks, strict=True) if other != comm.rank))
-        return exchange(comm, sent, places, kind, name, ranks, of)
-
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "_exchange", counting)
-        for name, param in model.named_parameters():
-            for what, read in (("grad", shardcore.full_grad), ("state", lambda p: shardcore.full_state(p, "exp_avg"))):
-                received.clear()
-                read(param)
-                found.append((f"{what} of {name}", sum(received), 4 * param.numel()))
-    return found
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
-    for found in run_ranks(3, _received, stage):
-        assert [(name, moved) for name, moved, nbytes in found if moved > nbytes + 1024] == []
-
-
-def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
-    """By call: how many gathers of whole values are under way at each wait for one."""
-    model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
-    under_way: list[int] = []
-    started: list[str] = []
-    all_gather = Comm.all_gather
-
-    class Seen:
-        def wait(self) -> None:
-            under_way.append(len(started) - len(under_way))
-
-    def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        works = all_gather(comm, whole, *arguments, **options)
-        if not whole.is_floating_point():  # what ranks compare
-            return works
-        started.append("")
-        return [Seen(), *works]
-
-    def whole() -> None:
-        with shardcore.full_params(model):
-            pass
-
-    shards = shardcore.sharded_state_dict(model)
-    calls = {
-        "state_dict": model.state_dict,
-        "optimizer.state_dict": optimizer.state_dict,
-        "full_params": whole,
-        "load_sharded_state_dict": lambda: shardcore.load_sharded_state_dict(model, shards),
-    }
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Comm, "all_gather", seen)
-        for name, call in calls.items():
-            call()
-            found[name] = under_way.copy()
-            under_way.clear()
-            started.clear()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stage", "expected"),
-    [
-        (2, {"optimizer.state_dict": [2] * 7 + [1], "load_sharded_state_dict": [4, 3, 2, 1]}),
-        (3, {"optimizer.state_dict": [2] * 7 + [1], "state_dict": [2, 2, 2, 1], "full_params": [4, 3, 2, 1]}),
-    ],
-)
-def test_a_gather_is_under_way_while_another_is_waited_for(stage: int, expected: dict[str, list[int]]) -> None:
-    for found in run_ranks(2, _under_way, stage):
-        assert {name: counts for name, counts in found.items() if counts} == expected
 
 
 def test_an_empty_read_lies_where_parts_of_both_tiers_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:

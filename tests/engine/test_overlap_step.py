@@ -25,7 +25,7 @@ OFFLOAD = {"optimizer": "cpu"}
 STEPS, OVERFLOW = 5, 2
 
 
-def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[float]]:
+def _train_through_overflow(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[float]]:
     overlap = schedule is not None
     model, optimizer = start(rank, run, overlap, late=rank == 0 or schedule != "one late")
     if schedule == "the caller gathers":  # as on NCCL
@@ -50,7 +50,7 @@ def _trained(rank: int, run: Run, schedule: str | None) -> tuple[Any, Any, list[
 
 
 def _outcome(rank: int, world_size: int, run: Run, schedule: str | None) -> tuple[str, str]:
-    model, optimizer, losses = _trained(rank, run, schedule)
+    model, optimizer, losses = _train_through_overflow(rank, run, schedule)
     return hash_of_training(model, optimizer), repr(losses)
 
 

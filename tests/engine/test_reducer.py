@@ -1,7 +1,6 @@
-"""What counts as a backward: partial accumulation, checkpointing, failures, other graphs, several models; and buffers."""
+"""What counts as a backward: partial accumulation, checkpointing, failures, other graphs, several models."""
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardcore
-from shardcore.engine.bucket import Bucket
 from tests.support.models import Block, Net, Reused, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -29,57 +27,6 @@ def _early_step(rank: int, world_size: int, declared: int) -> str:
 def test_step_takes_what_is_there() -> None:
     early, in_time = run_ranks(2, _early_step, 4)[0], run_ranks(2, _early_step, 2)[0]
     assert early == in_time
-
-
-def test_few_gradients_wait_in_a_model_of_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    most, real = 0, Bucket.collect
-
-    def collect(bucket: Bucket, *arguments: Any) -> None:
-        nonlocal most
-        real(bucket, *arguments)
-        most = max(most, len(bucket._waiting))
-
-    model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(40)), nn.Linear(10, 5))
-    model, _, _ = train(0, Run(steps=0, accumulate=2, shard={"units": [], "sync_each": False}), model)
-    monkeypatch.setattr(Bucket, "collect", collect)
-    loss_of(model, batch_of(0, 0, 0)).backward()
-    assert most == 31, "82 come in this backward, which reduces nothing"
-
-
-def _collected(patch: pytest.MonkeyPatch, small_bytes: int, sync_each: bool, **twin: Any) -> str:
-    patch.setattr("shardcore.engine.bucket._SMALL_BYTES", small_bytes)
-    for name, method in twin.items():
-        patch.setattr(Bucket, name, method)
-    model, optimizer, _ = train(0, Run(steps=2, accumulate=2, precision="bf16", shard={"sync_each": sync_each}))
-    return hash_of_training(model, optimizer)
-
-
-@pytest.mark.parametrize("sync_each", [True, False])
-def test_gradients_that_wait_to_be_copied_together_have_the_same_bits(sync_each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = _collected(monkeypatch, -1, sync_each)
-    assert _collected(monkeypatch, 100, sync_each) == alone  # norms and biases wait, others do not
-    assert _collected(monkeypatch, 1 << 16, sync_each) == alone
-    assert _collected(monkeypatch, 100, sync_each, collect_waiting=lambda bucket: bucket._waiting.clear()) != alone
-
-
-def _large_gradients(rank: int, world_size: int, stage: int) -> tuple[bool, bool]:
-    torch.manual_seed(0)
-    model = nn.Linear(400, 400)  # 640 kB: a gradient that is copied by itself
-    batches = torch.randn(world_size, 5, 400)
-    local = []
-    for batch in batches:
-        twin = copy.deepcopy(model)
-        twin(batch).square().sum().backward()
-        local.append(twin.weight.grad)
-    model, _ = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAM), stage=stage, precision="fp32")
-    model(batches[rank]).square().sum().backward()
-    grad = shardcore.full_grad(model.weight)
-    return torch.equal(grad, (local[0] + local[1]) * 0.5), torch.equal(grad, local[rank])
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_larger_than_caches_arrive_whole(stage: int) -> None:
-    assert run_ranks(2, _large_gradients, stage) == [(True, False)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -299,32 +246,3 @@ def test_two_models_in_one_backward_with_a_branch_on_one_rank(stage: int) -> Non
     for got in run_ranks(2, _two_models, stage):
         for a, b in zip(got, expected, strict=True):
             assert torch.allclose(torch.tensor(a), b, rtol=1e-5, atol=1e-6)
-
-
-def _pooled(rank: int, world_size: int, stage: int) -> dict[str, int]:
-    torch.manual_seed(0)
-    sizes = [64, 320, 128, 448, 192, 384, 256, 416, 96, 352, 160, 288, 224, 64]
-    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
-    model, optimizer = shardcore.shard(
-        model, shardcore.FusedAdam(model.parameters()), stage, units=list(model), precision="fp32"
-    )
-    for step in range(3):
-        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return shardcore.memory_report(model).by_kind | {"largest": max(4 * b.layout.numel for b in optimizer._engine.buckets)}
-
-
-def test_stage_2_keeps_few_buffers_whatever_the_sizes_of_units() -> None:
-    one, two = (run_ranks(2, _pooled, stage)[0] for stage in (1, 2))
-    assert two["communication"] <= 6 * two["largest"]  # two in flight and one that fills, each sent and received
-    assert two["gradients"] + two["communication"] < 0.8 * (one["gradients"] + one["communication"])
-
-
-def test_stage_2_trains_units_of_many_sizes_to_the_bits_of_stage_0() -> None:
-    assert len({str(run_ranks(2, _trained, stage)) for stage in (0, 2)}) == 1
-
-
-def _trained(rank: int, world_size: int, stage: int) -> list[float]:
-    model, _, losses = train(rank, Run(stage=stage, steps=3))
-    return [float(value.double().sum()) for value in model.state_dict().values()] + (losses if rank == 0 else [])

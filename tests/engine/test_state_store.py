@@ -107,10 +107,10 @@ def unsharded(form: str, steps: int = STEPS) -> str:
 
 
 def _hashes(rank: int, world_size: int, form: str, places: list[tuple[Any, ...]]) -> list[str]:
-    return [_trained(form, place) for place in places]
+    return [_hash_of_form(form, place) for place in places]
 
 
-def _trained(form: str, place: tuple[Any, ...], **more: Any) -> str:
+def _hash_of_form(form: str, place: tuple[Any, ...], **more: Any) -> str:
     model, optimizer = sharded(form, place, **more)
     go(model, optimizer, 0, STEPS)
     return fingerprint(model, optimizer)
@@ -128,7 +128,7 @@ def test_each_format_has_the_unsharded_bits_everywhere(form: str, world_size: in
 
 def _hybrid(rank: int, world_size: int, forms: list[str]) -> list[str]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("node", "rank"))
-    return [_trained(form, (stage, CPU_TIER, 500), process_group=mesh) for form in forms for stage in (1, 3)]
+    return [_hash_of_form(form, (stage, CPU_TIER, 500), process_group=mesh) for form in forms for stage in (1, 3)]
 
 
 def test_replicas_draw_the_same_random_bits() -> None:
@@ -205,9 +205,9 @@ def test_a_broken_format_changes_the_hash(twin: str, monkeypatch: pytest.MonkeyP
     form, offload, break_it = TWINS[twin]
     expected = unsharded(form)
     monkeypatch.setattr(CpuStore.__init__, "__defaults__", (None, 256))  # chunks end inside parameters
-    assert _trained(form, (2, offload, "auto")) == expected
+    assert _hash_of_form(form, (2, offload, "auto")) == expected
     break_it(monkeypatch)
-    assert _trained(form, (2, offload, "auto")) != expected
+    assert _hash_of_form(form, (2, offload, "auto")) != expected
 
 
 # --- state dicts ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""torch.optim's manners: closures, schedulers, groups, counts, copies, masters; the engine hook."""
+"""torch.optim's manners: closures, schedulers, groups, counts, copies, masters."""
 
 import copy
 import io
@@ -256,55 +256,3 @@ def test_states_that_the_user_puts_there(make):
     assert torch.equal(p, q)
     assert optimizer.state[p]["exp_avg"] is mine
     assert optimizer.state[p]["step"] == 1
-
-
-class FakeEngine:
-    device = torch.device("cpu")
-
-    def __init__(self):
-        self.calls = []
-
-    loss_scale = 8.0
-
-    def step(self, closure, grads, grad_scale, max_norm, problem):
-        self.calls.append(("step", closure, grads, grad_scale, max_norm, problem))
-        return "loss"
-
-    def scale_loss(self, loss):
-        return loss * self.loss_scale
-
-    def zero_grad(self, set_to_none):
-        self.calls.append(("zero_grad", set_to_none))
-
-    def state_dict(self):
-        self.calls.append(("state_dict",))
-        return {"state": {}, "param_groups": []}
-
-    def load_state_dict(self, state_dict):
-        self.calls.append(("load_state_dict", state_dict))
-
-
-def test_engine_takes_over(make):
-    (p,) = params_of(3)
-    optimizer = make([p], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # made before, goes on
-    loss = torch.tensor(0.5)
-    assert optimizer.scale_loss(loss) is loss
-    engine = optimizer._engine = FakeEngine()
-    assert (optimizer.loss_scale, optimizer.scale_loss(loss).item()) == (8.0, 4.0)
-    with pytest.raises(TypeError, match="scale_loss: loss has type float"):
-        optimizer.scale_loss(0.5)
-    optimizer.grad_scale = torch.tensor(4.0)
-    assert optimizer.step(grad_scale=2.0, max_norm=3) == "loss"
-    del optimizer.grad_scale
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.zero_grad()
-    optimizer.load_state_dict(optimizer.state_dict())
-    names = [call[0] for call in engine.calls]
-    assert names == ["step", "zero_grad", "state_dict", "load_state_dict"]
-    assert engine.calls[0][1:] == (None, None, 0.5, 3.0, [])
-    with pytest.raises(ValueError, match="add_param_group"):
-        optimizer.add_param_group({"params": params_of(2)})
-    with pytest.raises(TypeError, match="sharded"):
-        copy.deepcopy(optimizer)

@@ -1,6 +1,5 @@
 """Bad options, parameters, gradients and states: an error in one wording, and nothing has changed."""
 
-import copy
 import math
 
 import pytest
@@ -10,13 +9,9 @@ from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
 from shardcore.optim.clip import global_norm
 from tests.support.kernels import nothing_written
-from tests.support.params import params_of
+from tests.support.params import Snapshot, param, params_of
 
 OURS = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
-
-
-def param(n=4, dtype=torch.float32):
-    return torch.nn.Parameter(torch.ones(n, dtype=dtype))
 
 
 BAD_OPTIONS = [
@@ -134,26 +129,6 @@ def test_cuda_parameters_are_not_for_cpu_adam():
         CPUAdam([SaysCuda(torch.ones(2))])
 
 
-class Snapshot:
-    """Everything a failing call could have changed."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.params = [p for g in optimizer.param_groups for p in g["params"]]
-        self.before = copy.deepcopy((self.params, optimizer.state_dict(), optimizer.skipped_steps))
-
-    def check(self):
-        params, state_dict, skipped = self.before
-        now = self.optimizer.state_dict()
-        assert all(torch.equal(a, b) for a, b in zip(params, self.params, strict=True))
-        assert now["param_groups"] == state_dict["param_groups"]
-        assert now["state"].keys() == state_dict["state"].keys()
-        for i, state in state_dict["state"].items():
-            assert now["state"][i].keys() == state.keys()
-            assert all(torch.equal(now["state"][i][key], value) for key, value in state.items())
-        assert self.optimizer.skipped_steps == skipped
-
-
 BAD_GRADS = [
     (torch.ones(5), ValueError, r"grads\[1\] has shape \(5,\); expected \(4,\)"),
     (torch.ones(4, 1), ValueError, r"grads\[1\] has shape \(4, 1\)"),
@@ -248,78 +223,6 @@ def test_a_parameter_whose_dtype_or_device_changed(make):
         optimizer.step(grads=[torch.ones(4, 6)])
     assert torch.equal(p, torch.ones(4, 6))
     assert optimizer.state[p]["step"] == 1
-
-
-def broken_state_dicts():
-    """(what is wrong, how to make it so, error, message)"""
-    return [
-        (
-            "groups",
-            lambda sd: sd["param_groups"].append(sd["param_groups"][0]),
-            ValueError,
-            "has 2 parameter groups; expected 1",
-        ),
-        (
-            "params",
-            lambda sd: sd["param_groups"][0]["params"].pop(),
-            ValueError,
-            r"param_groups\[0\] has 1 parameters; expected 2",
-        ),
-        ("twice", lambda sd: sd["param_groups"][0].update(params=[0, 0]), ValueError, "names a parameter twice"),
-        ("group key", lambda sd: sd["param_groups"][0].update(momentum_x=1), ValueError, "unknown key 'momentum_x'"),
-        ("state key", lambda sd: sd["state"][1].update(momentum=torch.ones(4)), ValueError, r"state\[1\] has the unknown key"),
-        ("missing", lambda sd: sd["state"][1].pop("exp_avg"), ValueError, r"state\[1\] has no 'exp_avg'"),
-        ("no step", lambda sd: sd["state"][1].pop("step"), ValueError, r"state\[1\] has no 'step'"),
-        ("id", lambda sd: sd["state"].update({7: sd["state"][0]}), ValueError, "has the key 7"),
-        ("shape", lambda sd: sd["state"][1].update(exp_avg=torch.ones(5)), ValueError, r"state\[1\].exp_avg has shape \(5,\)"),
-        (
-            "dtype",
-            lambda sd: sd["state"][1].update(exp_avg=torch.ones(4).int()),
-            TypeError,
-            r"state\[1\].exp_avg has dtype int32",
-        ),
-        ("memory", lambda sd: sd["state"][1]["exp_avg"].untyped_storage().resize_(15), ValueError, "exp_avg has no memory"),
-        ("type", lambda sd: sd["state"][1].update(exp_avg=[1.0] * 4), TypeError, r"state\[1\].exp_avg has type list"),
-        ("step", lambda sd: sd["state"][1].update(step=1.5), ValueError, r"state\[1\].step has 1.5"),
-        ("step 2**60", lambda sd: sd["state"][1].update(step=2**60), ValueError, r"state\[1\].step has 1.15.*at most 2\*\*53"),
-        ("step nan", lambda sd: sd["state"][1].update(step=torch.tensor(math.nan)), ValueError, r"state\[1\].step has nan"),
-        ("lr", lambda sd: sd["param_groups"][0].update(lr=-1.0), ValueError, r"param_groups\[0\].lr has -1.0"),
-        ("betas", lambda sd: sd["param_groups"][0].update(betas=(2.0, 0.9)), ValueError, r"betas\[0\] has 2.0"),
-        ("no groups", lambda sd: sd.pop("param_groups"), ValueError, "has no 'param_groups'"),
-        ("no state", lambda sd: sd.pop("state"), ValueError, "has no 'state'"),
-        ("params type", lambda sd: sd["param_groups"][0].update(params=None), TypeError, 'with a list "params"'),
-        ("groups type", lambda sd: sd.update(param_groups=3), TypeError, "no list of dicts"),
-        ("state type", lambda sd: sd.update(state=[]), TypeError, "has type list"),
-        ("param type", lambda sd: sd["state"].update({1: 5}), TypeError, r"state\[1\] has type int"),
-    ]
-
-
-@OURS
-@pytest.mark.parametrize("what, damage, error, match", broken_state_dicts(), ids=[case[0] for case in broken_state_dicts()])
-def test_loading_is_all_or_nothing(make, what, damage, error, match):
-    source = make([param(), param()], lr=0.5, betas=(0.1, 0.2))
-    source.step(grads=[torch.ones(4)] * 2)
-    state_dict = copy.deepcopy(source.state_dict())
-    damage(state_dict)
-    optimizer = make([param(), param()])
-    optimizer.step(grads=[torch.full((4,), 2.0)] * 2)
-    snapshot = Snapshot(optimizer)
-    with pytest.raises(error, match=match):
-        optimizer.load_state_dict(state_dict)
-    snapshot.check()
-    with pytest.raises(TypeError, match="state_dict has type list"):
-        optimizer.load_state_dict([state_dict])
-    optimizer.load_state_dict(source.state_dict())  # the undamaged one loads
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_states_of_other_optimizers_are_refused():
-    q = param()
-    other = torch.optim.SGD([q], momentum=0.9)
-    q.grad = torch.ones(4)
-    other.step()
-    with pytest.raises(ValueError, match="unknown key"):
-        FusedAdam([param()]).load_state_dict(other.state_dict())
 
 
 @OURS

@@ -1,6 +1,5 @@
 """What a step takes: gradients of any dtype and layout, scales, norms; and tensors that change between steps."""
 
-import hashlib
 import logging
 import math
 import warnings
@@ -12,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam
 from tests.support.kernels import nothing_written
-from tests.support.params import grads_of, params_of, same, snapshot
-from tests.support.placement import storage_of
+from tests.support.params import digest, each_kind, grads_of, made, params_of, release, same, snapshot
 
 each_step = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 
@@ -145,52 +143,12 @@ def test_any_found_inf_but_zero_skips(make, found):
     assert optimizer.state[p]["step"] == 1
 
 
-SHAPES = ((4, 6), (300,), (2, 3, 4))
-KINDS = {
-    "fp32": (torch.float32, {}),
-    "amsgrad": (torch.float32, {"amsgrad": True}),
-    "master": (torch.bfloat16, {"master": "fp32"}),
-    "split": (torch.bfloat16, {"master": "split"}),
-    "8bit": (torch.bfloat16, {"state_dtype": "8bit"}),
-    "bf16": (torch.float16, {"state_dtype": "bf16"}),
-    "stochastic": (torch.bfloat16, {"stochastic_rounding": True}),
-}
-each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-def made(kind, steps=2, make=FusedAdam):
-    dtype, options = KINDS[kind]
-    generator = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-    optimizer = make(params, lr=0.1, **options)
-    for _ in range(steps):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
-        optimizer.step()
-    return params, optimizer
-
-
-def digest(params, optimizer):
-    """A hash of every byte that a step could write, and of the counts."""
-    tensors = [p.detach() for p in params] + [p.grad for p in params if p.grad is not None]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    hashed = hashlib.sha256()
-    for t in tensors:
-        hashed.update(storage_of(t).view(torch.uint8).clone().numpy().tobytes() if not t.is_meta else b"meta")
-    hashed.update(str(optimizer.skipped_steps).encode())
-    return hashed.hexdigest()
-
-
 def refused(params, optimizer, error, match):
     before = digest(params, optimizer)
     for arguments in ({}, {"max_norm": 1.0}, {"grad_scale": 0.5}):
         with pytest.raises(error, match=match):
             optimizer.step(**arguments)
         assert digest(params, optimizer) == before
-
-
-def release(tensor):
-    tensor.untyped_storage().resize_(0)
 
 
 STEPS = pytest.mark.parametrize("steps", [0, 1, 2])  # before the first, before and after the short way is taken
@@ -384,57 +342,6 @@ def test_what_is_put_right_again_goes_on():
     optimizer.step()
     undisturbed.step()
     assert digest(params, optimizer) == digest(others, undisturbed)
-
-
-def released_copy(t):
-    copy = t.clone()
-    release(copy)
-    return copy
-
-
-BAD_VALUES = {
-    "shape": (lambda t: t.reshape(6, 4), ValueError, r"has shape \(6, 4\); expected \(4, 6\), the parameter's"),
-    "flat": (lambda t: t.reshape(-1), ValueError, r"has shape \(24,\)"),
-    "int64": (lambda t: t.long(), TypeError, "has dtype int64; expected a floating dtype"),
-    "int8": (lambda t: t.to(torch.int8), TypeError, "has dtype int8; expected a floating dtype"),
-    "bool": (lambda t: t.bool(), TypeError, "has dtype bool; expected a floating dtype"),
-    "complex64": (lambda t: t + 0j, TypeError, "has dtype complex64; expected a floating dtype"),
-    "sparse": (lambda t: t.to_sparse(), ValueError, "has layout torch.sparse_coo; expected a dense tensor"),
-    "meta": (lambda t: t.to("meta"), ValueError, "has no memory"),
-    "released": (released_copy, ValueError, "has no memory"),
-    "a list": (lambda t: t.tolist(), TypeError, "has type list; expected a tensor"),
-}
-
-
-@each_kind
-@pytest.mark.parametrize("bad", BAD_VALUES)
-def test_state_dicts_that_do_not_fit(kind, bad):
-    """Every tensor of the first parameter's entry in turn; the entry of the last one is good and must not arrive either."""
-    make, error, match = BAD_VALUES[bad]
-    good = made(kind, steps=3)[1].state_dict()
-    for key in [key for key in good["state"][0] if key != "step"]:
-        params, optimizer = made(kind)
-        before = digest(params, optimizer)
-        entry = {**good["state"][0], key: make(good["state"][0][key].float())}
-        with pytest.raises(error, match=rf"^FusedAdam: state\[0\].{key} {match}"):
-            optimizer.load_state_dict({**good, "state": {**good["state"], 0: entry}})
-        assert digest(params, optimizer) == before
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_floating_dtypes_are_converted_and_losses_are_named(dtype):
-    """DESIGN section 3: upcasts are silent, downcasts warn."""
-    params, optimizer = made("fp32")
-    saved = optimizer.state_dict()
-    exact = saved["state"][0]["exp_avg"].double() + (2.0**-40 if dtype is torch.float64 else 0)
-    saved["state"][0]["exp_avg"] = exact.to(dtype)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.load_state_dict(saved)
-    assert [str(w.message).split(";")[0] for w in caught] == (
-        ["FusedAdam: state[0].exp_avg is rounded from float64 to float32"] if dtype is torch.float64 else []
-    )
-    assert torch.equal(optimizer.state[params[0]]["exp_avg"], exact.to(dtype).float())
 
 
 OURS = pytest.mark.parametrize("make", [CPUAdam, FusedAdam])

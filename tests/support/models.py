@@ -62,6 +62,10 @@ def make_net(seed: int = 0) -> Net:
     return Net()
 
 
+def adam(model: nn.Module) -> Any:
+    return shardcore.FusedAdam(model.parameters(), lr=1e-2)
+
+
 def batch_of(step: int, micro: int, rank: int, size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """The rank's samples of one micro-step: a function of its arguments alone."""
     generator = torch.Generator().manual_seed(1_000_003 * step + 10_007 * micro + rank)

@@ -21,6 +21,11 @@ def checkout(tmp_path):
     write("csrc/adam/adam_cpu.cpp", '#include "adam/adam_cpu.h"\n#include "core/span.h"\n')
     write("csrc/bind/module.cpp", '#include <torch/types.h>\n#include "adam/adam_cpu.h"\n')
     write("shardcore/layout.py", "import math\n")
+    write("tests/test_layout.py", "")
+    write("shardcore/optim/state.py", "import math\n")
+    write("tests/optim/test_state_cases.py", "")
+    for path in ("__init__", "version", "optim/__init__", "optim/empty"):
+        write(f"shardcore/{path}.py", "" if path == "optim/empty" else "import math\n")
     return write
 
 
@@ -51,11 +56,14 @@ def test_a_clean_checkout_passes(checkout):
         ("csrc/stuff/x.cpp", "", "csrc/stuff is not a room"),
         ("csrc/core/long.cpp", "//\n" * 701, "has 701 lines; expected at most 700"),
         ("tests/test_layout.py", "#\n" * 701, "has 701 lines; expected at most 700"),
-        ("shardcore/x.py", "def f():\n    import os\n", "shardcore/x.py:2: imports inside f()"),
+        ("shardcore/x.py", "1", "shardcore/x.py: has no test file; expected tests/test_x.py or test_x_<subject>.py"),
+        ("shardcore/optim/layout.py", "1", "layout.py: has no test file; expected tests/optim/test_layout.py"),
+        ("shardcore/optim/state_cases.py", "1", "optim/state.py: has no test file; expected tests/optim/test_state.py"),
+        ("shardcore/layout.py", "def f():\n    import os\n", "shardcore/layout.py:2: imports inside f()"),
         (
-            "shardcore/x.py",
+            "shardcore/layout.py",
             "class A:\n    async def g(self):\n        from os import path\n",
-            "shardcore/x.py:3: imports inside g()",
+            "shardcore/layout.py:3: imports inside g()",
         ),
         (
             "tests/test_layout_of_units.py",
@@ -63,7 +71,7 @@ def test_a_clean_checkout_passes(checkout):
             "_units.py:1: imports tests.engine.test_units.x",
         ),
         ("tests/test_layout.py", "def f():\n    import tests.test_api", "tests/test_layout.py:2: imports tests.test_api"),
-        ("tests/test_layouts.py", "", "tests/test_layouts.py: is named after none of cpp, layout; expected test_<module>.py"),
+        ("tests/test_layouts.py", "", "_layouts.py: is named after none of cpp, layout, version; expected test_<module>.py"),
         ("tests/engine/test_layout.py", "", "tests/engine/test_layout.py: is named after none of "),
         ("csrc/flags.txt", "cxx: -O3 -march=native", "csrc/flags.txt:1: has -march=native"),
         ("setup.py", "flags = ['-ffast-math']", "setup.py:1: has -ffast-math"),

@@ -1,0 +1,308 @@
+"""Which models and optimizers `shard` refuses, on every rank, by name, with nothing changed; and what ranks compare."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.support.models import Net, Run, adam, batch_of, hash_of, loss_of, make_net, train
+from tests.support.ranks import run_ranks
+
+
+def test_models_and_optimizers() -> None:
+    model = make_net()
+    with pytest.raises(TypeError, match=r"optimizer is a SGD; expected shardcore\.FusedAdam"):
+        shardcore.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="optimizer is a NAdam"):
+        shardcore.shard(model, torch.optim.NAdam(model.parameters()))
+    with pytest.raises(ValueError, match="differentiable is True"):
+        shardcore.shard(model, torch.optim.AdamW(model.parameters(), differentiable=True))
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has parameter 0 .* that is not the model's"):
+        shardcore.shard(model, adam(make_net()))
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match="already has a gradient; expected None"):
+        shardcore.shard(model, adam(model))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_batch_norms_on_a_cpu_stay_float32(kind: type[nn.Module], precision: str) -> None:
+    model = nn.Sequential(nn.Linear(10, 4), kind(4), nn.Linear(4, 5))
+    with pytest.raises(
+        ValueError, match=rf"1 would have b?float16 .* on a CPU; expected keep_fp32=\[torch.nn.{kind.__name__}\]"
+    ):
+        shardcore.shard(model, adam(model), precision=precision)
+    model, _ = shardcore.shard(model, adam(model), precision=precision, keep_fp32=[kind])
+    if kind is nn.BatchNorm1d:
+        loss_of(model, batch_of(0, 0, 0)).backward()
+    others = [nn.BatchNorm1d(4, affine=False), nn.BatchNorm1d(4, track_running_stats=False), nn.InstanceNorm1d(4, affine=True)]
+    for norm in (*others, nn.BatchNorm1d(4).bfloat16()):  # which torch runs
+        model = nn.Sequential(nn.Linear(10, 4), norm, nn.Linear(4, 5))
+        shardcore.shard(model, adam(model), precision=precision)
+
+
+def test_parameters_of_kinds_that_cannot_train() -> None:
+    for dtype in (torch.float64, torch.complex64):
+        model = make_net()
+        model.odd = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = shardcore.FusedAdam(model.head.parameters())
+        with pytest.raises(TypeError, match=f"odd has dtype {str(dtype)[6:]}; expected float32"):
+            shardcore.shard(model, optimizer)
+
+
+def test_parameters_made_in_inference_mode() -> None:
+    model = make_net()
+    with torch.inference_mode():
+        model.inp = nn.Linear(10, 24)
+    with pytest.raises(ValueError, match=r"inp\.weight was made in torch\.inference_mode"):
+        shardcore.shard(model, adam(model))
+
+
+def test_parts_that_take_no_hooks() -> None:
+    model = make_net()
+    model.blocks[1] = torch.jit.script(nn.Sequential(nn.Linear(24, 24), nn.Tanh()))
+    before = hash_of(model.parameters())
+    with pytest.raises(TypeError, match=r"shard: blocks\.1 is a ScriptModule"):
+        shardcore.shard(model, adam(model), precision="fp32")
+    assert hash_of(model.parameters()) == before
+    model.blocks[1] = torch.jit.script(nn.Tanh())  # what has no weights needs no hooks
+    shardcore.shard(model, adam(model), 3, precision="fp32")
+    model(torch.ones(2, 10)).sum().backward()
+
+
+def test_twice() -> None:
+    model, optimizer, _ = train(0, Run(steps=1))
+    with pytest.raises(ValueError, match="the model is already sharded"):
+        shardcore.shard(model, adam(model))
+    with pytest.raises(ValueError, match="the optimizer is already sharded"):
+        shardcore.shard(make_net(), optimizer)
+    outer = nn.Sequential(model, nn.Linear(5, 5))
+    with pytest.raises(ValueError, match="the module 0 is already sharded; expected to shard the whole model once"):
+        shardcore.shard(outer, adam(outer))
+    sharing = make_net()
+    sharing.head.weight = model.head.weight
+    with pytest.raises(ValueError, match=r"head\.weight belongs to another sharded model"):
+        shardcore.shard(sharing, adam(sharing))
+    with pytest.raises(ValueError, match="add_param_group was called after shard"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def _wrapped(rank: int, world_size: int) -> list[str]:
+    from torch.distributed._composable import replicate
+    from torch.distributed.fsdp import fully_shard
+
+    texts = []
+    ddp = nn.parallel.DistributedDataParallel(make_net())
+    inner = make_net()
+    inner.head = nn.parallel.DistributedDataParallel(inner.head)
+    replicated, partly = replicate(make_net()), make_net()
+    replicate(partly.blocks[1])
+    fsdp = make_net().head  # fully_shard takes no scalar parameter
+    fully_shard(fsdp)
+    plain = ((model, adam(model)) for model in (ddp, inner, replicated, partly))
+    for model, optimizer in (*plain, (fsdp, torch.optim.AdamW(fsdp.parameters()))):
+        try:
+            shardcore.shard(model, optimizer)
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_models_that_are_sharded_by_others() -> None:
+    ddp, inner, replicated, partly, fsdp = run_ranks(2, _wrapped)[0]
+    assert "the model is wrapped in DistributedDataParallel" in ddp
+    assert "(pass model.module)" in ddp
+    assert "head is wrapped in DistributedDataParallel" in inner
+    assert "the model is wrapped in replicate()" in replicated
+    assert "blocks.1 is wrapped in replicate()" in partly
+    assert "already sharded (DTensor)" in fsdp
+
+
+def _disagree(rank: int, world_size: int, how: str) -> str:
+    model: Any = make_net()
+    stage = 2
+    options: dict[str, Any] = {"precision": "bf16"}
+    kind = {"lr": 1e-2}
+    if how in ("lr", "tiers"):  # the same, in another order
+        options["offload"] = (
+            {"optimizer": "cpu", "ratio": 1} if rank == 0 else {"ratio": 1.0, "params": None, "optimizer": "cpu"}
+        )
+    if rank == 1:
+        if how == "shape":
+            model.head = nn.Linear(24, 6, bias=False)
+        elif how == "name":
+            model.tail = model.head
+            del model.head
+        elif how == "dtype":
+            model.blocks[1].down.bfloat16()
+        elif how == "frozen":
+            model.blocks[0].up.bias.requires_grad_(False)
+        elif how == "order":
+            model.blocks[1].up, model.blocks[1].down = model.blocks[1].down, model.blocks[1].up
+        elif how == "buffer":
+            model.register_buffer("offset", torch.zeros(4))
+        elif how == "stage":
+            stage = 1
+        elif how == "kept":
+            options["keep_fp32"] = [nn.LayerNorm]
+        elif how == "no module":
+            model = None
+        elif how == "bad":
+            stage = 7
+        elif how == "nodes":
+            options["ranks_per_node"] = 3
+        elif how == "group":
+            options["process_group"] = "all"
+        elif how == "tiers":
+            options["offload"]["ratio"] = 0.5
+        elif how == "lr":
+            kind = {"lr": 2e-2}
+        elif how == "amsgrad":
+            kind = {"lr": 1e-2, "amsgrad": True}
+    optimizer = shardcore.FusedAdam((model or make_net()).parameters(), **kind)
+    if rank == 1 and how == "state":
+        loss_of(model, batch_of(0, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [p.data_ptr() for p in model.parameters()] if model else []
+    try:
+        shardcore.shard(model, optimizer, stage, **options)
+    except (ValueError, TypeError) as error:
+        assert ([p.data_ptr() for p in model.parameters()] if model else []) == before
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("shape", ["head.weight (6, 24)", "head.weight (5, 24)", "on rank 1"]),
+        ("name", ["tail.weight", "head.weight"]),
+        ("dtype", ["blocks.1.down.weight", "bfloat16", "float32"]),
+        ("frozen", ["blocks.0.up.bias", "frozen", "trainable"]),
+        ("order", ["blocks.1.up.weight (24, 37)", "blocks.1.up.weight (37, 24)"]),
+        ("buffer", ["buffer offset (4,)", "buffer offset (5,)"]),
+        ("stage", ["stage=1", "stage=2"]),
+        ("bad", ["stage is 7"]),
+        ("nodes", ["ranks_per_node is 3; expected a divisor of the 2 ranks"]),
+        ("group", ["process_group is 'all'; expected a process group"]),
+        ("kept", ["blocks.0.norm.weight", "becoming float32", "becoming bfloat16"]),
+        ("tiers", ["offload=OffloadOptions(optimizer='cpu', ratio=0.5", "ratio=1.0"]),
+        ("lr", ["param_groups[0].lr=0.02", "param_groups[0].lr=0.01"]),
+        ("amsgrad", ["amsgrad=True", "amsgrad=False"]),
+        ("state", ["state=exp_avg exp_avg_sq step=1.0", "state=none"]),
+        ("no module", ["model has type NoneType"]),
+    ],
+)
+def test_ranks_that_disagree_all_say_where(how: str, texts: list[str]) -> None:
+    answers = run_ranks(2, _disagree, how)
+    for answer in answers:
+        for text in texts:
+            assert text in answer, answer
+
+
+def _weights(model: Net) -> None:
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+
+
+def _rows(model: Net) -> None:
+    model.part = nn.Parameter(model.head.weight.data[2:4])
+
+
+def _frozen(model: Net) -> None:
+    model.part = nn.Parameter(model.head.weight.data[:2], requires_grad=False)
+
+
+def _of_a_frozen_one(model: Net) -> None:
+    model.head.weight.requires_grad_(False)
+    model.part = nn.Parameter(model.head.weight.data[4:])
+
+
+def _buffer(model: Net) -> None:
+    model.register_buffer("part", model.head.weight.detach())
+
+
+def _transposed(model: Net) -> None:
+    model.register_buffer("part", model.head.weight.detach().t())
+
+
+def _assigned(model: Net) -> None:
+    """What is tied comes from a file as two tensors of one memory."""
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    model.load_state_dict(dict(model.state_dict()), assign=True)
+
+
+def _behind_another(model: Net) -> None:
+    """The long one is not its neighbour in memory."""
+    both = torch.randn(20)
+    model.long, model.inner = nn.Parameter(both), nn.Parameter(both[4:8], requires_grad=False)
+    model.part = nn.Parameter(both[12:16])
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "share", [_weights, _rows, _frozen, _of_a_frozen_one, _buffer, _transposed, _assigned, _behind_another]
+)
+def test_memory_that_two_have_is_refused(share: Callable[[Net], None], device: str) -> None:
+    with torch.device(device):
+        model = make_net()
+        share(model)
+    before = hash_of(model.parameters()) if device == "cpu" else ""
+    filled = {"materialize": lambda module: None} if device == "meta" else {}
+    with pytest.raises(ValueError, match=r"has memory that \S+ has, too; expected memory of its own, or one Parameter"):
+        shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16", **filled)  # type: ignore[arg-type]
+    assert device == "meta" or hash_of(model.parameters()) == before
+
+
+def test_memory_side_by_side_is_not() -> None:
+    """As flat weights of an RNN lie; and what does not change may be shared."""
+    model = make_net()
+    both = torch.randn(20)
+    model.one, model.two = nn.Parameter(both[:8]), nn.Parameter(both[8:])
+    model.none = nn.Parameter(both[4:4])
+    model.register_buffer("three", torch.zeros(4))
+    model.register_buffer("four", model.three[1:3])
+    model.five = nn.Parameter(model.three[2:], requires_grad=False)
+    model.six = model.one  # one Parameter in both places
+    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3, precision="bf16")
+
+
+@pytest.mark.parametrize("make", [shardcore.FusedAdam, torch.optim.AdamW])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_weights_in_another_order_of_memory_are_refused(make: Callable[..., torch.optim.Optimizer], stage: int) -> None:
+    """The optimizers alone take them. Frozen ones may have any order."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.Linear(6, 5)).to(memory_format=torch.channels_last)
+    model[0].requires_grad_(False)
+    before = hash_of(model.parameters())
+    with pytest.raises(ValueError, match=r"shard: 1.weight has strides \(36, 1, 12, 4\) for .* expected contiguous memory"):
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+    assert hash_of(model.parameters()) == before
+    model[1].weight.data = model[1].weight.data.contiguous()
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"shard: 2.weight has strides \(1, 5\) for shape \(5, 6\)"):
+        shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+    model[2].weight.data = model[2].weight.data.contiguous()
+    shardcore.shard(model, make([p for p in model.parameters() if p.requires_grad]), stage, precision="bf16")
+
+
+def _normalizes(rank: int, world_size: int, bag: bool, stage: int) -> str:
+    model = make_net()
+    model.table = (nn.EmbeddingBag if bag else nn.Embedding)(8, 10, max_norm=0.5)
+    try:
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage, precision="bf16")
+    except ValueError as error:
+        return str(error)
+    rows = model.table(torch.tensor([[1, 2]]))
+    model(rows.view(-1, 10)).sum().backward()
+    optimizer.step()
+    return "trains"
+
+
+@pytest.mark.parametrize(("bag", "stage"), [(False, 3), (False, 1), (True, 3)])
+def test_embeddings_that_normalize_their_rows_are_refused_over_several_ranks(bag: bool, stage: int) -> None:
+    assert run_ranks(1, _normalizes, bag, stage) == ["trains"]
+    for error in run_ranks(2, _normalizes, bag, stage):
+        assert "shard: table has max_norm=0.5, by which each rank's forward changes the rows that its own batch uses" in error
