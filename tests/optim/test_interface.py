@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardcore.optim import CPUAdam, FusedAdam
-from shardcore.optim.sharded import EngineRef, engine_of, weakly
+from shardcore.optim.interface import EngineRef, engine_of, weakly
 from tests.support.params import params_of
 
 
