@@ -126,7 +126,7 @@ class AdamStepper:
         contiguous, one for 256 elements (maps: csrc/adam/state_codec.h). masters[i]: float32, then it is what the formula
         reads and writes, and params[i] is only written (rounded from it); or int16, the remainder that makes a bfloat16
         params[i] a float32 master, lossless. max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the
-        scalars of tensor i. keys[i] = (parameter index, index in the whole parameter of element 0): the random key of
+        scalars of tensor i. keys[i] = (parameter index, index in the full parameter of element 0): the random key of
         stochastic rounding. What is written shares no memory with another argument; only a float32 params[i] may be its own
         masters[i]. DeviceScalars need keys.
         """
@@ -279,8 +279,9 @@ class OffloadChunk:
 class OffloadPipeline:
     """Runs the steps of a tier, chunk by chunk: copies gradients in, runs Adam, copies weights out; no GIL (csrc/offload).
 
-    ``places``: how many for weights chunks take in turn. events: what the last step did: (what, begin and end in
-    seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the like, "adam".
+    ``places``: how many staging buffers for weights the chunks use in turn. events: what the last step did: (what, begin and
+    end in seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the
+    like, "adam".
     """
 
     events: list[tuple[str, float, float, int]]
@@ -290,10 +291,10 @@ class OffloadPipeline:
     ) -> OffloadChunk:
         """Return a chunk for steps that pass only gradients. lists: all those of AdamStepper.step, in host memory.
 
-        weights[i]: None, or on the device: new weights are copied there from params[i], a place in the tier, and unless
-        masters[i] is float32 the old ones are copied from there. grads_come: gradients are copied to grads[i], places in the
-        tier; else grads[i] only has their dtype. grad_starts[i]: where span i begins in the gradient that a step passes. place:
-        the number of the places of params.
+        weights[i]: None, or on the device: new weights are copied there from params[i], a staging buffer, and unless masters[i]
+        is float32 the old ones are copied from there. grads_come: gradients are copied to grads[i], staging buffers; else
+        grads[i] only has their dtype. grad_starts[i]: where span i begins in the gradient that a step passes. place: the number
+        of the staging buffer that params are in.
         """
     def begin(
         self,

@@ -48,7 +48,7 @@ def _engine_of(op: str, thing: Any) -> Engine:
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the averaged, unscaled gradient of a sharded model's parameter, whole. Collective: all ranks ask for the same one.
+    """Return the full averaged, unscaled gradient of a sharded model's parameter. Collective: the same one on all ranks.
 
     A new tensor of the parameter's shape on the rank's device, in shard's `grad_dtype` (one rank alone may have the weight's
     dtype); None if no rank has a gradient for it. What was only added locally (`no_sync`, `accumulate`) is reduced first.
@@ -58,7 +58,7 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
-    """Return an optimizer state of a sharded model's parameter, whole. Collective: all ranks ask for the same one.
+    """Return a full optimizer state of a sharded model's parameter. Collective: the same parameter and key on all ranks.
 
     key: "exp_avg", "exp_avg_sq", "master" where there is one, "max_exp_avg_sq" with amsgrad: a new tensor of the parameter's
     shape where the states live, float32 (bfloat16 moments as they are). "step": the count, a tensor of shape () on the CPU.
@@ -69,14 +69,15 @@ def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[None]:
-    """Make a sharded model's weights whole inside the context, to read or to edit in place. Collective.
+    """Unshard a sharded model's weights inside the context, to read or to edit in place. Collective.
 
-    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are always
-    whole. Every rank makes the same edits; they reach the shards at the end of the context (stage 3), masters at the next step.
+    model: what shard returned, a module of it, or the engine that initialize returned. At stages 0 to 2 weights are
+    never sharded. Every rank has to make the same edits; they are copied to the shards at the end of the context (stage 3), to
+    masters at the next step.
 
-    Entering and leaving are collective; a forward inside is not, where all weights of the model are whole: ranks may run it as
-    often as each needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is. At stage 3 a
-    gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside.
+    Entering and leaving are collective. A forward inside is not, if all weights of the model are unsharded: each rank may
+    run it as often as it needs (to generate sequences of different lengths), or one rank alone (to evaluate). Backward is. At
+    stage 3 a gradient penalty (`autograd.grad` with create_graph) needs forward and backward inside.
     """
     if not isinstance(model, nn.Module):
         given, model = type(model).__name__, getattr(model, "module", model)  # an engine's
@@ -89,10 +90,10 @@ def full_params(model: nn.Module) -> Iterator[None]:
 
 
 def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the state of a sharded model, or of its optimizer, without any rank holding the whole. Collective.
+    """Return the state of a sharded model, or of its optimizer, without gathering it on any rank. Collective.
 
     For torch.distributed.checkpoint: `save` it; or let `load` fill it, then pass it to load_sharded_state_dict. The
-    checkpoint has whole tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
+    checkpoint has full tensors (float32 from masters), which any world size, stage or plain model loads. Keys are the
     model's parameters (tied ones under each name) and persistent buffers; of an optimizer "parameter.exp_avg",
     "parameter.step" and so on, without its options, and, where the loss scale moves, "loss_scale.scale",
     "loss_scale.stable_steps" and "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this
@@ -378,7 +379,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         engine = Engine(plan)
     with build.together(plan.comm, "taking over the optimizer's states"):
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
-        adam._repeat = None  # it holds the whole states
+        adam._repeat = None  # it holds the full states
         engine.state_io.carry(states)
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state

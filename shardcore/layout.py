@@ -50,11 +50,11 @@ class FlatLayout:
 
     @cached_property
     def numel(self) -> int:
-        """Length of the whole buffer in elements, padding included."""
+        """Length of the full buffer in elements, padding included."""
         return self.shard_numel * self.world_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """Return (start, end) of the rank's shard in the whole buffer."""
+        """Return (start, end) of the rank's shard in the full buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def pieces(self, start: int, end: int) -> tuple[Piece, ...]:

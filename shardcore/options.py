@@ -221,7 +221,7 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             raise ValueError(f'shard: offload["{key}"] is {value!r}; expected "cpu" or None')
     if params is not None and stage != 3:
         raise ValueError(
-            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps whole weights on the device; expected stage 3, '
+            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps full weights on the device; expected stage 3, '
             "or None"
         )
     if gradients is not None and stage == 0:

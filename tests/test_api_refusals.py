@@ -37,7 +37,7 @@ from tests.support.ranks import run_ranks
             ValueError,
             "is 1 with the ratio 1.0; expected",
         ),
-        ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps whole weights"),
+        ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps full weights"),
         ({"offload": {"params": "cpu"}, "stage": 3}, NotImplementedError, '"params" without "optimizer"'),
         ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
         ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0}, ValueError, "at stage 0, where p.grad shows them"),
@@ -200,7 +200,7 @@ def test_grad_scaler_from_stage_1_on() -> None:
     model, optimizer, _ = train(0, Run(steps=0, stage=2))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
-    with pytest.raises(ValueError, match=r"called by a GradScaler.*from stage 1 on they live in shards"):
+    with pytest.raises(ValueError, match=r"called by a GradScaler.*from stage 1 on they are sharded"):
         scaler.step(optimizer)
     optimizer.zero_grad()
     loss_of(model, batch_of(0, 0, 0)).backward()

@@ -15,12 +15,13 @@ from shardcore.distributed.comm import as_bytes
 from shardcore.layout import FlatLayout, Piece
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
-_HUGE_BYTES = 1 << 21
+# CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the rest of theirs.
+_HUGE_BUFFER_BYTES = 1 << 21
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a zero-filled flat tensor; large ones on the CPU ask for huge pages."""
-    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
+    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BUFFER_BYTES:
         return _C.empty_huge(numel, dtype)
     return torch.zeros(numel, dtype=dtype, device=device)
 
@@ -36,7 +37,7 @@ class BufferPool:
         """Make an empty pool of buffers on `device`. `dropped` is called with memory that is given up: views keep it alive."""
         self.device, self._dropped = device, dropped
         self._free: list[torch.Tensor] = []  # bytes
-        self._lent: dict[int, torch.Tensor] = {}  # the whole memory, by storage (on meta there are no addresses)
+        self._lent: dict[int, torch.Tensor] = {}  # all of the memory, by storage (on meta there are no addresses)
         self.allocated_bytes = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,9 +86,9 @@ _WAIT_AT_MOST = 32
 class Lifetimes:
     """What a stage keeps (see docs/architecture.md, Lifetimes).
 
-    owns_everything: the reduced gradient, master and states cover the whole bucket, not only the rank's shard.
-    full_grad_resident: the whole local gradient stays allocated between steps instead of only until it is reduced.
-    full_weight_resident: so do the whole weights, instead of only around their use (frozen ones are sharded then, too).
+    owns_everything: the reduced gradient, master and states cover the full bucket, not only the rank's shard.
+    full_grad_resident: the full local gradient stays allocated between steps instead of only until it is reduced.
+    full_weight_resident: so do the full weights, instead of only around their use (frozen ones are sharded then, too).
     """
 
     owns_everything: bool
@@ -179,25 +180,25 @@ class Managed:
         self.version = self.param._version
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View this parameter's slot of a whole-bucket buffer in the parameter's shape."""
+        """View this parameter's slot of a full buffer of the bucket in the parameter's shape."""
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
 
 
 def closed_message(name: str, unit: str) -> str:
-    """What a read of weights that are only in shards says."""
+    """Return the error message for a read of weights that are sharded."""
     inside = f"the forward and backward of {unit or 'the model'}"
     return (
-        f"{name}: its weights lie in shards (stage 3) and are whole only during {inside}; expected a use there, or inside "
+        f"{name} is sharded (stage 3) and unsharded only during {inside}; expected a use there, or inside "
         "`with shardcore.full_params(model):` (torch.profiler's with_stack=True reads them elsewhere: leave it out)"
     )
 
 
 def refuse_grads(op: str, params: Iterable[Managed]) -> None:
-    """Raise ValueError for a `param.grad` that a user assigned where gradients live in shards."""
+    """Raise ValueError for a `param.grad` that a user assigned where gradients are sharded."""
     for managed in params:
         if managed.param.grad is not None:
             raise ValueError(
-                f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients live in shards; "
+                f"{op}: {managed.name}.grad was assigned; expected None (from stage 1 on gradients are sharded; "
                 "read them with shardcore.full_grad, clip them with shardcore.clip_grad_norm_)"
             )
 
@@ -205,7 +206,7 @@ def refuse_grads(op: str, params: Iterable[Managed]) -> None:
 class Bucket:
     """The parameters of one unit with one dtype and one optimizer group, and their buffers; or frozen ones of one dtype.
 
-    weight: (layout.numel,) in `dtype`, whole; the parameters look at it. Empty while the weights are only in shards.
+    weight: (layout.numel,) in `dtype`, the unsharded weights; the parameters are views of it. Empty while they are sharded.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
     weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
@@ -265,12 +266,12 @@ class Bucket:
         """How many elements of the owned range, its last ones, the CPU updates."""
         return self.owned_numel - self.device_numel
 
-    def keep_whole(self, weight: torch.Tensor) -> None:
-        """Keep the whole weights in this memory for good."""
+    def keep_unsharded(self, weight: torch.Tensor) -> None:
+        """Keep the unsharded weights in this memory for good."""
         self.weight, self.owned_weight = weight, self.owned_slice(weight)
 
     def release(self) -> torch.Tensor:
-        """Return the memory of the whole weights, which the bucket has only in shards from now on."""
+        """Return the memory of the unsharded weights, of which the bucket keeps only the shard."""
         weight, self.weight = self.weight, _NOWHERE
         return weight
 
@@ -299,9 +300,9 @@ class Bucket:
                     "several CPU ranks; edit weights in place or use load_state_dict)"
                 )
 
-    def owned_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        """View the owned range of a whole-bucket buffer."""
-        return whole[self.owned[0] : self.owned[1]]
+    def owned_slice(self, full: torch.Tensor) -> torch.Tensor:
+        """View the owned range of a full buffer of the bucket."""
+        return full[self.owned[0] : self.owned[1]]
 
     def replace_grad(self, grad: torch.Tensor, pool: BufferPool) -> None:
         """Let `grad` be the reduced gradient; what was before goes to the pool."""
@@ -351,16 +352,16 @@ class Bucket:
         """Return the owned pieces of one parameter, in order."""
         return self._pieces_of[managed]
 
-    def _views_of(self, whole: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """View each parameter's slot, and each gap between them, of a long-lived whole-bucket buffer.
+    def _views_of(self, full: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """View each parameter's slot, and each gap between them, of a long-lived full buffer of the bucket.
 
         Kept: they cost more to make than to fill.
         """
-        key = (whole.data_ptr(), whole.dtype)
+        key = (full.data_ptr(), full.dtype)
         views = self._views.get(key)
         if views is None:
-            slots = [managed.slice_of(whole) for managed in self.params]
-            views = self._views[key] = slots, [whole[start:end] for start, end in self._gaps]
+            slots = [managed.slice_of(full) for managed in self.params]
+            views = self._views[key] = slots, [full[start:end] for start, end in self._gaps]
         return views
 
     def forget_views(self, memory: torch.Tensor) -> None:
@@ -395,16 +396,16 @@ class Bucket:
         self._waiting.clear()
         return wire
 
-    def zero_unused(self, whole: torch.Tensor) -> None:
+    def zero_unused(self, full: torch.Tensor) -> None:
         """Zero the padding and the slots of parameters that are not `used`, so that a sum over ranks reads no stale bytes."""
-        slots, gaps = self._views_of(whole)
+        slots, gaps = self._views_of(full)
         unused = [slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used]
         if gaps or unused:
             torch._foreach_zero_([*gaps, *unused])
 
 
 def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:
-    """Take a whole-bucket buffer: the bucket's resident one, its idle gradient's memory, or one of the pool.
+    """Take a full buffer of the bucket: the resident one, its idle gradient's memory, or one of the pool.
 
     passing: it goes back to the pool soon; else it stays with the bucket, or becomes its gradient.
     """

@@ -224,7 +224,7 @@ def _state_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
 
 
 def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]:
-    """Return the units at run time; the root, and units with others inside, have to stay whole through a backward."""
+    """Return the units at run time; the root, and units with others inside, have to stay unsharded through a backward."""
     modules = {spec.module for spec in specs}
     buckets_of: dict[str, list[Bucket]] = {spec.name: [] for spec in specs}
     for bucket in buckets:
@@ -307,7 +307,7 @@ class Builder:
     def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:
         """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given."""
         if self.lifetimes.full_weight_resident:
-            bucket.keep_whole(allocate(bucket.layout.numel, bucket.dtype, self.device))
+            bucket.keep_unsharded(allocate(bucket.layout.numel, bucket.dtype, self.device))
         elif tier is None:
             bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
         else:

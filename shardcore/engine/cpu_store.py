@@ -1,14 +1,14 @@
-"""The cpu tier of optimizer states: exact, chunk by chunk, through counted copies only.
+"""The cpu tier of optimizer states: updated on the CPU, chunk by chunk, with the same bits as on the device.
 
 States and masters live in host buffers. A step copies each chunk of the reduced gradient to the host (and of weights, unless
-float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is still
-memory of its own, so that what the copies do can be tested anywhere.
+float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is
+still separate memory, so that the copies can be tested without a GPU.
 
 Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied back. So there are two staging
-buffers for gradients, and three for weights, which are used in turn: each again when its last copy back is done. Only these
-are pinned: states and masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`) need none. In a
-staging buffer each element has the bytes of a float32, so that gradients of any dtype fit and all memory is allocated before
-the first step.
+buffers for gradients, and three for weights, used in turn; one for weights is used again when its last copy back is done. Only
+staging buffers are pinned: states and masters are never copied. Gradients that were offloaded in backward (`Bucket.host_grad`)
+need no staging buffer. Each element of a staging buffer has 4 bytes, as many as a float32, so that gradients of any dtype fit
+and all memory is allocated before the first step.
 """
 
 import logging
@@ -33,7 +33,7 @@ _ITEM_BYTES = torch.float32.itemsize  # of the widest dtype of gradients and wei
 
 
 def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> int:
-    """Return the elements of a chunk at most, which a staging buffer has room for."""
+    """Return the capacity of a staging buffer in elements, which is the most that a chunk has."""
     return min(chunk_numel, max((bucket.host_numel for bucket in buckets), default=0))
 
 
@@ -115,7 +115,7 @@ class CpuStore:
         return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
 
     def shrink(self, bucket: Bucket) -> Kept:
-        """Free the states of a bucket's first `device_numel` elements, of which it had all so far; returns them."""
+        """Free the states of a bucket's first `device_numel` elements (until now it kept all), and return them."""
         self._parts.clear()
         kept, first = self._states[bucket], bucket.device_numel
         if first:
@@ -132,8 +132,8 @@ class CpuStore:
     ) -> Iterator[_C.CopyEvent | None]:
         """See StateStore.
 
-        beside: is called with each part's index once its first copies are queued. They do not wait for what it queues.
-        RuntimeError if a copy failed: then only some chunks were updated, and every later step raises it, too.
+        beside: called with each part's index once the part's first copies are queued, which then do not wait for its own work.
+        RuntimeError if a copy failed: then only some chunks are updated, and every later step raises it, too.
         """
         kept: list[_Part] = []
         turn = 0
@@ -242,11 +242,11 @@ def _grad_of(bucket: Bucket) -> tuple[torch.Tensor, int]:
 
 
 def warn_of_pageable(copies: _C.HostTier) -> None:
-    """Log once what it costs if memory of the tier should be pinned and is not."""
+    """Log a warning if memory of the tier should be pinned and is not."""
     if copies.pin_refusal:
         logger.warning(
             "offload: %d of %d bytes that copies use cannot be pinned, so they are pageable: the same bits, but copies of them "
-            "do not overlap with anything, and whoever needs them waits (%s; expected a higher limit of locked memory, "
+            "block and do not overlap with anything (%s; expected a higher limit of locked memory, "
             '`ulimit -l`, and of offload={"pin_memory_limit": ...})',
             copies.bytes_refused,
             copies.bytes_refused + copies.bytes_pinned,

@@ -1,12 +1,13 @@
 """The outcome of a step: decided on the device where it can be, and read by the host.
 
-Note [Device steps]: where nothing of a step lies in host memory, the host does not wait for the norm. The device adds the
-squares of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, makes the scalars of Adam from them
-and moves its loss scale (csrc/adam/device_step.h). All of that stays there; each step sends the host a copy, which it reads at
-a later step once that is done, and waits for where someone asks: `Outcomes.settle`. Replays of a CUDA graph run nothing here,
-so once one was captured whoever asks reads the device.
-Note [Cohorts]: a step is planned without the counts. Parameters with one `Managed.cohort` had the same steps since their
-counts were equal, so the scalars of one serve them all; those of a cohort that a step updates become one of their own.
+Note [Device steps]: where a step uses no host memory, the host does not wait for the norm. The device adds the squared norms
+of all ranks, decides (clip coefficient, or skip), counts each parameter's steps, computes the scalars of Adam from the counts
+and updates the loss scale (csrc/adam/device_step.h). These values stay on the device. Each step also copies its result to the
+host, which reads it at a later step once the copy is done, or waits for it when a value is needed (`Outcomes.settle`). Replays
+of a CUDA graph run no Python, so once a graph is captured `settle` reads the values from the device.
+Note [Cohorts]: a step is planned on the host, which does not know the counts. Parameters with equal `Managed.cohort` have equal
+counts: they had equal ones once, and were updated by the same steps since. So they share the scalars of a step. Those
+parameters of a cohort that a step updates become a new cohort.
 """
 
 import itertools
@@ -34,14 +35,14 @@ _WORDS = 6
 
 
 def decides_on_device(device: torch.device, tier: str, comm: Comm, overlap_step: bool, capturable: bool) -> bool:
-    """Whether a step is decided on the device: where that is asked for, or where ranks agree without waiting for it."""
+    """Whether a step is decided on the device: if `capturable`, or on CUDA if ranks compare their calls on the CPU."""
     if overlap_step or tier != "device":
         return False
     return capturable or (device.type == "cuda" and comm.compare_device.type == "cpu")
 
 
 class StepResult(NamedTuple):
-    """What a step left on the device: see DeviceState."""
+    """The result of a step on the device: see DeviceState."""
 
     scale: tuple[float, int, int]
     norm: float
@@ -54,7 +55,7 @@ def _result(words: torch.Tensor) -> StepResult:
 
 
 class PendingResult:
-    """A copy to the host of what a step left on the device."""
+    """A copy to the host of a step's result on the device."""
 
     def __init__(self, words: torch.Tensor) -> None:
         """Queue the copy of the words as they are now, in stream order."""
@@ -81,20 +82,20 @@ class DeviceStep:
     """The decisions on one model's steps and their counts, in the memory of its device. See Note [Device steps]."""
 
     def __init__(self, device: torch.device, ranks: int, scaler: LossScaler, params: Sequence[Managed]) -> None:
-        """Decide for `ranks`, count the steps of `params`, and move the loss scale in place of `scaler`, which follows."""
+        """Decide for `ranks` ranks, count the steps of `params`, and update the loss scale of `scaler`."""
         self._memory = torch.zeros(_WORDS + len(params), dtype=torch.int64, device=device)
         self.state = DeviceState(self._memory[:_WORDS])
         self._counter = dict(zip(params, self._memory[_WORDS:].unbind(), strict=True))
         self._device, self._ranks, self._scaler = device, ranks, scaler
         self._cohorts = itertools.count(-1, -1)  # loaded counts name cohorts as well
-        self._counted = False  # since the host read the counts
+        self._counted = False  # counts changed since the host read them
         self.replayed = False  # a graph was captured, so that the host does not know how many steps there were
         if scaler.options is not None:
             floats = self.state.words.view(torch.float64)
             scaler.live, scaler.live_unscale = floats[0], floats[3]
 
     def load(self) -> None:
-        """Go on from the scale and the counts that the host has, since some were loaded."""
+        """Copy the host's loss scale and counts to the device, after a state was loaded."""
         memory = self._memory.cpu()
         floats = memory.view(torch.float64)
         floats[0], memory[1], memory[2] = self._scaler.state_now
@@ -145,15 +146,15 @@ class DeviceStep:
                 managed.step = count
 
     def read(self) -> StepResult:
-        """Return what the last step left, replays included. Waits for the device."""
+        """Return the result of the last step, replays included. Waits for the device."""
         return _result(self.state.words.cpu())
 
 
 class Outcomes:
-    """Records the outcomes of steps, in their order: counts, loss scale, log. Any thread may ask."""
+    """Records the outcomes of steps, in their order: counts, loss scale, log. They can be read on any thread."""
 
     def __init__(self, optimizer: Any, scaler: LossScaler, device_step: DeviceStep | None) -> None:
-        """Count skipped steps in `optimizer`. device_step: what decides on them; None: the host."""
+        """Count skipped steps in `optimizer`. device_step: decides on steps; None: the host does."""
         self._lock = threading.RLock()
         self._optimizer, self._scaler, self._device_step = weakref.ref(optimizer), scaler, device_step
         self._pending: deque[PendingResult] = deque()
@@ -164,7 +165,8 @@ class Outcomes:
     def add(self, outcome: float | PendingResult, updated: Sequence[Managed]) -> None:
         """Note a step that updates `updated`, unless the norm is not finite.
 
-        outcome: the norm, if the host decided by it: then RuntimeError if the loss scale would fall below its minimum.
+        outcome: the result on its way to the host, or the norm if the host decided; then raises RuntimeError if the loss scale
+            would fall below its minimum.
         """
         if isinstance(outcome, PendingResult):
             self._pending.append(outcome)
@@ -181,7 +183,7 @@ class Outcomes:
                 self._read_next()
 
     def settle(self, counts: bool = False) -> None:
-        """Read the results of all steps so far, and if `counts`, how many each parameter made. Waits for the device."""
+        """Read the results of all steps so far, and each parameter's step count if `counts`. Waits for the device."""
         with self._lock:
             while self._pending:
                 self._read_next()
@@ -194,20 +196,20 @@ class Outcomes:
                 self._device_step.read_counts()
 
     def raise_late(self) -> None:
-        """Raise what `add` would have raised by itself, if the norm had been there."""
+        """Raise the error that `add` would have raised if the norm had been known then."""
         late, self._late = self._late, None
         if late is not None:
             raise late
 
     def forget_late(self) -> None:
-        """Log what `raise_late` would raise: it is of a state in whose place another was loaded."""
+        """Log the error that `raise_late` would raise: the state that it is about was replaced by a loaded one."""
         if self._late is not None:
             logger.warning("%s (before load_state_dict)", self._late)
         self._late = None
 
     def _read_next(self) -> None:
         pending = self._pending[0]
-        result = pending.result()  # interrupted by a signal handler that asks itself, it may be read already
+        result = pending.result()  # a signal handler that calls settle may have read it meanwhile
         if not self._pending or self._pending[0] is not pending:
             return
         self._pending.popleft()
@@ -217,7 +219,7 @@ class Outcomes:
             self._late = self._late or error
 
     def _record(self, norm: float, skips: int, scale: tuple[float, int, int] | None) -> None:
-        """Note a step's norm and whether it was skipped. scale: as the device moved it, None: by the host's own rule."""
+        """Note a step's norm and whether it was skipped. scale: as the device updated it; None: the host updates it."""
         self.last_norm = norm
         if not skips:
             self._scaler.after_update(scale)
@@ -231,7 +233,7 @@ class Outcomes:
         )
 
     def _count_skips(self, skipped: int) -> int | None:
-        """Add to the optimizer's count what is new of `skipped` steps; returns that count, None if it is gone."""
+        """Raise the optimizer's count by the new ones of `skipped` steps; returns it, or None if the optimizer is gone."""
         new, self._skipped = skipped - self._skipped, skipped
         optimizer: Any = self._optimizer()
         return None if optimizer is None else int(optimizer._count_skip(new))

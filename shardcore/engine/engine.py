@@ -162,7 +162,7 @@ class Engine:
             self.overlap_step = OverlapStep(
                 plan.model, plan.units, self.store, self.comm, self.lifetimes, self.device, plan.threads, groups
             )
-        self.unsharder: Unsharder | None = None  # None: all weights are whole always
+        self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
             self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
         grad_offload: GradOffload | None = None
@@ -361,7 +361,7 @@ class Engine:
         max_norm: float | None,
         problems: list[Exception],
     ) -> Any:
-        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients live in shards.
+        """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients are sharded.
 
         problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
         all ranks know that there is one: an error that a frame on its way held would hold the frame, and the model, in a cycle.
@@ -382,7 +382,7 @@ class Engine:
             self.synchronize()  # before anything is sent: see engine/overlap_step.py, Note [Who gathers]
         except StepError as error:
             problems.append(error)
-        with _interrupts_held_back():  # a step is whole on every rank
+        with _interrupts_held_back():  # an interrupt must not end the step halfway on one rank
             self._step_together(grad_scale, max_norm, problems)
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
@@ -463,7 +463,7 @@ class Engine:
             for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
                 vars(optimizer).pop(left, None)
             raise ValueError(
-                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they live in shards "
+                "step: called by a GradScaler, which looks for gradients in p.grad; from stage 1 on they are sharded "
                 "(float16 has shard(loss_scale=) and optimizer.scale_loss, bfloat16 needs none; non-finite steps are skipped)"
             )
         self._membership.check("step")
@@ -490,16 +490,16 @@ class Engine:
             param.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
+        """Return the full optimizer state in torch.optim form, which ignores our "loss_scale". Collective."""
         self.read_all("optimizer.state_dict", "the optimizer")
         scale = self.scaler.state()
-        whole = self.state_io.state_dict()
+        state_dict = self.state_io.state_dict()
         optimizer: Any = self._optimizer()  # it makes this call
-        whole["state"] |= optimizer.state.others
-        return whole | ({} if scale is None else {"loss_scale": scale})
+        state_dict["state"] |= optimizer.state.others
+        return state_dict | ({} if scale is None else {"loss_scale": scale})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole optimizer state in torch.optim form; every rank passes all of it."""
+        """Load a full optimizer state in torch.optim form; every rank passes all of it."""
         scale = state_dict.get("loss_scale")
         self.synchronize()
         self.settle()
@@ -532,7 +532,7 @@ class Engine:
 
     @property
     def grads_in_shards(self) -> bool:
-        """Whether no rank has gradients whole, so that there is no `param.grad`: from stage 1 on."""
+        """Whether gradients are sharded, so that there is no `param.grad`: from stage 1 on."""
         return not self.lifetimes.owns_everything
 
     @torch.no_grad()
@@ -593,11 +593,11 @@ class Engine:
 
         self.together(op, check)
 
-    # --- whole values of one parameter --------------------------------------------------------------------------------
+    # --- full values of one parameter ---------------------------------------------------------------------------------
 
     @torch.no_grad()
     def full_grad(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the averaged gradient of one parameter, whole, or None if it has none. Collective."""
+        """Return the full averaged gradient of one parameter, or None if it has none. Collective."""
 
         def check() -> str:
             self.reducer.accept_user_grads("full_grad")
@@ -615,7 +615,7 @@ class Engine:
 
     @torch.no_grad()
     def full_state(self, param: nn.Parameter, key: str) -> torch.Tensor:
-        """Return one optimizer state ("step", "exp_avg", ...; "master") of one parameter, whole. Collective."""
+        """Return one full optimizer state ("step", "exp_avg", ...; "master") of one parameter. Collective."""
 
         def check() -> str:
             bucket, managed = self._of("full_state", param)
@@ -641,7 +641,7 @@ class Engine:
     def master_or_weight(self, bucket: Bucket) -> torch.Tensor:
         """Return the owned range of the bucket's weights as the optimizer sees them: the masters where there are any.
 
-        Or the whole weights, where they are here and there is no master.
+        Without masters: the full weights where they are resident, else the shard.
         """
         if bucket.state_format.master is not None:
             return self.store.read(bucket, "master")

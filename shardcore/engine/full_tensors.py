@@ -1,7 +1,7 @@
 """Full weights, gradients and states for reads, gathered from the parts that ranks own.
 
-Before any whole value is read, ranks exchange which read of what it is, and whether one refuses: a difference is an error on
-every rank, and no rank takes one value for another.
+Before a full value is gathered, ranks exchange which call reads which value, and whether one of them refuses. A difference is
+an error on every rank, so no rank receives another value than it asked for.
 
 Small gathers take long to wait for and little else, so what is read one after the other is gathered one ahead.
 """
@@ -37,7 +37,7 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
         if read != READS.index(op):
             raise ValueError(f"{op}: rank {rank} calls {READS[read]}; expected every rank to make the same calls in one order")
         if refuses:
-            raise ValueError(f"{op}: rank {rank} refused; its own error says why")
+            raise ValueError(f"{op}: rank {rank} refused; see its error")
         if there != here:
             raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
         if count != backwards:
@@ -52,26 +52,26 @@ class FullTensors:
         self._comm, self._device = comm, device
 
     def of_buckets(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> Iterator[torch.Tensor]:
-        """Yield whole-bucket tensors from owned ranges, on the devices of these (themselves if they are all). Collective.
+        """Yield full buffers of buckets from owned ranges, on the devices of these (the range itself if it is all). Collective.
 
         Each is gathered while the one before is waited for and used, so three are there at most.
         """
         started = (self._start(bucket, owned) for bucket, owned in parts)
         coming = next(started, None)
         while coming is not None:
-            (whole, works, device), coming = coming, next(started, None)
+            (full, works, device), coming = coming, next(started, None)
             wait_all(works)
-            whole = whole.to(device)
-            yield whole
-            del whole
+            full = full.to(device)
+            yield full
+            del full
 
     def _start(self, bucket: Bucket, owned: torch.Tensor) -> tuple[torch.Tensor, list[Any], torch.device]:
         if owned.numel() == bucket.layout.numel:
             return owned, [], owned.device
-        whole = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
+        full = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
         with scope("read", bucket.unit):
-            bucket.owned_slice(whole).copy_(owned)
-            return whole, self._comm.all_gather(whole, Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
+            bucket.owned_slice(full).copy_(owned)
+            return full, self._comm.all_gather(full, Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
 
     def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
         """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.
@@ -80,15 +80,15 @@ class FullTensors:
         """
         like, ranks, numel = read(0, 0), self._comm.shard_ranks, managed.param.numel()
         travels = bucket.owned_numel < bucket.layout.numel
-        whole = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
+        full = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
         for piece in bucket.pieces_of(managed):
-            whole[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
+            full[piece.param_start : piece.param_start + piece.numel] = read(piece.start, piece.numel)
         if travels:
             size = bucket.layout.numel // len(ranks)
             cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
             with scope("read", bucket.unit):
-                wait_all(self._comm.gather_parts([whole[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
-        return whole.view(managed.param.shape).to(like.device)
+                wait_all(self._comm.gather_parts([full[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
+        return full.view(managed.param.shape).to(like.device)
 
 
 def _name(bucket: Bucket) -> str:

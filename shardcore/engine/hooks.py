@@ -73,7 +73,7 @@ class _Method(_EngineHook):
 
 
 class _ZeroGrad(_Method):
-    """`model.zero_grad`: gradients live in shards, where nn.Module.zero_grad does not look."""
+    """`model.zero_grad`: gradients are sharded, where nn.Module.zero_grad does not look."""
 
     def __call__(self, set_to_none: bool = True) -> None:
         if self.engine is not None:

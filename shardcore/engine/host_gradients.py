@@ -1,17 +1,18 @@
-"""Reduced gradients that are offloaded to host memory: copied there in backward; those of later micro-steps are added there.
+"""Offload of reduced gradients to host memory: they are copied in backward, and those of later micro-steps are added there.
 
-Of each bucket's owned range the last `host_numel` elements are offloaded; the first stay (`Bucket.grad`), for kernels of the
-device.
+The last `host_numel` elements of each bucket's owned range are offloaded. The first `device_numel` stay on the device
+(`Bucket.grad`), where its kernels read them.
 
-Note [Copying]: a gradient is copied as it would lie on the device: in grad_dtype, or as it is where there was nothing to sum.
-At most IN_FLIGHT of them hold device memory. Before one more is allocated, the stream waits for the oldest copy, and its
-memory goes back to the pool. So what is allocated follows from the order of buckets alone, never from timing.
-Note [Adding]: `out + float32(scale * sum)`, rounded once, is what `ordered_sum` computes on the device. Here the product is
-copied in float32, whatever grad_dtype is, and the same function adds it, as a sum of one piece; so the bits are the same. A
-worker thread waits for each copy and adds, in the order of the copies, while backward, and what follows it, goes on; the norm
-is that of the sum, from the same pass. A staging buffer is used again when its content was added. `synchronize` waits for all.
-Note [Failed copies]: an error of a copy or of a sum does not end the backward, in which other ranks wait for this one:
-`synchronize` raises it, where a step or a read refuses on every rank.
+Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its own dtype where nothing is
+summed. At most IN_FLIGHT gradients that are being copied hold device memory. Before another one is allocated, the stream waits
+for the oldest copy, whose memory returns to the pool. So allocations depend only on the order of buckets, never on timing.
+Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To add on the host, the product
+`scale * sum` is copied in float32, whatever grad_dtype is, and `ordered_sum` adds it as a sum of one piece, so the bits are the
+same. A worker thread waits for each copy and adds it, in the order of the copies, while backward and later work continue. The
+same pass computes the squared norm of the sum. A staging buffer is used again once its content is added. `synchronize` waits
+for everything.
+Note [Failed copies]: an error in a copy or an addition does not end the backward, since other ranks would wait for this one.
+`synchronize` raises it later, at a step or a read, which then fails on every rank.
 """
 
 from collections import deque
@@ -33,25 +34,25 @@ T = TypeVar("T")
 
 
 def host_grad_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.dtype:
-    """Return the dtype of a bucket's reduced gradient, in training as declared; `alone`: no sum over ranks, no scale."""
+    """Return the dtype of a bucket's reduced gradient on the host. alone: there is one rank and no loss scale."""
     return policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
 
 
 def grad_staging_bytes(buckets: Iterable[Bucket], policy: ReducePolicy) -> int:
-    """Return the bytes of the staging buffers of micro-steps that are added to gradients of these buckets."""
+    """Return the bytes of the staging buffers for gradients of later micro-steps of these buckets."""
     if policy.accumulate == 1 or not policy.sync_each:
         return 0
     return IN_FLIGHT * max((bucket.host_numel for bucket in buckets), default=0) * torch.float32.itemsize
 
 
 def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool) -> int:
-    """Return the bytes of host memory that gradients of these buckets take. See host_grad_dtype."""
+    """Return the bytes of host memory for gradients of these buckets, staging buffers included. alone: see host_grad_dtype."""
     kept = sum(bucket.host_numel * host_grad_dtype(bucket, policy, alone).itemsize for bucket in buckets)
     return kept + grad_staging_bytes(buckets, policy)
 
 
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the squared norm (high, low) on `device` of tensors that may lie on several."""
+    """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)
@@ -66,7 +67,10 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True)
 class GradOffload:
-    """Where reduced gradients of `buckets` are offloaded to: `copies` is the way. threads: those of the worker that adds."""
+    """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose gradients are offloaded.
+
+    threads: of the worker that adds.
+    """
 
     copies: _C.HostTier
     buckets: Sequence[Bucket]
@@ -75,10 +79,12 @@ class GradOffload:
 
 @dataclass
 class _Pending:
-    """A gradient that is being offloaded: `source` (owned_numel,) holds device memory until it is given to `release`.
+    """A gradient that is being offloaded.
 
-    adds: to the one that is there, as torch would if as_it_is, else as ordered_sum. gathers: of replicas' pieces, which have to
-    end before the source is complete. copied: its copy, None before it is `started`, and if that failed.
+    source: (owned_numel,) on the device; `release` is called with it once it is copied.
+    adds: add to the host's gradient instead of replacing it: with torch's `add_` if as_it_is, else with ordered_sum.
+    gathers: collectives that complete `source` with the pieces of replicas.
+    copied: the event of the copy; None before it is `started`, and if starting it failed.
     """
 
     bucket: Bucket
@@ -100,7 +106,7 @@ def _add(
     as_it_is: bool,
     own: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Add `part`, when it is copied, to `first` in `total`; returns the squared norm of `own`, by default of `total`."""
+    """Wait for the copy of `part`, write first + part to `total`, return the squared norm of `own` (by default of `total`)."""
     copied.synchronize()
     if first is not total:
         _C.cast([total], [first])
@@ -113,12 +119,12 @@ def _add_now(part: torch.Tensor, total: torch.Tensor, as_it_is: bool, own: torch
 
 
 class HostGrads:
-    """The host's part of reduced gradients (`Bucket.host_grad`), and the only way to it."""
+    """Owns the host memory of reduced gradients (`Bucket.host_grad`): all writes to it go through this class."""
 
     def __init__(self, offload: GradOffload | None, comm: Comm, policy: ReducePolicy, scaled: bool, pool: BufferPool) -> None:
-        """Allocate what training needs as it was declared: `host_numel` of each bucket; nothing if nothing is offloaded.
+        """Allocate `host_numel` elements for each bucket, and staging buffers; nothing if `offload` is None.
 
-        pool: of device memory. scaled: whether losses are, so that gradients are always unscaled.
+        pool: of device memory. scaled: whether losses are scaled, so that the reduction always unscales gradients.
         """
         self._copies: _C.HostTier | None = None if offload is None else offload.copies
         self._comm, self._policy, self._pool = comm, policy, pool
@@ -131,8 +137,8 @@ class HostGrads:
         self._staging = [self._empty(size) for _ in range(IN_FLIGHT if buckets else 0)]
         self._turn = 0
         self._worker = Worker("shardcore-add", WorkerThreads(1) if offload is None else offload.threads, pool.device)
-        self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last from each staging buffer
-        # Squared norms of sums that were added last, of the host's and the device's part.
+        self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last addition from each staging buffer
+        # Squared norms of the latest sums: of the elements on the host, and of those on the device.
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
         self._pending: deque[_Pending] = comm.keep_alive(deque())
         self._last: _C.CopyEvent | None = None
@@ -148,7 +154,7 @@ class HostGrads:
         return sum(buffer.nbytes for buffer in self._staging)
 
     def shrink(self) -> None:
-        """Keep host memory for `host_numel` of each bucket, which is less now. No gradient may be there."""
+        """Reallocate host memory after `host_numel` of buckets became smaller. There must be no gradients."""
         for bucket in list(self._memory):
             assert bucket.host_grad is not None
             dtype, bucket.host_grad = bucket.host_grad.dtype, None
@@ -161,29 +167,30 @@ class HostGrads:
     def reduce(
         self,
         bucket: Bucket,
-        whole: torch.Tensor,
+        full: torch.Tensor,
         last: Parts,
         factor: float | torch.Tensor,
         as_it_is: bool,
         release: Callable[[torch.Tensor], None],
         number: int,
     ) -> None:
-        """Offload a bucket's gradient, or add it to the one that is there if `Bucket.reduced`.
+        """Offload a bucket's gradient, or add it to the host's if `Bucket.reduced`.
 
-        whole, last: see ReduceScatter; factor: multiplies the sum; as_it_is: `whole` is the gradient, and is set or added
-        as torch would; release: takes `whole` back; number: see ReduceScatter.gather_number.
+        full: (layout.numel,), the local gradients, which `release` is called with when they are read; last: the parts of the
+        last level (ReduceScatter). factor: multiplies their sum. as_it_is: `full` is the gradient itself, set
+        or added as torch would. number: see ReduceScatter.gather_number.
         """
         adds = bucket.reduced
         self._keep_in_flight(IN_FLIGHT - 1)  # before more device memory is taken
         if as_it_is:
-            pending = _Pending(bucket, whole, release, adds, as_it_is, [])
-            if not adds:  # else that of the sum counts
-                bucket.sq_norm = _C.sq_norm([whole])
+            pending = _Pending(bucket, full, release, adds, as_it_is, [])
+            if not adds:  # else the norm of the sum is taken when it is added
+                bucket.sq_norm = _C.sq_norm([full])
         else:
             source = self._pool.take(bucket.owned_numel, torch.float32 if adds else self._policy.grad_dtype)
             pending = _Pending(bucket, source, self._pool.give, adds, as_it_is, [])
             bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
-            release(whole)
+            release(full)
         if len(self._replicas) > 1:
             name = f"the gradients of {bucket.unit or 'the root'}"
             pending.gathers = self._comm.all_gather(pending.source, Traffic.BACKWARD, name, self._replicas, of=number)
@@ -192,13 +199,13 @@ class HostGrads:
             self._start_copy(pending)
 
     def drain(self) -> None:
-        """Give back all device memory of gradients that are being copied, on CUDA in the order of the current stream."""
+        """Wait for all copies (in the order of the current stream on CUDA) and release their device memory."""
         self._keep_in_flight(0)
 
     def synchronize(self) -> None:
-        """Wait on the host until all is copied and added, so that it may be read. May be interrupted and repeated.
+        """Wait on the host until all gradients are copied and added, so that they can be read. Can be interrupted and repeated.
 
-        RuntimeError if something failed, until `discard`.
+        Raises RuntimeError if a copy or an addition failed, on every call until `discard`.
         """
         self._wait_for_copies()
         for adding in filter(None, self._adding):
@@ -215,7 +222,7 @@ class HostGrads:
         self._squares.clear()
 
     def discard(self) -> None:
-        """Wait as `synchronize` does, for gradients that nobody needs; forget errors."""
+        """Wait as `synchronize` does, then drop squared norms and errors: the gradients are not needed."""
         self._wait_for_copies()
         wait(filter(None, self._adding))
         self._adding = [None] * IN_FLIGHT
@@ -223,7 +230,7 @@ class HostGrads:
         self._failure = None
 
     def abort(self) -> None:
-        """Drop what is being copied: its backward has failed."""
+        """Drop the gradients that are being copied, after their backward has failed."""
         for pending in self._pending:
             if not pending.started and not self._comm.broken:
                 wait_all(pending.gathers)
@@ -251,14 +258,14 @@ class HostGrads:
         return self._copies.empty(size, torch.uint8)
 
     def _host_view(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """Return the bucket's host memory as values of `dtype`; it grows if training is not as it was declared."""
+        """Return the bucket's host memory as values of `dtype`; it is reallocated if it is too small."""
         size = bucket.host_numel * dtype.itemsize
         if bucket not in self._memory or self._memory[bucket].numel() < size:
             self._memory[bucket] = self._empty(size)
         return self._memory[bucket][:size].view(dtype)
 
     def _staging_view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the next staging buffer, once its last content was added; it grows likewise."""
+        """Return a view of the next staging buffer, once its last content is added; it grows if it is too small."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         last, size = self._adding[self._turn], numel * dtype.itemsize
         if last is not None:
@@ -279,7 +286,7 @@ class HostGrads:
             pending.release(pending.source)
 
     def _start_copy(self, pending: _Pending) -> None:
-        """Queue the copy of a complete gradient to the host, and what is added to it; update the device's part."""
+        """Queue the copy of a complete gradient to the host, and its addition there; set or add the rest on the device."""
         bucket, source, cut = pending.bucket, pending.source, pending.bucket.device_numel
         if pending.adds:
             target = self._staging_view(bucket.host_numel, source.dtype)
@@ -300,16 +307,16 @@ class HostGrads:
             bucket.grad.copy_(source[:cut])
 
     def _start_adding(self, pending: _Pending, copied: _C.CopyEvent, part: torch.Tensor) -> None:
-        """Let the worker add what is being copied to `part`; add the device's part now."""
+        """Queue the addition of `part`, which is being copied, on the worker; add the elements on the device now."""
         bucket, as_it_is, cut = pending.bucket, pending.as_it_is, pending.bucket.device_numel
         first = bucket.host_grad
         assert first is not None
         dtype = first.dtype if as_it_is else self._policy.grad_dtype
-        if first.dtype != dtype:  # it was kept as it was
+        if first.dtype != dtype:  # the first gradient kept its own dtype
             del self._memory[bucket]
             bucket.host_grad = self._host_view(bucket, dtype)
         grad = bucket.sum_buffer(dtype, self._pool) if cut else None
-        # Each replica takes the norm of its piece.
+        # Each replica computes the norm of its own piece.
         own: Sequence[torch.Tensor | None] = bucket.own_grads() if len(self._replicas) > 1 else [None]
         total, submit = bucket.host_grad, self._worker.submit
         on_host = self._watch("adding", lambda: submit(_add, copied, part, first, total, as_it_is, own[-1]))

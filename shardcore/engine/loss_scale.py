@@ -1,8 +1,8 @@
-"""Loss scaling for float16: how large the scale is, and when it moves.
+"""Loss scaling for float16: how large the scale is, and when it changes.
 
-float16 has nothing between 0 and 6e-8, where many gradients lie, and nothing above 65504. So the loss is multiplied by a
-scale before backward, and the reduction, which works in float32, divides by it. How it moves is one function for the host and
-the device (csrc/core/loss_scale.h). No communication: ranks agree on the scale because they decide from the same norm.
+float16 cannot represent values between 0 and 6e-8, which many gradients have, nor above 65504. So the loss is multiplied by a
+scale before backward, and the reduction, which computes in float32, divides by it. One function updates the scale on the host
+and on the device (csrc/core/loss_scale.h). No communication: all ranks update the scale from the same norm.
 Source: Micikevicius et al. 2018, section 3.2 (arXiv:1710.03740). Options and their meaning are those that DeepSpeed documents
 (https://www.deepspeed.ai/docs/config-json/#fp16-training-options).
 """
@@ -85,7 +85,7 @@ class LossScaler:
             )
         self.live: torch.Tensor | None = None
         self.live_unscale: torch.Tensor | None = None
-        self._steps = 0  # at which the scale may have moved, and loads of another
+        self._steps = 0  # steps and loads so far, each of which may have changed the scale
 
     @property
     def host_scale(self) -> float | None:
@@ -94,17 +94,17 @@ class LossScaler:
 
     @property
     def compared(self) -> str:
-        """What ranks compare of a scale that was loaded and that only the device will know."""
+        """What ranks compare of a loaded scale from which the device goes on (later only the device knows it)."""
         return "" if self.live is None else f", loss scale {self.state()}"
 
     # --- whether backwards are scaled ---------------------------------------------------------------------------------
 
     def unscale(self, ranks: int) -> float | torch.Tensor:
-        """Return what the reduction multiplies sums over `ranks` with: float64 of shape () where the device moves the scale."""
+        """Return the factor for sums over `ranks`: a number, or float64 of shape () where the device updates the scale."""
         return 1.0 / (ranks * self.scale) if self.live_unscale is None else self.live_unscale
 
     def multiply(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on, float32 at least; its backward notes whether the scale is still this one."""
+        """Return the loss to run backward on, float32 at least; its backward notes whether the scale is still the same."""
         if not self.active:
             return loss
         loss = loss.float() if loss.dtype in MASTERED_DTYPES else loss
@@ -115,10 +115,10 @@ class LossScaler:
         return scaled
 
     def _note_loss(self, scale: float | torch.Tensor, steps: int) -> None:
-        """Note that the backward under way began at a loss multiplied by `scale`, as it was after so many steps."""
+        """Note that a backward started from a loss that was multiplied by `scale`, as it was after `steps` steps."""
         if self.live is None or not isinstance(scale, torch.Tensor):
             self._scaled = bool(scale == self.scale)
-        else:  # a loss of before a step is seldom used after it: that waits for the device
+        else:  # torch.equal waits for the device, but seldom runs: a loss is rarely used after a later step
             self._scaled = steps == self._steps or torch.equal(scale, self.live.to(scale))
 
     def end_backward(self, any_grad: bool) -> None:
@@ -138,7 +138,7 @@ class LossScaler:
         return self.scale, self.stable_steps, self.hysteresis_left
 
     def after_update(self, state: tuple[float, int, int] | None = None) -> None:
-        """Note that a step updated the weights. state: as the device moved it; None: it moves here."""
+        """Note that a step updated the weights. state: as the device updated it; None: it is updated here."""
         if self.rule is not None:
             self.scale, self.stable_steps, self.hysteresis_left = state or self.rule.after(*self.state_now, False)
 
@@ -189,4 +189,4 @@ class LossScaler:
         self.scale = max(float(state["scale"]), self.options.minimum)
         self.stable_steps = int(state["stable_steps"])
         self.hysteresis_left = min(int(state["hysteresis_left"]), self.options.hysteresis)
-        self._steps += 1  # losses multiplied before are not scaled by this one
+        self._steps += 1  # losses that were multiplied before have another scale

@@ -110,7 +110,7 @@ def memory_lines(
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
-    pool: the reducer's; gathered: of whole weights, None where they are resident; grad_staging_bytes: of gradients that are
+    pool: the reducer's; gathered: of unsharded weights, None where they are resident; grad_staging_bytes: of gradients that are
     added in host memory; frozen: weights in no bucket; shown: see ParamGrads.shown.
     """
     pooled = pool.allocated_bytes

@@ -1,4 +1,4 @@
-"""The optimizer's whole state dict, gathered from shards and scattered back, in the form of torch.optim."""
+"""The optimizer's full state dict, gathered from shards and scattered back, in the form of torch.optim."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -50,7 +50,7 @@ class ShardedStates(Mapping[Any, Any]):
         del self.others[key]
 
     def clear(self) -> None:
-        """Raise TypeError: the states of parameters lie in shards."""
+        """Raise TypeError: the states of parameters are sharded."""
         _refuse()
 
     def __iter__(self) -> Iterator[Any]:
@@ -66,7 +66,7 @@ class ShardedStates(Mapping[Any, Any]):
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise TypeError(
-        "optimizer.state: it was changed, but states lie in shards; expected optimizer.load_state_dict(), or "
+        "optimizer.state: it was changed, but states are sharded; expected optimizer.load_state_dict(), or "
         "shardcore.load_sharded_state_dict(optimizer, ...)"
     )
 
@@ -80,41 +80,41 @@ class _ParamStates(dict[str, Any]):
 
     def __missing__(self, key: str) -> None:
         raise KeyError(
-            f"optimizer.state: {key!r} was read, but states lie in shards; expected shardcore.full_state(param, {key!r}), or "
+            f"optimizer.state: {key!r} was read, but states are sharded; expected shardcore.full_state(param, {key!r}), or "
             "optimizer.state_dict()"
         )
 
 
 class OptimizerStateIO:
-    """Reads and writes the states of an updater's buckets as whole tensors."""
+    """Reads and writes the states of an updater's buckets as full tensors."""
 
     def __init__(
         self,
         updater: Updater,
         groups: Sequence[dict[str, Any]],
-        wholes: Callable[[Iterable[tuple[Bucket, torch.Tensor]]], Iterator[torch.Tensor]],
+        gather: Callable[[Iterable[tuple[Bucket, torch.Tensor]]], Iterator[torch.Tensor]],
     ) -> None:
-        """Serve `updater`; parameters are numbered as `groups` (live) list them; `wholes` gathers owned ranges. Collective."""
-        self.updater, self.groups, self.wholes = updater, groups, wholes
+        """Serve `updater`; parameters are numbered as `groups` (live) list them; `gather`: FullTensors.of_buckets."""
+        self.updater, self.groups, self._gather = updater, groups, gather
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return every parameter's whole state, as torch.optim keeps it (a never updated parameter has none). Collective."""
+        """Return every parameter's full state, as torch.optim keeps it (a never updated parameter has none). Collective."""
         number_of = numbers_of(self.groups)
         found: dict[int, dict[str, Any]] = {}
         stepped = (bucket for bucket in self.updater.buckets if any(managed.step > 0 for managed in bucket.params))
         kept = [(bucket, key) for bucket in stepped for key in bucket.state_format.keys]
-        wholes = self.wholes((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
-        for (bucket, key), whole in zip(kept, wholes, strict=True):
+        fulls = self._gather((bucket, self.updater.store.read(bucket, key)) for bucket, key in kept)
+        for (bucket, key), full in zip(kept, fulls, strict=True):
             for managed in bucket.params:
                 if managed.step > 0:
                     entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
-                    entry[key] = managed.slice_of(whole).clone()
+                    entry[key] = managed.slice_of(full).clone()
         state = {number: found[number] for number in sorted(found)}
         return {"state": state, "param_groups": export_groups(self.groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-        """Take this rank's part of every parameter's whole state; nothing changes if any of it does not fit.
+        """Take this rank's part of every parameter's full state; nothing changes if any of it does not fit.
 
         Returns what the state has under other keys than parameters' (other_entries).
         """
@@ -155,7 +155,7 @@ class OptimizerStateIO:
     ) -> tuple[dict[str, Any], list[str]]:
         """Check a parameter's saved state; return it without what is not kept, and in words what that is, and what is rounded.
 
-        What is returned are the tensors as given: whole ones are made for the check alone, for one parameter at a time.
+        What is returned are the tensors as given: full ones are made for the check alone, for one parameter at a time.
         """
         entry, state_format = saved.get(managed.param, {}), bucket.state_format
         state, lost = import_state(

@@ -1,20 +1,21 @@
-"""The overlapped step (overlap_step=True): Adam runs on a thread of its own, and each read of weights waits for those it reads.
+"""The overlapped step (overlap_step=True): Adam runs on its own thread, and a read of weights waits for their update.
 
-`step()` has decided everything (norm, clipping, scalars) when it starts the worker; what is left is the same arithmetic in
-another order of buckets, which no bit depends on. While a bucket's weights are being updated, `_parameters` of the modules that
-have them are `PendingParams`, so whatever asks a module for a parameter waits: forward, parameters(), state_dict, deepcopy,
-`module.weight`. Then the module has its own dict again, so neither copies nor torch.compile see the other.
+`step()` computes the norm, clipping and all scalars before it starts the worker, which then runs the same arithmetic in another
+order of buckets; the bits do not depend on that order. While a bucket's weights are being updated, `_parameters` of the modules
+that use them are `PendingParams`, so every read of a parameter from a module waits: forward, parameters(), state_dict,
+deepcopy, `module.weight`. Afterwards the module gets its own dict back, so copies and torch.compile never see another.
 
 Note [Order]: buckets are updated in the order in which the last forward of the model used their units. Ranks gather in that
 order, so it has to be the same on all of them: a digest of it is sent with each step's norm, and where ranks differ all use
 the order of units instead.
-Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and whoever needs them waits for that.
-No other thread has a collective on this engine's group meanwhile, since all that have one finish the step first. Only where
-other collectives might run at the same time in another order on another rank, which NCCL may not survive, the thread that
-waits starts the gathers, at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights, which
-one rank may make alone, starts none and raises there. At stage 3 the gather of a unit waits for its update.
-Note [Streams]: torch's current stream belongs to a thread. The worker's begins after an event of the stream that step() was
-called on, and each stream that waits for a bucket waits for an event of the worker's.
+Note [Who gathers]: at stages 1 and 2 the worker starts to gather a bucket's new weights, and reads of them wait for the gather.
+No other thread runs a collective on this engine's group meanwhile, since all that do finish the step first. With NCCL, where
+other collectives may run at the same time in another order on another rank, which can hang, the thread that waits starts the
+gathers instead, at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights, which one rank
+may make alone, starts no gather: with NCCL it raises an error if the weights are not gathered. At stage 3 the gather of a unit
+waits for its update.
+Note [Streams]: torch's current stream is per thread. The worker's stream waits for an event of the stream that step() was
+called on, and each stream that uses a bucket waits for an event of the worker's stream.
 """
 
 import logging
@@ -43,7 +44,7 @@ logger = logging.getLogger("shardcore")
 
 
 class PendingParams(MutableMapping[str, Any]):
-    """`module._parameters` while some of them are being updated: reading or changing values waits first, names do not."""
+    """`module._parameters` while some of them are being updated: reading or changing values waits; reading names does not."""
 
     def __init__(self, own: dict[str, Any], wait: Callable[[], None]) -> None:
         """Stand in for `own` until `wait` returns, which puts `own` back."""
@@ -103,14 +104,14 @@ _on_thread = threading.local()
 
 @dataclass(frozen=True)
 class WorkerThreads:
-    """How many threads the kernels of one worker use, and the cores that they stay on; none: wherever the process may run."""
+    """How many threads the kernels of one worker use, and the cores they are bound to; empty: all that the process may use."""
 
     count: int
     cores: tuple[int, ...] = ()
 
 
 def use_own_threads(threads: WorkerThreads) -> None:
-    """Let kernels of the calling thread use threads of its own, which start with the first kernel, in place of torch's."""
+    """Let kernels of the calling thread use their own threads, which start with the first kernel, instead of torch's."""
     if threads.cores and hasattr(os, "sched_setaffinity"):
         try:
             os.sched_setaffinity(0, threads.cores)  # of this thread alone; those that it starts inherit it
@@ -125,7 +126,7 @@ def use_own_threads(threads: WorkerThreads) -> None:
 
 
 def own_thread_count() -> int:
-    """Return the number of threads that kernels of this thread have for themselves; 0: torch's."""
+    """Return the number of threads that kernels of the calling thread use for themselves; 0: they use torch's."""
     return getattr(_on_thread, "count", 0)
 
 
@@ -160,8 +161,8 @@ class Worker:
 class _Update:
     """One bucket that is being updated.
 
-    done: Adam has run, on CUDA up to `event`. copied: the copy of its new weights to the device, None if they are there.
-    gathers: collectives under way that nobody waited for; None: not started.
+    done: Adam has run, on CUDA up to `event`. copied: the copy of the new weights to the device; None if there is none.
+    gathers: the collectives that gather the new weights; None: not started.
     """
 
     bucket: Bucket
@@ -209,7 +210,7 @@ class OverlapStep:
             for bucket in buckets:
                 self._modules_of[bucket].append(len(self._modules))
             self._modules.append((weakref.ref(module), buckets))
-        self._used: dict[Unit, None] = {}  # since the last forward of the whole model ended, in order
+        self._used: dict[Unit, None] = {}  # units used since the last forward of the model ended, in order
         self._order: list[Unit] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         _overlap_steps.add(self)
@@ -224,7 +225,7 @@ class OverlapStep:
         self.wait_for(unit.buckets)
 
     def end_forward(self) -> None:
-        """Note that a forward of the whole model ended, and wait for what it did not use. See Note [Order]."""
+        """Note that a forward of the model ended, and wait for the units that it did not use. See Note [Order]."""
         if in_backward():
             return
         self._order, self._used = list(self._used), {}
@@ -236,7 +237,7 @@ class OverlapStep:
         return [unit.name for unit in self._order]
 
     def start(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool) -> None:
-        """Let the worker update `spans`; nothing may be pending. same_order: `order` is the same on every rank."""
+        """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is the same on every rank."""
         assert not self._pending
         units = dict.fromkeys([*(self._order if same_order else []), *self.units])
         updates = [_Update(bucket, spans[bucket]) for unit in units for bucket in unit.buckets if bucket in spans]
@@ -270,7 +271,7 @@ class OverlapStep:
         self.wait_for(list(self._pending))
 
     def _wait_to_read(self, buckets: Sequence[Bucket] | None = None) -> None:
-        """Wait for weights (None: all) that someone reads, perhaps on this rank alone. See Note [Who gathers]."""
+        """Wait for weights (None: all) before a read, which may be on this rank alone. See Note [Who gathers]."""
         buckets = list(self._pending) if buckets is None else buckets
         if self._gathers and not self._worker_gathers:
             updates = [self._pending[bucket] for bucket in buckets if bucket in self._pending]
@@ -283,9 +284,9 @@ class OverlapStep:
         self.wait_for(buckets)
 
     def wait_for(self, buckets: Iterable[Bucket]) -> None:
-        """Wait until the weights of `buckets` are new. StepError if a step has failed, this time and from then on.
+        """Wait until the weights of `buckets` are updated. Raises StepError from the first failed step on.
 
-        May be interrupted anywhere, also by a signal handler that waits itself: all of this can be done again.
+        Can be interrupted anywhere, also by a signal handler that calls it, and called again.
         """
         self._raise_failure()
         if not self._pending:
@@ -345,7 +346,7 @@ class OverlapStep:
             raise StepError(message) from cause
 
     def finish_alone(self) -> None:
-        """Finish what is pending, as far as that needs no other rank. Errors are raised by the next call."""
+        """Finish pending updates without starting collectives. Errors are raised by the next call."""
         with suppress(Exception):
             if self._gathers and not self._worker_gathers:  # the other ranks do not gather now
                 for update in self._pending.values():
@@ -378,10 +379,10 @@ def _update_all(
     after: torch.cuda.Event | None,
     begun: threading.Event,
 ) -> None:
-    """Run one step on the worker, behind `after`. After an error nothing more is updated, and all that was not has that error.
+    """Run one step on the worker, after the event `after`. After an error nothing more is updated; the rest get the error.
 
-    comm: what gathers new weights, None if the thread that waits does. Gathers go on after an error: other ranks wait for
-    them; at the next step they find that this one refuses. begun: is set when the worker is about to compute.
+    comm: gathers new weights; None if the thread that waits does. Gathers continue after an error, since other ranks wait for
+    them; these get an error at the next step. begun: set when the worker is about to compute.
     """
     begun.set()
     error: BaseException | None = None
@@ -409,21 +410,21 @@ def _update_all(
                 if comm is not None:
                     update.gathers = _gather(comm, update.bucket)
                 if error is None and update is updates[-1]:
-                    next(events, None)  # the store ends its step; dropped before, it would wait as after an error
+                    next(events, None)  # lets the store end its step; closing the iterator earlier would wait as after an error
             except BaseException as problem:
                 error = error or problem
             if error is None:
                 update.done.set_result(None)
             else:
-                events = iter(())  # ends the store's step: that of the cpu tier would go on by itself
+                events = iter(())  # ends the store's step, which on the cpu tier would otherwise continue
                 update.done.set_exception(error)
 
 
-# os.register_at_fork keeps what it is given for good.
+# Weak references, since functions given to os.register_at_fork can never be unregistered.
 _overlap_steps: "weakref.WeakSet[OverlapStep]" = weakref.WeakSet()
 
 
-def _before_fork() -> None:  # a child has no worker
+def _before_fork() -> None:  # the worker thread does not exist in a child
     for overlap_step in list(_overlap_steps):
         overlap_step.finish_alone()
 

@@ -39,10 +39,10 @@ class Parts:
 
 @dataclass
 class _Flight:
-    """A bucket at one level: `sent` is being cut and sent. whole: the local gradients, which the first level sent."""
+    """A bucket at one level: `sent` is being cut and sent. full: the local gradients, which the first level sent."""
 
     bucket: Bucket
-    whole: torch.Tensor
+    full: torch.Tensor
     level: int
     sent: torch.Tensor
     received: torch.Tensor
@@ -66,13 +66,13 @@ class ReduceScatter:
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._flights: deque[_Flight] = comm.keep_alive(deque())
 
-    def send(self, bucket: Bucket, whole: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+    def send(self, bucket: Bucket, full: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Start with one bucket; yields the earlier ones, where too many are in flight, before this one takes memory."""
         if self.comm.world_size == 1:
-            yield bucket, whole, Parts(whole, 1, whole, 0)
+            yield bucket, full, Parts(full, 1, full, 0)
             return
         yield from self.drain(MAX_IN_FLIGHT - 1)
-        self._start(bucket, whole, 0, whole)
+        self._start(bucket, full, 0, full)
 
     def drain(self, keep: int = 0) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Wait and go on until at most `keep` buckets are in flight. What is yielded may be used until the next one."""
@@ -81,11 +81,11 @@ class ReduceScatter:
             flight = self._flights.popleft()
             parts = self._parts(flight)
             if flight.level + 1 == len(self._levels):
-                yield flight.bucket, flight.whole, parts
+                yield flight.bucket, flight.full, parts
             else:
                 partial = self.pool.take(parts.own.numel(), torch.float32)
                 parts.add_up(1.0, partial)
-                self._start(flight.bucket, flight.whole, flight.level + 1, partial)
+                self._start(flight.bucket, flight.full, flight.level + 1, partial)
             self._give_back(flight)
 
     def abandon(self) -> None:
@@ -93,7 +93,7 @@ class ReduceScatter:
         for flight in self._flights if not self.comm.broken else ():
             wait_all(flight.works)
             self._give_back(flight)
-            self.pool.give(flight.whole)
+            self.pool.give(flight.full)
         self._flights.clear()
 
     def _parts(self, flight: _Flight) -> Parts:
@@ -104,7 +104,7 @@ class ReduceScatter:
         own = flight.sent.chunk(len(ranks))[number] if flight.sent.numel() else flight.sent
         return Parts(flight.received, len(ranks), own, number)
 
-    def _start(self, bucket: Bucket, whole: torch.Tensor, level: int, sent: torch.Tensor) -> None:
+    def _start(self, bucket: Bucket, full: torch.Tensor, level: int, sent: torch.Tensor) -> None:
         ranks, name = self._levels[level], f"the reduction of {bucket.unit or 'the root'}"
         if self._sums(bucket, level, sent.dtype):
             name += ", added locally"
@@ -116,7 +116,7 @@ class ReduceScatter:
             several = ranks if len(self._levels) > 1 else None
             number = self._tag_number(bucket, level, sent.dtype)
             works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, name, several, of=number)
-        self._flights.append(_Flight(bucket, whole, level, sent, received, works))
+        self._flights.append(_Flight(bucket, full, level, sent, received, works))
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""
@@ -133,7 +133,7 @@ class ReduceScatter:
 
     def _give_back(self, flight: _Flight) -> None:
         self.pool.give(flight.received)
-        if flight.sent is not flight.whole:
+        if flight.sent is not flight.full:
             self.pool.give(flight.sent)
 
 

@@ -156,7 +156,7 @@ class ParamGrads:
     """The gradients that stage 0 shows as `param.grad`."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        """Serve `buckets`, whose reduced gradients are whole on every rank."""
+        """Serve `buckets`, whose reduced gradients every rank has in full."""
         self.buckets = buckets
         self._buffers: dict[Bucket, torch.Tensor] = {}
         self._versions: dict[Bucket, int] = {}
@@ -203,7 +203,7 @@ class ParamGrads:
                         self._take_edit(bucket, managed, grad)
                     continue
                 changed = True
-                target = managed.slice_of(self._whole_grad(bucket))
+                target = managed.slice_of(self._full_grad(bucket))
                 if grad is None:
                     target.zero_()
                 else:
@@ -217,12 +217,12 @@ class ParamGrads:
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
-        whole = managed.slice_of(self._whole_grad(bucket))
+        full = managed.slice_of(self._full_grad(bucket))
         rounded = torch.empty_like(shown)
-        _C.cast([rounded], [whole])
-        torch.where(rounded == shown, whole, shown.to(whole.dtype), out=whole)
+        _C.cast([rounded], [full])
+        torch.where(rounded == shown, full, shown.to(full.dtype), out=full)
 
-    def _whole_grad(self, bucket: Bucket) -> torch.Tensor:
+    def _full_grad(self, bucket: Bucket) -> torch.Tensor:
         if bucket.grad is None:
             bucket.grad = torch.zeros(bucket.layout.numel, dtype=torch.float32, device=bucket.owned_weight.device)
         elif not bucket.reduced:
@@ -429,7 +429,7 @@ class Reducer:
     # --- one bucket ---------------------------------------------------------------------------------------------------
 
     def _collect_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """The whole-bucket buffer that local gradients are written to. Its dtype is the same on every rank."""
+        """The full buffer of the bucket that local gradients are written to. Its dtype is the same on every rank."""
         if bucket.wire is None:
             bucket.wire = self._take_full(bucket, torch.float32 if self._local_sums else self._sent_dtype(bucket))
         return bucket.wire
@@ -449,55 +449,55 @@ class Reducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._next]
         self._next += 1
-        whole = self._collect_buffer(bucket)
+        full = self._collect_buffer(bucket)
         bucket.collect_waiting()
         bucket.wire = None
-        bucket.zero_unused(whole)
+        bucket.zero_unused(full)
         dtype = self._sent_dtype(bucket)
-        if whole.dtype != dtype:
-            sums, whole = whole, self._take_full(bucket, dtype).copy_(whole)
+        if full.dtype != dtype:
+            sums, full = full, self._take_full(bucket, dtype).copy_(full)
             self._release_full(bucket, sums)
-        self._launch(bucket, whole)
+        self._launch(bucket, full)
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that travels: of what was added locally float32, unless one was chosen."""
         return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
 
-    def _launch(self, bucket: Bucket, whole: torch.Tensor) -> None:
+    def _launch(self, bucket: Bucket, full: torch.Tensor) -> None:
         with scope("reduce", bucket.unit):
             if self.comm.world_size > 1 and not self._sent_any:
                 self._sent_any = True
                 self.comm.start_backward()
-            for sent in self._reduce_scatter.send(bucket, whole):
+            for sent in self._reduce_scatter.send(bucket, full):
                 self._finish(*sent)
 
-    def _finish(self, bucket: Bucket, whole: torch.Tensor, last: Parts) -> None:
+    def _finish(self, bucket: Bucket, full: torch.Tensor, last: Parts) -> None:
         """Sum the last level's parts into the bucket's reduced gradient, averaged and unscaled, and take its squared norm."""
         world = self.comm.world_size
         factor = self.scaler.unscale(world)
         alone = world == 1 and not self.scaler.active
-        as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or whole.dtype == self.policy.grad_dtype)
-        late = whole is self._late.get(bucket)
+        as_it_is = not bucket.reduced and (self.policy.accumulate == 1 or full.dtype == self.policy.grad_dtype)
+        late = full is self._late.get(bucket)
         if bucket in self.host_grads:
             unchanged = alone and (as_it_is or late)
             number, release = (
                 self._reduce_scatter.gather_number(bucket),
                 partial(give_full, bucket, pool=self.pool, lifetimes=self.lifetimes),
             )
-            self.host_grads.reduce(bucket, whole, last, factor, unchanged, release, number)
+            self.host_grads.reduce(bucket, full, last, factor, unchanged, release, number)
             bucket.reduced = True
             return
         if alone and as_it_is:
-            bucket.replace_grad(whole, self.pool)  # nothing to sum: the gradient as it is
+            bucket.replace_grad(full, self.pool)  # nothing to sum: the gradient as it is
             bucket.sq_norm = None
         elif alone and late:
             assert bucket.grad is not None
-            bucket.grad.add_(whole)  # what has no late part stays as it is
+            bucket.grad.add_(full)  # what has no late part stays as it is
             bucket.sq_norm = None
         else:
             leaves = world > 1 and self.lifetimes.owns_everything
-            if leaves and whole.dtype == self.policy.grad_dtype and not bucket.reduced:
-                bucket.replace_grad(whole, self.pool)  # its pieces have left: the same memory takes the result
+            if leaves and full.dtype == self.policy.grad_dtype and not bucket.reduced:
+                bucket.replace_grad(full, self.pool)  # its pieces have left: the same memory takes the result
             grad = bucket.sum_buffer(self.policy.grad_dtype, self.pool)
             with scope("sum", bucket.unit):
                 bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(grad), bucket.reduced)
@@ -507,13 +507,13 @@ class Reducer:
                     name = f"the gradients of {bucket.unit or 'the root'}"
                     self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, self._replicas, of=number)
         bucket.reduced = True
-        if whole is not bucket.grad:
-            self._release_full(bucket, whole)
+        if full is not bucket.grad:
+            self._release_full(bucket, full)
 
     # --- between backwards --------------------------------------------------------------------------------------------
 
     def accept_user_grads(self, op: str) -> None:
-        """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients live in shards)."""
+        """Accept what the user did to `param.grad` since backward (stage 0), or refuse it (gradients are sharded)."""
         if self.param_grads is not None:
             self.param_grads.absorb()
             return

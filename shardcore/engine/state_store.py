@@ -150,8 +150,8 @@ class DeviceStore:
         first = spans[0].bucket
         lists = self._lists.get(first)
         if lists is None or lists.spans != spans:
-            wholes = [span.bucket.owned_weight if weights is None else weights for span in spans]
-            params = [whole[span.start : span.start + span.numel] for whole, span in zip(wholes, spans, strict=True)]
+            fulls = [span.bucket.owned_weight if weights is None else weights for span in spans]
+            params = [full[span.start : span.start + span.numel] for full, span in zip(fulls, spans, strict=True)]
             states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
             lists = self._lists[first] = _Lists(spans, params, lists_of(spans, states))
         grads = []

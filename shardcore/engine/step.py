@@ -269,7 +269,7 @@ class Updater:
             raise problems.pop()
         if rows[:, 0].any():
             refusing = rows[:, 0].nonzero().flatten().tolist()
-            raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; its own error says why")
+            raise ValueError(f"step: rank {refusing[0]} refused the step, so no rank was updated; see its error")
         if (rows[:, 1] != digest).any():
             difference = first_difference(self.comm.gather_json(compared))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")

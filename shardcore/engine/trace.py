@@ -1,8 +1,8 @@
 """Names for what the engine does, in the traces of torch.profiler (record_function) and, with CUDA, of NVTX tools such as nsys.
 
-The scopes are `shardcore::<what>(<unit>)`: gather (whole weights), reduce (a unit's gradients leave), sum (what came of them is
-added up), gather_grad (whole gradients: stage 0 and replicas), adam (the update; of all units at once where nothing of one
-travels while the next is updated), read (state dicts and the like). `shardcore::step` lies around a step.
+The scopes are `shardcore::<what>(<unit>)`: gather (unshard weights), reduce (send a unit's gradients), sum (add up the received
+ones), gather_grad (full gradients: stage 0 and replicas), adam (the update; of all units at once where no copy or collective of
+one overlaps with the update of the next), read (state dicts and the like). `shardcore::step` is around a step.
 Source: the documentation of torch.profiler and torch.cuda.nvtx.
 """
 

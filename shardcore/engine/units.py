@@ -268,7 +268,7 @@ class Unit:
 def callable_parts(model: nn.Module, unit: Unit, units: Sequence[Unit]) -> list[nn.Module]:
     """Return the modules inside a unit that holds others which use its weights and are in no other unit, but may be one.
 
-    Only these make their unit whole when they are called on their own: hooks on every layer would cost time and would
+    Only these unshard their unit when they are called on their own: hooks on every layer would cost time and would
     split what torch.compile makes of a block.
     """
     if not unit.stays:

@@ -86,7 +86,7 @@ class Gatherer:
         return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, keepers, of=number)
 
     def wait(self, gathers: Iterable[Any]) -> None:
-        """Wait until weights are whole: until done on the CPU, in stream order on CUDA."""
+        """Wait until weights are gathered: until done on the CPU, in stream order on CUDA."""
         if not self._alone:
             wait_all(gathers)
             return
@@ -143,8 +143,8 @@ class Unsharder:
     def _use(self, unit: Unit) -> None:
         if self._gatherer.apart and torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotImplementedError(
-                f"forward: the weights of {unit.name or 'the root'} lie in shards (stage 3), which transforms of torch.func "
-                "(grad, vmap, ...) cannot run over; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
+                f"forward: the weights of {unit.name or 'the root'} are sharded (stage 3), which transforms of torch.func "
+                "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         order = self._backward if in_backward() else self._forward
         self._unshard(unit)
@@ -323,7 +323,7 @@ class Unsharder:
         return starts
 
     def _wait(self, unit: Unit) -> None:
-        """Wait until a unit's weights are whole; can be interrupted, and done again until its `gathers` are None."""
+        """Wait until a unit is unsharded; can be interrupted, and done again until its `gathers` are None."""
         try:
             if unit.gathers is not None:
                 self._gatherer.wait(unit.gathers)

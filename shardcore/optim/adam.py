@@ -1,4 +1,4 @@
-"""FusedAdam and CPUAdam: torch.optim's interface around one kernel call per device for the whole list of tensors.
+"""FusedAdam and CPUAdam: the interface of torch.optim around one kernel call per device for all tensors.
 
 Invariants: a step checks everything before it writes anything. After shardcore.shard the object is the same and its
 ``_engine`` does the work; the public methods then only delegate.
@@ -150,7 +150,7 @@ class AdamOptimizer(torch.optim.Optimizer):
         if name == "state":
             if self.__dict__.get("_engine") is not None:
                 raise TypeError(
-                    "optimizer.state: it was replaced, but states lie in shards; expected optimizer.load_state_dict(), or "
+                    "optimizer.state: it was replaced, but states are sharded; expected optimizer.load_state_dict(), or "
                     "shardcore.load_sharded_state_dict(optimizer, ...)"
                 )
             self._repeat = None
@@ -258,8 +258,8 @@ class AdamOptimizer(torch.optim.Optimizer):
         check_groups(self._op, self.param_groups, self._capture_type)
         rows = self._find_dtensors()
         update = Update(self._op, self.param_groups, self.state, grads, rows, self._steppers, isinstance(scale, DeviceScale))
-        whole, sharded = grouped(update.owners, [grad for some in update.grads for grad in some], rows)
-        clipped = self._clipped_scale(whole, sharded, scale, max_norm)
+        full, sharded = grouped(update.owners, [grad for some in update.grads for grad in some], rows)
+        clipped = self._clipped_scale(full, sharded, scale, max_norm)
         if clipped is None:
             return
         update.run(clipped, update.grads)
@@ -414,7 +414,7 @@ class FusedAdam(AdamOptimizer):
     bias_correction: False omits the division by 1 - beta**step.
     master: "fp32" keeps a float32 copy of bfloat16 and float16 weights, made at their first step. Steps update the copy and
         round the weights from it, so a weight written by other code in between is overwritten. "split" keeps, for bfloat16
-        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes per parameter less. A weight
+        weights only, the 16 bits that the weight lacks: the same bits as "fp32" in 2 bytes less per parameter. A weight
         written by other code keeps its change.
     state_dtype: how exp_avg and exp_avg_sq are stored. "fp32"; "bf16" (2 bytes per element each, exp_avg_sq rounded
         stochastically); "8bit" (1 byte per element each and a float32 scale per 256 elements, rounded stochastically). The

@@ -1,8 +1,8 @@
 """DTensor parameters (FSDP2): the rows that this rank holds, and conversion between its local part and the DTensor.
 
 Invariants: kernels and ``optimizer.state`` see only this rank's local part, a plain tensor; state dicts show DTensors, as
-torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up in sys.modules, never imported: that takes
-most of a second, and where it is not imported there are no DTensors.
+torch.optim does. Nothing here communicates. torch.distributed.tensor is looked up in sys.modules, never imported: the import
+takes most of a second, and a process that has not imported it has no DTensors.
 """
 
 import sys
@@ -56,7 +56,7 @@ class Rows:
 
     @property
     def first_element(self) -> int:
-        """The index in the whole of element 0 of the local part."""
+        """The index in the full tensor of element 0 of the local part."""
         return self.first_row * self.shape[1:].numel()
 
     def part(self, op: str, name: str, value: object) -> torch.Tensor:
@@ -74,15 +74,15 @@ class Rows:
         return local_part(given)
 
     def part_of_saved(self, op: str, name: str, value: object) -> object:
-        """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows of a whole plain tensor."""
+        """Return what this rank keeps of a saved value: the local part of a DTensor, or its rows of a full plain tensor."""
         if is_dtensor(value):
             return self.part(op, name, value)
         if not isinstance(value, torch.Tensor):
             return value  # refused as it would be for any parameter
-        whole = check_tensor(op, name, value, self.shape)
-        return whole.narrow(0, self.first_row, self.rows) if whole.dim() else whole
+        full = check_tensor(op, name, value, self.shape)
+        return full.narrow(0, self.first_row, self.rows) if full.dim() else full
 
-    def whole(self, local: torch.Tensor) -> torch.Tensor:
+    def to_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """Return the DTensor whose local part is `local` (the same memory)."""
         dtensor: type[DTensor] = sys.modules["torch.distributed.tensor"].DTensor
         return dtensor.from_local(
@@ -101,7 +101,7 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
         if type(placement) is not tensor.Shard or not placement.is_shard(0):
             raise ValueError(
                 f"{op}: {name} has placements {param.placements}; expected Replicate() and Shard(0) only (a local part must be "
-                "whole rows, one after the other: its elements' numbers key the random bits)"
+                "full rows, one after the other: its elements' numbers key the random bits)"
             )
         sharded.append(mesh.get_group(dim))
         chunk = -(-rows // mesh.size(dim))  # as torch.chunk cuts
@@ -150,7 +150,7 @@ def export_dtensors(state: Mapping[str, Any], rows: Rows | None) -> dict[str, An
     """Return a state dict's entry with every tensor but the step as a DTensor placed as the parameter."""
     if rows is None:
         return dict(state)
-    return {key: value if key == "step" else rows.whole(value) for key, value in state.items()}
+    return {key: value if key == "step" else rows.to_dtensor(value) for key, value in state.items()}
 
 
 def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
@@ -165,13 +165,13 @@ def import_dtensors(op: str, name: str, saved: Any, rows: Rows | None) -> Any:
 def grouped(
     params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], known: Mapping[torch.Tensor, Rows]
 ) -> tuple[list[torch.Tensor], dict[Groups, list[torch.Tensor]]]:
-    """Split local gradients into those that are whole on this rank, and those of which other ranks hold other rows.
+    """Split local gradients into those that are full on this rank, and those of which other ranks hold other rows.
 
     All sharded ones of `known` have their ranks there, in one order on all ranks, even if this rank has no gradient for them:
     summing over them is collective.
     """
-    whole: list[torch.Tensor] = []
+    full: list[torch.Tensor] = []
     sharded: dict[Groups, list[torch.Tensor]] = {rows.groups: [] for rows in known.values() if rows.groups}
     for param, grad in zip(params, grads, strict=True):
-        (sharded.get(known[param].groups, whole) if param in known else whole).append(grad)
-    return whole, sharded
+        (sharded.get(known[param].groups, full) if param in known else full).append(grad)
+    return full, sharded

@@ -28,7 +28,7 @@ MASTER_STORAGE: Mapping[str | None, tuple[str | None, torch.dtype | None]] = {
 }
 
 # CPU states of this size or more ask for huge pages; smaller ones would waste the rest of their last page.
-_HUGE_BYTES = 4 << 20
+_HUGE_STATE_BYTES = 4 << 20
 
 
 # What the option "state_dtype" stores moments as; 8-bit codes have scales beside them.
@@ -45,7 +45,7 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device, like: tor
     like: of this shape; if it is dense its strides are the state's (kernels read both in memory order).
     """
     numel = shape.numel()
-    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_BYTES:
+    if device.type == "cpu" and numel * dtype.itemsize >= _HUGE_STATE_BYTES:
         state = _C.empty_huge(numel, dtype).view(shape)
     else:
         state = torch.zeros(shape, dtype=dtype, device=device)

@@ -331,7 +331,7 @@ def test_state_shows_parameters_and_step_counts() -> None:
     model, optimizer, _ = train(0, Run(steps=3))
     assert len(optimizer.state) == len(list(model.parameters()))
     assert optimizer.state[model.gain]["step"] == 3
-    with pytest.raises(KeyError, match=r"optimizer\.state: 'exp_avg' was read, but states lie in shards; expected shardcore\."):
+    with pytest.raises(KeyError, match=r"optimizer\.state: 'exp_avg' was read, but states are sharded; expected shardcore\."):
         optimizer.state[model.gain]["exp_avg"]
     with pytest.raises(TypeError):
         optimizer.state[model.gain] = {}
@@ -362,7 +362,7 @@ def _other_entries(rank: int, world_size: int, kind: Any) -> list[Any]:
         lambda: optimizer.state.clear(),
         lambda: setattr(optimizer, "state", {}),
     ):
-        with pytest.raises(TypeError, match=r"optimizer\.state: .* states lie in shards; expected optimizer\.load_state_dict"):
+        with pytest.raises(TypeError, match=r"optimizer\.state: .* states are sharded; expected optimizer\.load_state_dict"):
             change()
     optimizer.param_groups.extend(optimizer.param_groups)
     twice = optimizer.state_dict()
