@@ -258,10 +258,10 @@ def test_gloo_beside_nccl_needs_no_other() -> None:
 def _late(rank: int, world_size: int, store: str) -> str:
     """Rank 1 makes no step: the others' wait for it ends in an error, where NCCL would end the process."""
     with nccl_alone(rank, world_size, store):
-        group = dist.new_group(timeout=timedelta(seconds=8), backend="standin")
+        group = dist.new_group(timeout=timedelta(seconds=5), backend="standin")
         _, optimizer, _ = train(rank, Run(stage=1, steps=1, shard={"process_group": group}), make_net())
         if rank == 1:
-            time.sleep(12)
+            time.sleep(8)
             return ""
         with pytest.raises(RuntimeError) as error:
             optimizer.step()
