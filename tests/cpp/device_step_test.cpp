@@ -161,7 +161,9 @@ TEST(device_step, has_the_hosts_bits) {
 TEST(device_step, has_the_hosts_bits_on_the_grid) {
   const size_t every = kThreadSanitizer ? 190 : 31;
   EXPECT_TRUE(has_the_hosts_bits(Device::on_the_grid<HostBlock>, every));
-  EXPECT_TRUE(some_run_is_rejected([&] { return !has_the_hosts_bits(Device::on_the_grid<BlockWithoutSync>, every); }));
+  if (!kThreadSanitizer) {  // the twin does race
+    EXPECT_TRUE(some_run_is_rejected([&] { return !has_the_hosts_bits(Device::on_the_grid<BlockWithoutSync>, every); }));
+  }
 }
 
 TEST(device_step, twins_are_rejected) {
