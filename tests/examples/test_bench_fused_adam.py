@@ -76,6 +76,7 @@ def test_units_are_packed_into_the_memory_that_is_there():
     assert bench_fused_adam.pack([11], room=10) == []
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu(tmp_path, run_main):
     printed = run_main(bench_fused_adam, *QUICK, "--only", "1e6", "GPT-2", "every", "--out", str(tmp_path))
     assert "share of copy" in printed

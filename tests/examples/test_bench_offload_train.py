@@ -97,6 +97,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, run_main, as_on_a_gpu):
     names = ["shardcore 2", "shardcore 2, gradients, lazy", "shardcore 3, params", "FSDP2"]
     options = ["--preset", "tiny", "--batch", "1", "--steps", "2", "--rounds", "1", "--engines", *names]
@@ -187,6 +188,7 @@ def test_needs_of_large_models():
     assert offload_trainers.fsdp2_need("7b").host == pytest.approx(16 * numel + 8 * 32 * 4096**2, rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_and_one_of_ours_that_lacks_memory_are_left_out(tmp_path, run_main, monkeypatch):
     def fails(error: Exception) -> Engine:
         def make(preset: str, device: torch.device) -> Trainer:

@@ -35,7 +35,12 @@ def test_cpu_adam(tmp_path, run_main, pages):
 @pytest.mark.parametrize(
     ("nproc", "base", "engines"),
     [
-        (2, "DDP", ["ZeroRedundancy", "FSDP2 2", "FSDP2 3", "shardcore 0", "shardcore 2 + offload", "shardcore 3"]),
+        pytest.param(
+            2,
+            "DDP",
+            ["ZeroRedundancy", "FSDP2 2", "FSDP2 3", "shardcore 0", "shardcore 2 + offload", "shardcore 3"],
+            marks=pytest.mark.slow,
+        ),
         (1, "torch", ["shardcore 0", "shardcore 3"]),
     ],
 )

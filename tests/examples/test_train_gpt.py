@@ -55,6 +55,7 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
     arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "20", "--out", str(tmp_path)]
     arguments += ["--lr", "6e-3", "--batch", "4"]
