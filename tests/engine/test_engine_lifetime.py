@@ -352,11 +352,13 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
             first = first or losses
             assert losses == first
             until = time.monotonic() + 10
-            while time.monotonic() < until and (
-                len(_engines_threads()) > threads or (counts and _threads_and_files()[0] > counts[0][0])
-            ):  # the system's threads end after Python's
+            while len(_engines_threads()) > threads and time.monotonic() < until:
                 time.sleep(0.01)
             counts.append(_threads_and_files())
+        until = time.monotonic() + 10
+        while not failing and counts[-1][0] > counts[0][0] and time.monotonic() < until:
+            time.sleep(0.01)  # the system's threads end after Python's
+            counts[-1] = _threads_and_files()
         torch.distributed.barrier()
         return left(parts), counts
     finally:
