@@ -8,7 +8,7 @@ Note [Proof]: a rank starts nothing while it waits. So two ranks are stuck for g
 the other, which the other has not started; likewise if the other's engine is gone (`Log.left`). On NCCL the host does not wait,
 and collectives run in the order in which they were started, so two ranks are also stuck if they started different ones in
 the same place. The user's own collectives are not counted; that a rank waits in one shows in the frames of its main thread. It
-counts as stuck if all of the group's ranks wait, some of them in something else, and only if it is of a kind that no rank
+counts as stuck if all other ranks of its group wait for what it has not started, and only if it is of a kind that no rank
 leaves before all have entered it (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote
 counts only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove nothing: they get one
 log line a minute, and the group's timeout.
@@ -19,13 +19,14 @@ connections are closed (a receive that times out does that), so that the waits r
 import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import time
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,7 +59,8 @@ _SYMMETRIC |= {
     "reduce_scatter_single",
 }
 _NO_MESSAGE = 1 << 30  # a tag that is never sent
-_PACKAGE, _TORCH, _C10D = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent), dist.distributed_c10d.__file__
+_PACKAGE, _TORCH = f"{Path(__file__).parent.parent}{os.sep}", f"{Path(torch.__file__).parent}{os.sep}"
+_C10D = dist.distributed_c10d.__file__
 
 
 class Log:
@@ -336,7 +338,7 @@ class _Watch:
         reason = self.reason_of(wait)
         if reason is None:
             proofs = (self._never(store, wait, here, counts, order, other) for other in missing[:_EXAMINED])
-            found, waits = next(filter(None, proofs), ("", ()))
+            found, waits = next(filter(None, proofs), ("", []))
             for key in (*(one.key for one in waits), *(one.group for one in waits if one.name != _BY_USER)):
                 reason = store.compare_set(f"reason/{key}", "", reason or found).decode()
         if reason is not None:
@@ -365,28 +367,33 @@ class _Watch:
 
     def _never(
         self, store: PrefixStore, wait: Wait, here: Sequence[int], counts: Any, order: Any, other: int
-    ) -> tuple[str, tuple[Wait, ...]] | None:
+    ) -> tuple[str, list[Wait]] | None:
         """Return why `other` never starts what this rank waits for, if that is proved, and the waits. See Note [Proof]."""
         left = f"left/{wait.group}/{other}"
         if wait.name != AGREEMENT and store.check([left]):
             if json.loads(store.get(left)).get(wait.name, 0) >= wait.number:
                 return None
-            return _reason(f"{_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), (wait,)
+            return _reason(f"{_ranks(here)} for {wait}; rank {other} for nothing: its engine is gone"), [wait]
         beat, theirs = self._waits_for(store, other)
-        if theirs is None:
-            return None
-        their_counts, their_order = json.loads(store.get(f"log/{other}"))
-        there = self._at(store, theirs) or [other]
-        waiting = {*here, *there}
-        swapped = theirs.group == wait.group and order is not None and _differ(order, their_order)
-        if wait.name == theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
-            return None
-        if not swapped and not (_lacks(wait, their_counts, waiting) and _lacks(theirs, counts, waiting)):
-            return None
-        if self._stuck.setdefault(other, beat) == beat:  # wait until it has written again, so still waits
+        if theirs is None or theirs.name == _BY_USER or dist.get_rank() not in theirs.ranks:
+            return None  # of a collective of the user's, a rank in it finds out
+        waits = [wait, theirs]
+        if wait.name == _BY_USER:
+            if here[0] != dist.get_rank():
+                return None
+            # Not by `_at`: of the collectives that run on devices, ranks may have seen different ones.
+            found = [self._waits_for(store, rank)[1] for rank in wait.ranks if rank not in here]
+            waits += [one for one in found if one is not None]
+            stuck = all(one is not None and here[0] in one.ranks and _lacks(counts, one) for one in found)
+        else:
+            their_counts, their_order = json.loads(store.get(f"log/{other}"))
+            swapped = theirs.group == wait.group and order is not None and _differ(order, their_order)
+            stuck = swapped or (_lacks(their_counts, wait) and _lacks(counts, theirs))
+        if not stuck or self._stuck.setdefault(other, beat) == beat:  # until it has written again, it may have ended its wait
             return None
         groups = ("", "") if wait.group == theirs.group else (f" on group {wait.group}", f" on group {theirs.group}")
-        return _reason(f"{_ranks(here)} for {wait}{groups[0]}; {_ranks(there)} for {theirs}{groups[1]}"), (wait, theirs)
+        there = self._at(store, theirs) or [other]
+        return _reason(f"{_ranks(here)} for {wait}{groups[0]}; {_ranks(there)} for {theirs}{groups[1]}"), waits
 
     def _end(self, wait: Wait, reason: str) -> None:
         """End the wait with an error. See Note [End]."""
@@ -426,10 +433,8 @@ def _log_named(group: str) -> Log | None:
     return next((log for log in _logs_now() if log.name == group), None)
 
 
-def _lacks(wait: Wait, counts: Mapping[str, Mapping[str, int]], waiting: Collection[int]) -> bool:
-    """Whether a rank that waits for something else has not started `wait`; `counts` are its, `waiting` all waiting ranks."""
-    if wait.name == _BY_USER:
-        return set(wait.ranks).issubset(waiting)
+def _lacks(counts: Mapping[str, Mapping[str, int]], wait: Wait) -> bool:
+    """Whether a rank that started `counts` has not started `wait`."""
     return counts.get(wait.group, {}).get(wait.name, 0) < wait.number
 
 

@@ -69,6 +69,20 @@ def _own_collective(model: Any, optimizer: Any, rank: int) -> None:
     stepped(model, optimizer, rank, 1)
 
 
+def _seen_late(model: Any, optimizer: Any, rank: int) -> None:
+    """As above, and the thread of rank 2 looks after its second reduction was started, and before it waits for the first."""
+    on_device = watchdog.on_device
+
+    def slow(operation: watchdog.Operation, work: dist.Work) -> None:
+        on_device(operation, work)
+        time.sleep(0.3 if "blocks.1" in operation.name else 0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+            patch.setattr(watchdog, "on_device", slow)
+        _own_collective(model, optimizer, rank)
+
+
 def _read_beside_a_barrier(model: Any, optimizer: Any, rank: int) -> None:
     if rank == 0:
         model.state_dict()
@@ -89,6 +103,7 @@ DIFFERENT: dict[str, tuple[Callable[[Any, Any, int], None], tuple[int, ...], tup
     "training in full_params": (_in_full_params, (3,), ("the weights of", "the reduction of")),
     "autograd.grad": (_grad_alone, (3,), ("the weights of",)),
     "a collective of the user's": (_own_collective, (0, 1, 2, 3), ("torch.distributed.all_reduce",)),
+    "a collective of the user's, seen late": (_seen_late, (2,), ("torch.distributed.all_reduce",)),
     "a read beside a barrier": (_read_beside_a_barrier, (1, 3), ("state_dict", "torch.distributed.barrier")),
     "two models": (_two_models, (1,), ("the reduction of",)),
 }
