@@ -58,7 +58,7 @@ def extension_arguments(decision: Decision) -> dict[str, object]:
     from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
     class Build(BuildExtension):
-        """BuildExtension that prints the one line and records it beside the library (shardcore/_C.build.json)."""
+        """BuildExtension that prints what was built and records it beside the library (shardcore/_C.build.json)."""
 
         def run(self) -> None:
             super().run()
@@ -67,18 +67,22 @@ def extension_arguments(decision: Decision) -> dict[str, object]:
                 "cuda": decision.cuda,
                 "python": sysconfig.get_python_version(),
                 "line": decision.line,
+                "files": files_line,
             }
             library = Path(self.get_ext_fullpath("shardcore._C"))
             library.with_name("_C.build.json").write_text(json.dumps(record, indent=1) + "\n")
-            print(decision.line, file=sys.stderr, flush=True)
+            print(files_line, decision.line, sep="\n", file=sys.stderr, flush=True)
 
+    liburing, files_line = build_config.find_liburing(dict(os.environ))
+    parts = {"CUDA": decision.cuda, "LIBURING": liburing}
     flags = build_config.read_flags()
     macros = build_config.make_macros(version(), decision)
     extension = (CUDAExtension if decision.cuda else CppExtension)(
         name="shardcore._C",
         sources=build_config.join_bindings(build_config.find_sources(bool(decision.cuda)), int(os.environ["MAX_JOBS"])),
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=[("SHARDCORE_WITH_CUDA", "1")] if decision.cuda else [],
+        define_macros=[(f"SHARDCORE_WITH_{what}", "1") for what, there in parts.items() if there],
+        extra_link_args=[liburing] if liburing else [],
         extra_compile_args={"cxx": flags["cxx"] + macros, "nvcc": flags["nvcc"]},
         depends=[str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc").rglob("*.h"))],
     )

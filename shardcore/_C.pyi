@@ -8,6 +8,7 @@ a child that was forked after CPU work used threads, CPU work runs serially, to 
 """
 
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 import torch
@@ -317,6 +318,99 @@ class OffloadPipeline:
     def end(self) -> None:
         """End the step, leaving out chunks not updated yet; it reads no gradients then. Weights may still be in flight."""
 
+class FileEngine:
+    """Asynchronous reads and writes of files, past the page cache where they can (csrc/io). Used by FileWriter and FileReader.
+
+    backend: "io_uring", "threads", or "auto", which takes io_uring where this build has liburing and the system allows it.
+    depth: how many transfers (of at most 1 MiB) are in flight at once, 1 to 256; memory of twice as many MiB is kept for
+    writers. Threads start with the first transfer, and end with the engine. In a forked child RuntimeError: make another.
+    ValueError for an argument; OSError for "io_uring" where there is none.
+
+    faults: for tests, a comma-separated list of faults. write:EIO@1048576: each write that moves this byte of its file fails
+    with this error (each write at all without @; the same for read; EINTR and EAGAIN at the first attempt only; EINVAL only
+    while O_DIRECT is in use). reserve:ENOSPC: making a FileWriter fails. sync:EIO: fdatasync fails. short: each transfer moves
+    half of its blocks. stuck: each moves nothing, without an error. delay:5: each begins 5 ms later (by io_uring: one
+    after the other). flip:read@7: the lowest
+    bit of byte 7 of the file is flipped after it was read (flip:write@7: before it is written).
+    """
+
+    def __init__(self, backend: str = "auto", depth: int = 16, faults: str = "") -> None: ...
+    @property
+    def backend(self) -> str:
+        """The one in use: "io_uring" or "threads"."""
+    @property
+    def note(self) -> str:
+        """One line that says why io_uring, or its registered buffers, are not used; "" if they are, or were not asked for."""
+    @property
+    def depth(self) -> int: ...
+
+class FileWriter:
+    """Writes one file of `size_bytes` from its beginning to its end, in the background, through buffers of 1 MiB.
+
+    Creates the file, or empties it, and takes its space at once: a full disk is an OSError here, and the file is then empty.
+    direct: past the page cache (O_DIRECT) where the file system can. overwrite: an existing file is not emptied first, but
+    written over in place, in the space that it has. Calls of several threads follow one another.
+
+    An error of a write is raised by the next append or finish, and by all later ones: an OSError with errno, filename, and a
+    text with the offset, the bytes asked and the bytes done.
+    """
+
+    def __init__(
+        self,
+        engine: FileEngine,
+        path: str | PathLike[str],
+        size_bytes: int,
+        direct: bool = True,
+        overwrite: bool = False,
+    ) -> None: ...
+    def append(self, tensor: torch.Tensor) -> int:
+        """Append the bytes of a contiguous CPU tensor, of any dtype, and return their CRC-32C.
+
+        They are copied, so the tensor may change afterwards; waits only if all buffers are in flight. ValueError beyond
+        size_bytes, with nothing appended.
+        """
+    def finish(self) -> None:
+        """Write what is left, wait for all writes, and make the file durable (fdatasync; the directory: sync_directory).
+
+        ValueError if the bytes appended are not size_bytes.
+        """
+    def close(self) -> None:
+        """Wait for writes in flight and close the file. Without finish() before it stays unfinished. Raises nothing."""
+
+class FileRead:
+    """A read of a FileReader. It goes on when the reader is closed; its destructor waits for it."""
+
+    def wait(self) -> torch.Tensor:
+        """Return the bytes, uint8 (nbytes,), which own their memory. Once, else RuntimeError. OSError as in FileWriter."""
+
+class FileReader:
+    """Reads parts of one regular file, by several threads at once. direct: past the page cache where the file system can."""
+
+    def __init__(self, engine: FileEngine, path: str | PathLike[str], direct: bool = True) -> None: ...
+    @property
+    def size_bytes(self) -> int:
+        """Of the file when it was opened."""
+    def start(self, offset: int, nbytes: int) -> FileRead:
+        """Start to read [offset, offset + nbytes), anywhere in the file; takes as much memory, in whole blocks around it.
+
+        ValueError outside of the file, or after close().
+        """
+    def close(self) -> None:
+        """Close the file when the reads that were started are over."""
+
+def crc32c(tensor: torch.Tensor) -> int:
+    """The CRC-32C (Castagnoli) of the bytes of a contiguous CPU tensor."""
+
+def copy_crc32c(dst: torch.Tensor, src: torch.Tensor) -> int:
+    """Copy the bytes of src to dst and return their CRC-32C, in one pass. Contiguous CPU tensors of equal size in bytes that
+    share no memory."""
+
+def sync_directory(path: str | PathLike[str]) -> None:
+    """Make durable which names a directory has (fsync): files made, renamed and removed in it. OSError."""
+
+def exchange_paths(a: str | PathLike[str], b: str | PathLike[str]) -> bool:
+    """Exchange two names of files or directories in one step. False, with nothing done, where that does not work. OSError."""
+
 def cpu_isa() -> str:
     """The instruction set in use: "avx512", "avx2", "neon" or "base" (SHARDCORE_CPU_ISA forces one at the first call)."""
 
@@ -332,5 +426,6 @@ def use_threads(count: int) -> None:
     They end with it. ValueError unless 1 <= count <= 4096.
     """
 
-def build_info() -> dict[str, str]:
-    """Keys: version, torch (the version built against), cuda ("13.0" or ""), cuda_arch_list, compiler."""
+def build_info() -> dict[str, Any]:
+    """Keys: version, torch (the version built against), cuda ("13.0" or ""), cuda_arch_list, compiler: texts; io_uring: whether
+    liburing was there."""

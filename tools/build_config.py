@@ -154,6 +154,36 @@ def _toolkit_of(nvcc: str) -> str:
     )
 
 
+def find_liburing(env: dict[str, str]) -> tuple[str, str]:
+    """How to link liburing ("" without it), and the line that says so. SHARDCORE_IO_URING=0 leaves it out, 1 requires it.
+
+    The static library where it can be linked into an extension: then a machine needs liburing only to build.
+    """
+    forced = env.get("SHARDCORE_IO_URING")
+    if forced not in (None, "", "0", "1"):
+        raise BuildError(
+            f"build: SHARDCORE_IO_URING is {forced!r}; expected 0 (files by threads only), 1 (liburing required) or unset "
+            "(io_uring if liburing is there)"
+        )
+    threads = "shardcore: files by threads only, because "
+    if forced == "0":
+        return "", threads + "SHARDCORE_IO_URING=0"
+    source = "#include <liburing.h>\nint made(io_uring* ring) { return io_uring_queue_init(1, ring, 0); }\n"
+    for flag in ("-l:liburing.a", "-luring"):
+        with tempfile.TemporaryDirectory() as folder:
+            command = [env.get("CXX") or "c++", "-shared", "-fPIC", "-Wl,-z,defs", "-x", "c++", "-"]
+            command += ["-o", f"{folder}/made.so", flag]
+            done = subprocess.run(command, input=source, env=env, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return flag, f"shardcore: files by io_uring or threads, because liburing was found ({flag})"
+    if forced == "1":
+        raise BuildError(
+            "build: SHARDCORE_IO_URING is 1, but liburing was not found; expected its header and library (Debian, Ubuntu: "
+            f"apt-get install liburing-dev; Fedora: dnf install liburing-devel; or unset it): {done.stderr[-500:].strip()}"
+        )
+    return "", threads + "liburing was not found (apt-get install liburing-dev, dnf install liburing-devel)"
+
+
 def is_isolated(paths: list[str]) -> bool:
     """Whether sys.prefix and sys.path (``paths``) are those of a throw-away build environment of pip, build or uv.
 

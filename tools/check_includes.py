@@ -28,7 +28,8 @@ ROOMS: dict[str, set[str]] = {
     "isa": {"core", "adam", "norm", "reduce"},
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
-    "bind": {"core", "adam", "norm", "reduce", "copy", "offload"},
+    "io": {"core", "copy"},
+    "bind": {"core", "adam", "norm", "reduce", "copy", "offload", "io"},
 }
 # What test files are named after: modules of shardcore/<folder>, or where it is listed here of these folders, and these words.
 TESTED: dict[str, tuple[str, ...]] = {

@@ -112,6 +112,7 @@ void bind_adam(py::module_& module);
 void bind_ops(py::module_& module);
 void bind_moments(py::module_& module);
 void bind_offload(py::module_& module);
+void bind_file_engine(py::module_& module);
 void bind_storage(py::module_& module);
 
 }  // namespace shardcore::bind

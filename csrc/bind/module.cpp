@@ -3,6 +3,7 @@
 
 #include "bind/checks.h"
 #include "core/cpu_isa.h"
+#include "io/file_engine.h"
 
 #ifdef SHARDCORE_WITH_CUDA
 #include <cuda_runtime_api.h>
@@ -17,7 +18,7 @@
 
 namespace {
 
-std::map<std::string, std::string> build_info() {
+pybind11::dict build_info() {
   std::string cuda;
   std::string cuda_arch_list;
 #ifdef SHARDCORE_WITH_CUDA
@@ -29,11 +30,9 @@ std::map<std::string, std::string> build_info() {
 #else
   const std::string compiler = "g++ " __VERSION__;
 #endif
-  return {{"version", SHARDCORE_VERSION},
-          {"torch", TORCH_VERSION},
-          {"cuda", cuda},
-          {"cuda_arch_list", cuda_arch_list},
-          {"compiler", compiler}};
+  using pybind11::literals::operator""_a;
+  return pybind11::dict("version"_a = SHARDCORE_VERSION, "torch"_a = TORCH_VERSION, "cuda"_a = cuda,
+                        "cuda_arch_list"_a = cuda_arch_list, "compiler"_a = compiler, "io_uring"_a = shardcore::has_liburing());
 }
 
 }  // namespace
@@ -44,6 +43,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   shardcore::bind::bind_moments(module);
   shardcore::bind::bind_offload(module);
   shardcore::bind::bind_storage(module);
+  shardcore::bind::bind_file_engine(module);
   module.def("cpu_isa", [] { return shardcore::cpu_isa_name(shardcore::cpu_isa()); });
   module.def("set_cpu_isa", &shardcore::set_cpu_isa, pybind11::arg("name"));
   module.def("cpu_isas", &shardcore::cpu_isas);

@@ -99,9 +99,10 @@ def test_stub_and_extension_agree():
 
 def test_build_info_and_record_agree():
     info, record = _C.build_info(), build_record()
-    assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler"}
+    assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler", "io_uring"}
     assert info["torch"].split("+")[0] == torch.__version__.split("+")[0] == record["torch"].split("+")[0]
     assert bool(info["cuda"]) == bool(record["cuda"])
+    assert info["io_uring"] == ("because liburing was found" in record["files"])
     assert record["line"].startswith("shardcore: built for ")
 
 

@@ -176,5 +176,5 @@ def test_threads_are_torchs_own():
 
 def test_build_info():
     info = _C.build_info()
-    assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler"}
+    assert set(info) == {"version", "torch", "cuda", "cuda_arch_list", "compiler", "io_uring"}
     assert torch.__version__.startswith(info["torch"])

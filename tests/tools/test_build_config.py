@@ -255,6 +255,36 @@ def test_other_flags_of_the_environment_are_taken():
     )
 
 
+def compiler(folder: Path, body: str) -> dict[str, str]:
+    """An environment whose C++ compiler is a shell script."""
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return {"CXX": str(path), "PATH": os.environ["PATH"]}
+
+
+def test_liburing_is_linked_statically_where_that_works_and_says_why_not(tmp_path):
+    find = build_config.find_liburing
+    assert find(compiler(tmp_path, "exit 0")) == (
+        "-l:liburing.a",
+        "shardcore: files by io_uring or threads, because liburing was found (-l:liburing.a)",
+    )
+    shared = compiler(tmp_path, 'case "$*" in *liburing.a*) exit 1;; esac')
+    assert find(shared)[0] == "-luring"
+    assert find({**shared, "SHARDCORE_IO_URING": "1"})[0] == "-luring"
+    missing = compiler(tmp_path, "echo 'liburing.h: No such file' >&2; exit 1")
+    flag, line = find(missing)
+    assert (flag, "because liburing was not found (apt-get install liburing-dev" in line) == ("", True)
+    with pytest.raises(BuildError, match=r"SHARDCORE_IO_URING is 1, but liburing was not found; .*liburing\.h: No such file"):
+        find({**missing, "SHARDCORE_IO_URING": "1"})
+    assert find({**shared, "SHARDCORE_IO_URING": "0"}) == (
+        "",
+        "shardcore: files by threads only, because SHARDCORE_IO_URING=0",
+    )
+    with pytest.raises(BuildError, match="SHARDCORE_IO_URING is 'yes'; expected 0"):
+        find({**shared, "SHARDCORE_IO_URING": "yes"})
+
+
 def test_flags_fix_the_arithmetic():
     flags = build_config.read_flags()
     assert {"-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++20"} <= set(flags["cxx"])
