@@ -3,6 +3,7 @@
 #              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
 # make quick   tests of one process, in less than a minute: no ranks, no builds, no examples, no other libraries
 # make test-all    all tests, those marked slow, too (three times as long)
+# make crash-test  kill, fill, damage: checkpoints lose nothing. KILLS=300 MUTATIONS=20000 FAULTS=200 FULL_DISKS=100 DEAD_RANKS=20
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
 # make lint    ruff, mypy, import order, C++ format, the include check
@@ -19,10 +20,15 @@ MARKS ?= -m "not slow"
 QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_peers.py)
 ARGS ?=
 WORKERS ?= 2
+KILLS ?= 300
+MUTATIONS ?= 20000
+FAULTS ?= 200
+FULL_DISKS ?= 100
+DEAD_RANKS ?= 20
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test quick test-all gpu-check lint clean distclean
+.PHONY: help setup demo test quick test-all crash-test gpu-check lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -46,6 +52,10 @@ quick:
 
 test-all:
 	@$(MAKE) --no-print-directory test MARKS=
+
+crash-test: setup
+	@$(foreach name,KILLS MUTATIONS FAULTS FULL_DISKS DEAD_RANKS,SHARDCORE_CRASH_$(name)=$($(name))) \
+		$(PICKED) -m pytest tests/checkpoint -m crash $(ARGS)
 
 gpu-check:
 	@$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))

@@ -23,7 +23,7 @@ class ProgressBar:
 
     def __init__(self, title: str, steps: int, tokens_per_step: int, shown: bool) -> None:
         self.title, self.steps, self.tokens_per_step, self.shown = title, steps, tokens_per_step, shown
-        self.started = time.perf_counter()
+        self.started, self.updates = time.perf_counter(), 0
         self.bar = None
         if shown and Progress is not None and Console().is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}")
@@ -42,11 +42,12 @@ class ProgressBar:
     def update(self, step: int, loss: float, seconds: float) -> None:
         """Take note of step ``step`` (from 0), its loss and how long it took."""
         done = step + 1
+        self.updates += 1  # fewer than done in a training that goes on from a checkpoint
         numbers = f"loss {loss:.3f}  {self.tokens_per_step / seconds:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=done, numbers=numbers)
         elif self.shown and (done % max(1, self.steps // 10) == 0 or done in (1, self.steps)):
-            left = (time.perf_counter() - self.started) / done * (self.steps - done)
+            left = (time.perf_counter() - self.started) / self.updates * (self.steps - done)
             print(f"{self.title}  step {done:4d}/{self.steps}  {numbers}  {left:.0f} s left", flush=True)
 
 

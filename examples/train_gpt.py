@@ -3,6 +3,8 @@
     python -m examples.train_gpt --demo                     stage 0, then stage 2 with CPU offload, from the same seed
     python -m examples.train_gpt --stage 2 --offload cpu    one training
     torchrun --nproc-per-node 4 -m examples.train_gpt --demo
+    torchrun --nproc-per-node 2 --max-restarts 3 -m examples.train_gpt --checkpoint-every 20 --resume
+                                                            goes on from the last checkpoint when a rank has died
 
 Without torchrun it starts the ranks itself. Exit code: 0; 1 if a rank failed or the final weights differ; 2 for bad arguments.
 """
@@ -21,7 +23,7 @@ from examples.corpus import Corpus, load_corpus
 from examples.gpt import GPT, PRESETS
 from examples.launch import Rank, default_nproc, launch, under_torchrun
 from examples.machine import cpu_has_bf16, describe_machine, usable_cores
-from examples.training import Placement, TrainConfig, Training, gather, train
+from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
 from shardcore._native import _C
 
 # steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
@@ -74,6 +76,14 @@ def make_parser() -> argparse.ArgumentParser:
         "--deterministic", action="store_true", help="torch's deterministic algorithms (always with --demo on GPUs)"
     )
 
+    saved = parser.add_argument_group("checkpoints")
+    saved.add_argument("--checkpoint-every", type=positive, metavar="N", help="save every N steps (default: never)")
+    saved.add_argument(
+        "--resume", action="store_true", help="go on from the latest checkpoint (without one: begin, as without --resume)"
+    )
+    saved.add_argument("--checkpoint-dir", metavar="DIR", help="where checkpoints are (default: checkpoints)")
+    saved.add_argument("--keep-last", type=positive, metavar="K", help="keep the newest K checkpoints (default: all)")
+
     where = parser.add_argument_group("ranks")
     where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs if there are any")
     where.add_argument(
@@ -113,6 +123,13 @@ def complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
         options.device = "cuda" if torch.cuda.is_available() and not unused_gpus() else "cpu"
     if options.demo and (options.stage is not None or options.offload is not None):
         parser.error("argument --demo sets stage and offload itself; expected no --stage and no --offload with it")
+    if options.demo and (options.checkpoint_every is not None or options.resume):
+        parser.error("argument --demo has two trainings; expected no --checkpoint-every and no --resume with it")
+    if options.keep_last is not None and options.checkpoint_every is None:
+        parser.error("argument --keep-last: nothing is saved; expected --checkpoint-every with it")
+    if options.checkpoint_dir is not None and options.checkpoint_every is None and not options.resume:
+        parser.error("argument --checkpoint-dir: nothing is saved or loaded; expected --checkpoint-every or --resume with it")
+    options.checkpoint_dir = options.checkpoint_dir or "checkpoints"
     if under_torchrun() and options.nproc is not None:
         parser.error("argument --nproc: torchrun has started the ranks already; expected no --nproc with it")
     if options.threads is not None and options.threads > usable_cores():
@@ -143,13 +160,14 @@ def train_on_rank(rank: Rank, options: argparse.Namespace) -> int:
             "train_gpt: argument --text: ranks read different texts; expected one text (give the same FILE everywhere)"
         )
     config = TrainConfig(**{field.name: getattr(options, field.name) for field in dataclasses.fields(TrainConfig)})
+    checkpoints = Checkpoints(options.checkpoint_dir, options.checkpoint_every, options.keep_last, options.resume)
     placements = DEMO_PLACEMENTS if options.demo else [Placement(options.stage, options.offload)]
     if rank.rank == 0:
         print(introduction(options, config, corpus, rank), flush=True)
     trainings = []
     for placement in placements:
         with report.ProgressBar(str(placement), config.steps, config.tokens_per_step(rank.world_size), rank.rank == 0) as bar:
-            trainings.append(train(rank, corpus, config, placement, bar.update))
+            trainings.append(train(rank, corpus, config, placement, bar.update, checkpoints))
     equal = len({digest for training in trainings for digest in training.weights_sha256}) == 1
     if rank.rank == 0:
         print("\n" + report.result_table(trainings))

@@ -6,7 +6,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -47,6 +48,16 @@ class Placement:
 
     def __str__(self) -> str:
         return f"stage {self.stage}, " + ("no offload" if self.offload == "none" else f"{self.offload} offload")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where a training is saved, every how many steps (None: never), how many are kept (None: all), and if it goes on there."""
+
+    directory: str
+    every: int | None = None
+    keep_last: int | None = None
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,10 +109,33 @@ def gather(value: object) -> list:
     return Comm().gather_json(value)
 
 
+def mean_over_ranks(losses: list[float]) -> list[float]:
+    """Return each step's mean over ranks of this rank's and the others' losses. Collective."""
+    return [statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses), strict=True)]
+
+
+def check_same(path: Path, saved: dict[str, object], here: dict[str, object]) -> None:
+    """Raise ValueError if a checkpoint is of a training with other options."""
+    for name, value in here.items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"train_gpt: {path} was saved with {name} {saved.get(name)!r}; expected {value!r}, as here (give the same "
+                "options and text, or another --checkpoint-dir)"
+            )
+
+
 def train(
-    rank: Rank, corpus: Corpus, config: TrainConfig, placement: Placement, on_step: Callable[[int, float, float], None]
+    rank: Rank,
+    corpus: Corpus,
+    config: TrainConfig,
+    placement: Placement,
+    on_step: Callable[[int, float, float], None],
+    checkpoints: Checkpoints | None = None,
 ) -> Training:
-    """Train from the seed; ``on_step(step, loss, seconds)`` hears of every step on this rank. Collective."""
+    """Train from the seed, or go on from the latest checkpoint, if there is one. Collective.
+
+    ``on_step(step, loss, seconds)`` hears of every step on this rank.
+    """
     model = build_gpt(config.preset, config.seed)
     optimizer = shardcore.FusedAdam(model.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, config.steps))
@@ -116,8 +150,18 @@ def train(
         sync_each=True,  # the default depends on the stage, and which sums come first shows in the bits
     )
     context = PRESETS[config.preset].context
-    losses, step_seconds, bytes_by_kind = [], [], {}
-    for step in range(config.steps):
+    options = {**asdict(config), "text": corpus.sha256}
+    # Batches are a function of the step, so how many losses there are is the position in the data, too.
+    past = {"options": options, "losses": [], "step_seconds": [], "skipped_steps": 0}
+    if checkpoints is not None and checkpoints.resume and Path(checkpoints.directory, "latest").exists():
+        loaded = shardcore.load(checkpoints.directory, model, optimizer, scheduler=scheduler)
+        past = loaded.client_state
+        check_same(loaded.path, past["options"], options)
+        if rank.rank == 0:
+            print(f"going on from {loaded.path}", flush=True)
+    losses, step_seconds, bytes_by_kind = past["losses"], past["step_seconds"], {}
+    own_losses = []  # of this rank, not yet in losses
+    for step in range(len(losses), config.steps):
         start = time.perf_counter()
         step_loss = torch.zeros((), device=rank.device)
         for micro_step in range(config.accumulate):
@@ -133,17 +177,34 @@ def train(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        losses.append(step_loss.item())
+        own_losses.append(step_loss.item())
         step_seconds.append(time.perf_counter() - start)
-        on_step(step, losses[-1], step_seconds[-1])
+        on_step(step, own_losses[-1], step_seconds[-1])
+        if checkpoints is not None and checkpoints.every and (step + 1) % checkpoints.every == 0:
+            losses += mean_over_ranks(own_losses)
+            own_losses.clear()
+            shardcore.save(
+                checkpoints.directory,
+                model,
+                optimizer,
+                tag=f"step{step + 1}",
+                scheduler=scheduler,
+                client_state={
+                    "options": options,
+                    "losses": losses,
+                    "step_seconds": step_seconds,
+                    "skipped_steps": past["skipped_steps"] + optimizer.skipped_steps,
+                },
+                keep_last=checkpoints.keep_last,
+            )
     training = Training(
         placement=placement,
-        losses=[statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses), strict=True)],
+        losses=losses + mean_over_ranks(own_losses),
         step_seconds=step_seconds,
         tokens_per_step=config.tokens_per_step(rank.world_size),
         bytes_per_rank=gather(bytes_by_kind),
         weights_sha256=gather(state_sha256(model.state_dict())),
-        skipped_steps=optimizer.skipped_steps,
+        skipped_steps=past["skipped_steps"] + optimizer.skipped_steps,
     )
     del model, optimizer, scheduler
     if rank.device.type == "cuda":

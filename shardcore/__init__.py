@@ -1,6 +1,10 @@
 """Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks."""
 
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
+from shardcore.checkpoint.background import Saving
+from shardcore.checkpoint.consolidate import consolidate
+from shardcore.checkpoint.load import Loaded, load
+from shardcore.checkpoint.save import save
 from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
@@ -10,17 +14,22 @@ from shardcore.version import __version__
 __all__ = [
     "CPUAdam",
     "FusedAdam",
+    "Loaded",
     "LossScale",
     "MemoryReport",
+    "Saving",
     "__version__",
     "clip_grad_norm_",
+    "consolidate",
     "full_grad",
     "full_params",
     "full_state",
     "initialize",
+    "load",
     "load_sharded_state_dict",
     "memory_report",
     "no_sync",
+    "save",
     "shard",
     "sharded_state_dict",
 ]

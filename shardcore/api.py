@@ -22,7 +22,7 @@ from shardcore.distributed.machine import plan_worker, short_of_memory
 from shardcore.engine import build
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
-from shardcore.engine.engine import Engine, Plan
+from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
@@ -33,18 +33,9 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
-from shardcore.optim.interface import EngineRef, engine_of
+from shardcore.optim.interface import engine_of
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
-
-
-def _engine_of(op: str, thing: Any) -> Engine:
-    engine = engine_of(thing) or getattr(thing, "_engine", None)
-    if not isinstance(engine, Engine):
-        gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
-        state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"
-        raise ValueError(f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a parameter of it")
-    return engine
 
 
 def full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -54,7 +45,7 @@ def full_grad(param: nn.Parameter) -> torch.Tensor | None:
     dtype); None if no rank has a gradient for it. What was only added locally (`no_sync`, `accumulate`) is reduced first.
     Raises ValueError or TypeError, on every rank, for a frozen parameter and where ranks ask for different ones.
     """
-    return _engine_of("full_grad", param).full_grad(param)
+    return engine_behind("full_grad", param).full_grad(param)
 
 
 def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
@@ -64,7 +55,7 @@ def full_state(param: nn.Parameter, key: str) -> torch.Tensor:
     shape where the states live, float32 (bfloat16 moments as they are). "step": the count, a tensor of shape () on the CPU.
     Raises ValueError, TypeError or KeyError, on every rank, for a frozen parameter, another key and where ranks differ.
     """
-    return _engine_of("full_state", param).full_state(param, key)
+    return engine_behind("full_state", param).full_state(param, key)
 
 
 @contextmanager
@@ -84,7 +75,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"full_params: got a {given}; expected a module that shardcore.shard returned, or an engine")
     params = set(model.parameters())
-    engine = _engine_of("full_params", next((p for p in params if engine_of(p) is not None), model))
+    engine = engine_behind("full_params", next((p for p in params if engine_of(p) is not None), model))
     with engine.unsharder.full_params(params) if engine.unsharder is not None else nullcontext():
         yield
 
@@ -99,7 +90,7 @@ def sharded_state_dict(of: nn.Module | torch.optim.Optimizer) -> dict[str, torch
     "loss_scale.stable_steps" and "loss_scale.hysteresis_left" (of shape (), on the CPU). The values are copies of what this
     rank has. What modules keep beside tensors (`get_extra_state`) is left out, with a warning that names them.
     """
-    engine = _engine_of("sharded_state_dict", of)
+    engine = engine_behind("sharded_state_dict", of)
     return sharded_state.optimizer_state(engine) if isinstance(of, torch.optim.Optimizer) else sharded_state.model_state(engine)
 
 
@@ -110,7 +101,7 @@ def load_sharded_state_dict(of: nn.Module | torch.optim.Optimizer, state_dict: M
 
     Raises ValueError or TypeError on every rank, with nothing changed, for other keys or shards, or a loss scale that is none.
     """
-    engine = _engine_of("load_sharded_state_dict", of)
+    engine = engine_behind("load_sharded_state_dict", of)
     if isinstance(of, torch.optim.Optimizer):
         sharded_state.load_optimizer_state(engine, state_dict)
     else:
@@ -123,7 +114,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     model: what shard returned, or the engine that initialize returned. Not collective, but every rank does the same.
     """
-    with _engine_of("no_sync", model).no_sync():
+    with engine_behind("no_sync", model).no_sync():
         yield
 
 
@@ -291,6 +282,7 @@ def _plan(
             options.reshard_after_forward,
             tiers.gradients is not None,
             tiers.device_memory_limit,
+            options.compared(),
         )
         needed = _host_bytes(plan, tiers)
         ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}

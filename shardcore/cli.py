@@ -1,4 +1,4 @@
-"""The command line: ``shardcore info``, ``shardcore estimate`` and ``shardcore bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info``, ``estimate``, ``consolidate`` and ``bench`` (or ``python -m shardcore``).
 
 Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own.
 Benchmarks are not installed with the package: they belong to a commit, and compare with libraries that only a developer has.
@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from shardcore._native import _C, build_record
+from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.estimate import command as estimate
+from shardcore.options import DTYPES
 from shardcore.version import __version__
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -60,12 +62,18 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default) and return the exit status."""
     parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | estimate | bench")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | estimate | consolidate | bench")
     commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
     estimator = commands.add_parser(
         "estimate", help="bytes that each rank keeps and sends, for a model, stages and numbers of ranks; trains nothing"
     )
     estimate.add_arguments(estimator)
+    consolidator = commands.add_parser("consolidate", help="write the weights of a checkpoint as ordinary .safetensors files")
+    consolidator.add_argument("directory", metavar="DIR", help="what save was given, or one checkpoint")
+    consolidator.add_argument("output", metavar="OUT", help="a directory, or the name of one .safetensors file")
+    consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
+    consolidator.add_argument("--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)")
+    consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
     bench = commands.add_parser("bench", help="run a benchmark of a source checkout", usage="shardcore bench [SUITE [OPTIONS]]")
     bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
@@ -77,6 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return estimate.run(parsed, _columns)
         except (ValueError, TypeError) as error:
             estimator.error(str(error))
+    if parsed.command == "consolidate":
+        try:
+            dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size)
+            print(*consolidate(parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size), sep="\n")
+            return 0
+        except (OSError, ValueError) as error:
+            consolidator.error(str(error))
     suites = _suites(_CHECKOUT)
     if not suites:
         bench.error(

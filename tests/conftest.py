@@ -16,6 +16,8 @@ def pytest_configure() -> None:
 
     And let Ctrl-C be noticed: a shell's jobs in the background begin without it, and tests send it to themselves.
     """
+    with torch.device("meta"):  # torch keeps a list of its constructors, made here, not while transformers has replaced one
+        torch.empty(0)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:

@@ -12,6 +12,7 @@ import torch
 import shardcore
 from shardcore import cli
 from shardcore._native import _C
+from tests.support.models import Run, train
 
 ROOT = cli._CHECKOUT
 
@@ -56,13 +57,29 @@ def test_only_what_is_built_is_offered(capsys):
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "info | estimate | bench" in text
-    for word in ("consolidate", "{run"):
-        assert word not in text
+    assert "info | estimate | consolidate | bench" in text
+    assert "{run" not in text
     for bad in ([], ["estimate"], ["consolidate"], ["run"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(bad)
         assert stop.value.code == 2
+
+
+def test_consolidate(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
+    model, optimizer, _ = train(0, Run(stage=2, steps=1, precision="bf16"))
+    shardcore.save(tmp_path / "saved", model, optimizer)
+    out = tmp_path / "out"
+    assert cli.main(["consolidate", str(tmp_path / "saved"), str(out), "--dtype", "bf16", "--max-shard-size", "8KB"]) == 0
+    paths = capsys.readouterr().out.split()
+    assert paths[-1] == str(out / "model.safetensors.index.json")
+    found = {name: value for path in paths[:-1] for name, value in safetensors.load_file(path).items()}
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in model.state_dict().items())
+    for bad in (["--tag", "nothing"], ["--max-shard-size", "much"], ["--dtype", "int8"]):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["consolidate", str(tmp_path / "saved"), str(out), *bad])
+        assert stop.value.code == 2
+    assert "no such checkpoint" in capsys.readouterr().err
 
 
 def test_the_suites_are_those_of_the_checkout(capsys):

@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import shardcore
+import shardcore.dcp
+from shardcore.deepspeed.engine import TrainingEngine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
 
 Every public name, with its docstring. Made by `python -m tools.make_reference`; [guide.md](guide.md) shows how they are used.
 """
+# Made by shardcore's functions, never by users, so how they are made is not shown.
+MADE_BY = {
+    TrainingEngine: "initialize",
+    shardcore.Saving: "save",
+    shardcore.Loaded: "load",
+    shardcore.MemoryReport: "memory_report",
+}
+LEFT_OUT = {"profile_hook_step", "hold", "start"}  # torch's; what the engine calls of a Saving
 
 
 def _text(thing: Any) -> str:
@@ -50,18 +60,24 @@ def _methods(kind: type) -> list[tuple[str, Any]]:
 def page() -> str:
     """Return the text of the page."""
     parts, shown = [HEAD], set[int]()
-    for name in sorted(shardcore.__all__, key=lambda name: name != "FusedAdam"):  # before CPUAdam, which has the same methods
-        thing = getattr(shardcore, name)
+    public = {name: getattr(shardcore, name) for name in shardcore.__all__} | {"TrainingEngine": TrainingEngine}
+    for name in sorted(public, key=lambda name: (name != "FusedAdam", name)):  # before CPUAdam, which has the same methods
+        thing = public[name]
         if not callable(thing):
             continue
-        parts.append(f"## shardcore.{name}\n\n`{_signature(name, thing)}`\n\n{_text(thing)}")
+        if thing in MADE_BY:
+            parts.append(f"## {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}")
+        else:
+            parts.append(f"## shardcore.{name}\n\n`{_signature(name, thing)}`\n\n{_text(thing)}")
         for method, of in _methods(thing) if isinstance(thing, type) else ():
             own = id(inspect.unwrap(of))  # torch wraps step per class when an optimizer is first made
-            if own in shown or method == "profile_hook_step":  # torch's
+            if own in shown or method in LEFT_OUT:
                 continue
             shown.add(own)
             title = method if isinstance(of, property) else _signature(method, of)
             parts.append(f"### {name}.{method}\n\n`{title}`\n\n{_text(of)}")
+    for thing in (shardcore.dcp.Writer, shardcore.dcp.Reader):  # torch calls their methods
+        parts.append(f"## shardcore.dcp.{thing.__name__}\n\n`{_signature(thing.__name__, thing)}`\n\n{_text(thing)}")
     return "\n".join(parts)
 
 

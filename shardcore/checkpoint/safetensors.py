@@ -20,7 +20,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 # The format's names of the dtypes that a model may have.
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -48,7 +48,7 @@ class Stored:
     @property
     def torch_dtype(self) -> torch.dtype | None:
         """The dtype in torch; None if torch has none."""
-        return _DTYPES.get(self.dtype)
+        return DTYPES.get(self.dtype)
 
 
 class TensorFiles:

@@ -217,11 +217,8 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             set_owned(engine.store, bucket, managed, _reader(values))
         if engine.lifetimes.gathers_new_weights:
             works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
-        torch.autograd.graph.increment_version([managed.param for managed in bucket.params])
-        for managed in bucket.params:
-            managed.version = managed.param._version
+    engine.note_loaded()
     wait_all(works)
-    engine.updater.forget_changes()
 
 
 @torch.no_grad()

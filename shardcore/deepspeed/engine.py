@@ -1,16 +1,26 @@
 """The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step(); and its data loader."""
 
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensor, in_order, on_first_rank, write_model
+from shardcore.checkpoint.directory import LATEST, replacing
+from shardcore.checkpoint.format import MANIFEST
+from shardcore.checkpoint.load import Wanted, load_from, open_together
+from shardcore.checkpoint.save import Content, finish_saving, named_buffers, named_parameters, write_checkpoint
 from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.engine.engine import Engine
 from shardcore.optim import AdamOptimizer
+
+logger = logging.getLogger("shardcore")
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -182,15 +192,113 @@ class TrainingEngine:
         """Return the ZeRO stage."""
         return self._config.stage
 
-    def save_checkpoint(self, directory: Any, tag: str | None = None, client_state: Mapping[str, Any] | None = None) -> None:
-        """Not built yet."""
-        raise NotImplementedError(
-            "save_checkpoint: it is not built yet; save engine.module.state_dict() and engine.optimizer.state_dict(), which "
-            "every rank calls and one writes"
-        )
+    # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, directory: Any, tag: str | None = None) -> None:
-        """Not built yet."""
-        raise NotImplementedError(
-            "load_checkpoint: it is not built yet; use engine.module.load_state_dict() and engine.optimizer.load_state_dict()"
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        *,
+        keep_last: int | None = None,
+        wait: bool = True,
+    ) -> bool:
+        """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
+
+        tag: default "global_step" and the optimizer steps so far. The other arguments, errors and what a crash leaves: see
+        shardcore.save.
+        """
+        content = Content(
+            states=True,
+            exclude_frozen=exclude_frozen_parameters,
+            scheduler=self.lr_scheduler,
+            client_state=client_state,
+            counters={
+                "global_steps": self.global_steps,
+                "micro_steps": self.micro_steps,
+                "skipped_steps": self.skipped_steps,
+                "global_samples": self.global_steps * self._sizes.train,
+            },
         )
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        write_checkpoint(self._core, Path(save_dir), name, content, save_latest, keep_last, wait)
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait for a save_checkpoint(wait=False), and raise its error. Collective."""
+        finish_saving(self._core)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load what save_checkpoint or shardcore.save has saved, of any world size and stage. Collective.
+
+        Returns the path of the checkpoint and its client_state; (None, {}), with a warning, where `load_dir` has no "latest"
+        and no tag was given. load_module_strict: see shardcore.load. load_module_only: neither states, scheduler nor counters.
+        """
+        finish_saving(self._core)
+        folder = Path(load_dir)
+        found = tag is not None or any((folder / name).exists() for name in (LATEST, MANIFEST))
+        if not all(self._core.comm.gather_json(found)):
+            logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
+            return None, {}
+        source = open_together(self._core, folder, None if tag is None else str(tag))
+        try:
+            states = load_optimizer_states and not load_module_only
+            scheduled = load_lr_scheduler_states and not load_module_only and source.scheduler is not None
+            if self.lr_scheduler is not None and not scheduled and load_lr_scheduler_states and not load_module_only:
+                logger.warning("load_checkpoint: %s has no state of a scheduler; this one goes on as it is", source.path)
+            wanted = Wanted(load_module_strict, states, self.lr_scheduler if scheduled else None)
+            loaded = load_from(source, self._core, wanted)
+        finally:
+            source.close()
+        if not load_module_only:
+            self.global_steps = source.counters.get("global_steps", max(source.steps.values(), default=self.global_steps))
+            micro_steps = source.counters.get("micro_steps", self.micro_steps)
+            self.micro_steps = micro_steps - micro_steps % self._sizes.accumulation  # gradients are not saved
+            self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)
+        self._backwards = 0
+        self.zero_grad()
+        return str(loaded.path), dict(loaded.client_state)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the weights, in the dtypes that they train in, to one file for plain torch; returns True. Collective.
+
+        A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
+        weights in host memory. Tied weights: in a file of safetensors once.
+        """
+        tensors = {
+            name: Tensor(tuple(tensor.shape), tensor.dtype)
+            for name, tensor in in_order(self._core).items()
+            if not (exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not self._core.trains(tensor))
+        }
+        path = Path(save_dir) / save_filename
+        if path.suffix == ".safetensors":
+            write_model(self._core, path, tensors, MAX_SHARD_BYTES)
+            return True
+
+        def save(values: Iterator[torch.Tensor]) -> list[Path]:
+            found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
+            name_of = {tensor: name for name, tensor in in_order(self._core).items()}
+            named = {**dict(named_parameters(self.module, remove_duplicate=False)), **dict(named_buffers(self.module))}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held = {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
+            with replacing(path) as unfinished:
+                torch.save(held, unfinished)
+            return [path]
+
+        on_first_rank(self._core, tensors, save)
+        return True

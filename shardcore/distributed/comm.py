@@ -381,6 +381,13 @@ class Comm:
         rows = self.all_gather_cpu(padded)
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
+    def first_problem(self, problem: Exception | None) -> tuple[int, str] | None:
+        """Return the first rank that has a problem, and which, in words; None if no rank has one. Collective."""
+        if not bool(self.all_gather_cpu(torch.tensor([problem is not None], device="cpu")).any()):
+            return None
+        said = self.gather_json(None if problem is None else f"{type(problem).__name__}: {problem}")
+        return next((rank, text) for rank, text in enumerate(said) if text is not None)
+
     def _global(self, rank: int) -> int:
         if self.group is None:
             return rank

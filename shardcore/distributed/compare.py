@@ -16,6 +16,8 @@ READS = (
     "clip_grad_value_",
     "sharded_state_dict",
     "load_sharded_state_dict",
+    "save",
+    "load",
 )
 
 

@@ -208,6 +208,7 @@ class Bucket:
 
     weight: (layout.numel,) in `dtype`, the unsharded weights; the parameters are views of it. Empty while they are sharded.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
+    reduces: the range, in the owned one, that this rank alone adds up, and writes to checkpoints.
     weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
         updates the other `host_numel`, whose states are in host memory.
@@ -245,7 +246,7 @@ class Bucket:
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
         self.weight = self.owned_weight = _NOWHERE
-        self._reduces = reduces[0] - owned[0], reduces[1] - owned[0]
+        self.reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
         self.weight_tier = "device"
         self.tier: _C.HostTier | None = None
@@ -323,7 +324,7 @@ class Bucket:
 
     def reduced_slice(self, flat: torch.Tensor) -> torch.Tensor:
         """View what this rank adds up in a buffer of the owned range: all of it, unless others own that, too."""
-        start, end = self._reduces
+        start, end = self.reduces
         return flat[start:end]
 
     def grads(self) -> list[tuple[int, torch.Tensor]]:
@@ -333,7 +334,7 @@ class Bucket:
 
     def own_grads(self) -> list[torch.Tensor]:
         """View the part of the reduced gradient whose norm this rank takes: what it added up (see `reduced_slice`)."""
-        start, end = self._reduces
+        start, end = self.reduces
         return [part[max(0, start - first) : max(0, end - first)] for first, part in self.grads()]
 
     def owned_grad(self) -> torch.Tensor | None:

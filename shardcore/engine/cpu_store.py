@@ -21,7 +21,7 @@ import torch
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.overlap_step import own_thread_count
-from shardcore.engine.state_store import Scalars, Span, lists_of, read_part
+from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of, read_part
 from shardcore.layout import BLOCK, round_up
 from shardcore.optim.state_format import Kept, kept_values, range_of
 
@@ -53,12 +53,13 @@ def host_bytes(buckets: Sequence[Bucket], grads_on_host: bool = False, weights_o
 class _Part:
     """The chunks of one part of a step, kept for the next one if spans and dtypes of gradients are the same.
 
-    buckets: those of the spans of all chunks, in order.
+    cut: the spans of each chunk; buckets: those of them all, in order.
     """
 
     spans: Sequence[Span]
     grad_dtypes: list[torch.dtype]
     chunks: list[_C.OffloadChunk]
+    cut: list[list[Span]]
     buckets: list[Bucket]
 
 
@@ -96,6 +97,7 @@ class CpuStore:
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
         self._states = {bucket: self._zeros(bucket) for bucket in buckets}
+        self._before_change: BeforeChange | None = None
 
     def _zeros(self, bucket: Bucket) -> Kept:
         return bucket.state_format.new(bucket.host_numel, partial(self.copies.empty, pinned=False))
@@ -106,9 +108,19 @@ class CpuStore:
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
+        if self._before_change is not None:
+            self._before_change(bucket, start, values.numel())
         kept = range_of(self._states[bucket], start - bucket.device_numel, values.numel())
         for name, source in kept_values(bucket.state_format, key, values.to(self._device)).items():
             self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
+
+    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+        """See StateStore."""
+        return range_of(self._states[bucket], start - bucket.device_numel, numel)
+
+    def watch(self, before_change: BeforeChange | None) -> None:
+        """See StateStore."""
+        self._before_change = before_change
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
@@ -142,7 +154,8 @@ class CpuStore:
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
-        threads = own_thread_count()
+        before_change = self._before_change
+        threads = 0 if before_change is not None else own_thread_count()  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights in host memory that are still being copied to the device must not change.
@@ -156,6 +169,9 @@ class CpuStore:
                     self._pipeline.wait_fetched(first + 2)
                     beside(index)
                 for number in range(first, last if threads == 0 else first):  # so that an interrupt need not wait for all
+                    if before_change is not None:
+                        for span in part.cut[number - first]:
+                            before_change(span.bucket, span.start, span.numel)
                     self._pipeline.wait_updated(number, number + 1)
                 yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
@@ -167,7 +183,7 @@ class CpuStore:
     def _part(self, spans: Sequence[Span], turn: int) -> _Part:
         """Return the chunks of `spans`, of which the first is chunk `turn` of the step."""
         if not spans:
-            return _Part([], [], [], [])
+            return _Part([], [], [], [], [])
         key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS)
         grad_dtypes = [_grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)]
         part = self._parts.get(key)
@@ -175,7 +191,7 @@ class CpuStore:
             cut = list(self._cut(spans))
             chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
             buckets = [span.bucket for of_chunk in cut for span in of_chunk]
-            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, buckets)
+            part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, cut, buckets)
         return part
 
     def _chunk(self, spans: Sequence[Span], turn: int) -> _C.OffloadChunk:

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed, ReducePolicy
-from shardcore.engine.build import Builder, check_unwrapped
+from shardcore.engine.build import Builder, Membership
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
@@ -36,7 +35,7 @@ from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer
-from shardcore.optim.interface import EngineRef
+from shardcore.optim.interface import EngineRef, engine_of
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState, capturing
 
@@ -47,8 +46,8 @@ class Plan:
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
     reduced and losses scaled. max_norm, overlap_step, reshard_after_forward: see shard. device_memory_limit: of states, where
-    the ratio is to be chosen. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of
-    the workers.
+    the ratio is to be chosen. options: shard's, which are equal on all ranks. host: what offload keeps in host memory, if
+    anything; store: what the step works on. threads: of the workers.
     """
 
     model: nn.Module
@@ -64,6 +63,7 @@ class Plan:
     reshard_after_forward: bool | int
     offloads_gradients: bool
     device_memory_limit: int | None
+    options: Mapping[str, Any]
     host: CpuStore | SplitStore | None = None
     store: StateStore = field(init=False)
     threads: WorkerThreads = field(init=False)
@@ -84,67 +84,10 @@ class Plan:
         return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
 
 
-class Membership:
-    """The names and Parameters of a model, as they were when this was made. Others would silently not be trained.
+class BackgroundSave(Protocol):
+    """A save that goes on (checkpoint/background.py)."""
 
-    While nothing was registered, replaced or removed a check compares what each module holds and is, by identity: a
-    microsecond per module.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Remember what `model` has now."""
-        self._model = weakref.ref(model)  # it keeps this, by its hooks
-        self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._remember(model)
-
-    def _remember(self, model: nn.Module) -> None:
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._held = self._look()
-
-    def _look(self) -> list[int]:
-        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        params = chain.from_iterable(module._parameters.values() for module in modules)
-        children = chain.from_iterable(module._modules.values() for module in modules)
-        return [*map(id, chain(params, children, map(type, modules)))]
-
-    def check(self, op: str) -> None:
-        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
-
-        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
-        gradients by themselves are refused as well.
-        """
-        model = self._model()
-        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
-            return
-        check_unwrapped(op, model)
-        changes = list(self._changes(model))
-        if changes:
-            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-            raise ValueError(
-                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
-                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
-                "place or with load_state_dict)"
-            )
-        self._remember(model)
-
-    def _changes(self, model: nn.Module) -> Iterator[str]:
-        first_names: dict[nn.Parameter, str] = {}
-        for name, param in self._params.items():
-            first_names.setdefault(param, name)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for name, param in now.items():
-            before = self._params.get(name)
-            if param not in first_names:
-                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
-            elif before is not None and before is not param:
-                yield f"{name} is {first_names[param]} now"
-        present = set(now.values())
-        replaced = {self._params[name] for name in now if name in self._params}
-        for param, name in first_names.items():
-            if param not in present and param not in replaced:
-                yield f"{name} was removed"
+    def wait(self) -> Any: ...
 
 
 class Engine:
@@ -154,9 +97,9 @@ class Engine:
         """Take over the model of `plan`, whose weights are in place."""
         self.comm, self.device, self.lifetimes = plan.comm, plan.device, plan.builder.lifetimes
         self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
-        self.scaler, self.max_norm = plan.scaler, plan.max_norm
+        self.scaler, self.max_norm, self.options = plan.scaler, plan.max_norm, plan.options
         self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
-        groups = plan.optimizer.param_groups
+        groups = self.groups = plan.optimizer.param_groups
         self.overlap_step: OverlapStep | None = None  # None: steps are complete when they return, or the device runs them
         if plan.overlap_step and (self.device.type == "cpu" or self.store.tier != "device"):
             self.overlap_step = OverlapStep(
@@ -201,6 +144,8 @@ class Engine:
         self._membership = Membership(plan.model)
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.full_tensors = FullTensors(self.comm, self.device)
+        self.saving: BackgroundSave | None = None
+        self.save_staging: torch.Tensor | None = None  # host memory, kept from one save in the background to the next
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -346,6 +291,18 @@ class Engine:
                 self.constant[param].note_load()
         if self.unsharder is not None:
             self.unsharder.end_load()
+
+    def note_loaded(self) -> None:
+        """Note that every rank has set its weights from one checkpoint, behind autograd."""
+        everything = [*self.managed.values(), *self.constant.values()]
+        torch.autograd.graph.increment_version([managed.param for managed in everything])
+        for managed in everything:
+            managed.version = managed.param._version
+        self.updater.forget_changes()
+
+    def trains(self, param: nn.Parameter) -> bool:
+        """Whether the parameter was trainable when the model was sharded."""
+        return param in self.bucket_of and self.bucket_of[param].trainable
 
     def knows(self, param: nn.Parameter) -> bool:
         """Whether the parameter was in the model when it was sharded."""
@@ -646,6 +603,16 @@ class Engine:
         if bucket.state_format.master is not None:
             return self.store.read(bucket, "master")
         return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_weight
+
+
+def engine_behind(op: str, thing: Any) -> Engine:
+    """Return the engine of a sharded model, a parameter of it, or its optimizer; ValueError, in the name of `op`, if none."""
+    engine = engine_of(thing) or getattr(thing, "_engine", None)
+    if not isinstance(engine, Engine):
+        gone = isinstance(getattr(thing, "_shardcore_engine", None), EngineRef)
+        state = "is left of a sharded model that is gone, as is its optimizer" if gone else "is not sharded"
+        raise ValueError(f"{op}: {type(thing).__name__} {state}; expected what shardcore.shard returned, or a parameter of it")
+    return engine
 
 
 @contextmanager

@@ -24,8 +24,9 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.state_store import DeviceStore, Scalars, Span
+from shardcore.engine.state_store import BeforeChange, DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
+from shardcore.optim.state_format import Kept
 
 logger = logging.getLogger("shardcore")
 
@@ -123,6 +124,21 @@ class SplitStore:
             return self.on_device.read(bucket, key, start, end - start)
         first = self.on_device.read(bucket, key, start, cut - start)
         return torch.cat([first.cpu(), self.on_cpu.read(bucket, key, cut, end - cut).cpu()])
+
+    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+        """See StateStore."""
+        first = max(0, min(bucket.device_numel - start, numel))
+        on_device, on_cpu = (
+            store.kept(bucket, at, count) if count else {}
+            for store, at, count in ((self.on_device, start, first), (self.on_cpu, start + first, numel - first))
+        )
+        if not on_device or not on_cpu:
+            return on_device or on_cpu
+        return {key: torch.cat([flat.cpu(), on_cpu[key]]) for key, flat in on_device.items()}
+
+    def watch(self, before_change: BeforeChange | None) -> None:
+        """See StateStore."""
+        self.on_cpu.watch(before_change)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""

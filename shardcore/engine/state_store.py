@@ -46,6 +46,10 @@ class Span:
         return Span(self.bucket, self.start + offset, numel, self.hyper, (index, first + offset))
 
 
+# (bucket, start, numel): of the owned range
+BeforeChange = Callable[[Bucket, int, int], None]
+
+
 class StateStore(Protocol):
     """What the engine needs of whatever keeps optimizer states.
 
@@ -77,6 +81,15 @@ class StateStore(Protocol):
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """Overwrite part of a state with `values` (flat, any float dtype, any device); of a master, not its rounded weights."""
+
+    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+        """View elements [start, start + numel) of a bucket's states as they are kept; not to be written.
+
+        What lies on both tiers is joined on the CPU. Start and end as in optim/state_format.py.
+        """
+
+    def watch(self, before_change: BeforeChange | None) -> None:
+        """Let it be called before states in host memory change, by the thread that changes them; None: nothing any more."""
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
@@ -127,6 +140,13 @@ class DeviceStore:
         kept = range_of(self._states[bucket], start, values.numel())
         for name, source in kept_values(bucket.state_format, key, values).items():
             kept[name].copy_(source)
+
+    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+        """See StateStore."""
+        return range_of(self._states[bucket], start, numel)
+
+    def watch(self, before_change: BeforeChange | None) -> None:
+        """See StateStore: there are none in host memory."""
 
     def load(self, bucket: Bucket, kept: Kept) -> None:
         """Overwrite all states of a bucket with those that another store kept."""

@@ -9,6 +9,7 @@ parameter, so that no block of 8-bit moments is ever cut.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -151,10 +152,17 @@ class StateFormat:
             kept[key] = make(numel, dtype)
         return kept
 
+    def _on_meta(self, numel: int) -> Kept:
+        return self.new(numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
+
     def nbytes(self, numel: int) -> int:
         """Return the bytes that the states of `numel` elements take."""
-        kept = self.new(numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
-        return sum(flat.nbytes for flat in kept.values())
+        return sum(flat.nbytes for flat in self._on_meta(numel).values())
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What is kept, and as what: the keys of `new`."""
+        return {key: flat.dtype for key, flat in self._on_meta(0).items()}
 
 
 NO_STATES = StateFormat()  # of buckets that no optimizer group updates; never used

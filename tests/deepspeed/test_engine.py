@@ -3,6 +3,8 @@
 import contextlib
 import io
 import logging
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,10 +295,122 @@ def test_misuse() -> None:
             pass
     engine.step()
     assert (engine.micro_steps, engine.global_steps) == (2, 1)
-    with pytest.raises(NotImplementedError, match=r"module\.state_dict\(\) and engine\.optimizer\.state_dict\(\)"):
-        engine.save_checkpoint("folder", tag="last", client_state={})
-    with pytest.raises(NotImplementedError, match=r"module\.load_state_dict\(\)"):
-        engine.load_checkpoint("folder")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _start(seed: int = 0, stage: int = 2, **config: Any) -> Any:
+    torch.manual_seed(seed)
+    schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # noqa: E731
+    settings = ds_config(2, stage, bf16={"enabled": True}) | config
+    return shardcore.initialize(model=Net(), config=settings, lr_scheduler=schedule)[0]
+
+
+def _checkpointed(rank: int, world_size: int, folder: str) -> None:
+    engine = _start()
+    assert engine.load_checkpoint(folder) == (None, {})
+    train(engine, rank, 2)
+    assert engine.save_checkpoint(folder, client_state={"epoch": 3}) is True
+    train(engine, rank, 2)
+    expected = hash_of_training(engine.module, engine.optimizer), engine.get_lr()
+    for stage in (2, 3):
+        resumed = _start(5, stage)
+        path, client_state = resumed.load_checkpoint(folder)
+        assert path == os.path.join(folder, "global_step2"), "the name that transformers looks for"
+        assert client_state == {"epoch": 3}
+        assert (resumed.global_steps, resumed.micro_steps) == (2, 4)
+        train(resumed, rank, 2)
+        assert (hash_of_training(resumed.module, resumed.optimizer), resumed.get_lr()) == expected
+        assert resumed.global_steps == 4
+
+
+def test_a_checkpoint_has_model_optimizer_scheduler_and_counters(tmp_path: Path) -> None:
+    run_ranks(2, _checkpointed, str(tmp_path))
+    assert (tmp_path / "latest").read_text() == "global_step2"
+
+
+def _parts(rank: int, world_size: int, folder: str) -> None:
+    engine = _start()
+    train(engine, rank, 2)
+    engine.save_checkpoint(folder, "mine", save_latest=False)
+    weights, states = engine.module.state_dict(), engine.optimizer.state_dict()["state"]
+    assert not os.path.exists(os.path.join(folder, "latest"))
+    for options, has_states, has_counters in (
+        ({"load_module_only": True}, False, False),
+        ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, False, True),
+        ({"load_lr_scheduler_states": False}, True, True),
+    ):
+        other = _start(5)
+        lr = other.get_lr()
+        other.load_checkpoint(folder, "mine", **options)
+        assert all(torch.equal(value, weights[name]) for name, value in other.module.state_dict().items())
+        found = other.optimizer.state_dict()["state"]
+        equal = len(found) == len(states) and all(torch.equal(found[i]["exp_avg"], states[i]["exp_avg"]) for i in states)
+        assert equal == has_states
+        assert other.global_steps == (2 if has_counters else 0)
+        assert other.lr_scheduler.last_epoch == 0
+        assert has_states or other.get_lr() == lr
+
+
+def test_parts_of_a_checkpoint_are_loaded(tmp_path: Path) -> None:
+    run_ranks(2, _parts, str(tmp_path))
+
+
+def _counts_skips(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    engine = start(ds_config(2, fp16=FP16))
+    train(engine, rank, 4)
+    engine.save_checkpoint(folder)
+    resumed = start(ds_config(2, fp16=FP16))
+    resumed.load_checkpoint(folder)
+    assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale < 2**19
+    return engine.skipped_steps, resumed.skipped_steps
+
+
+def test_skipped_steps_go_on(tmp_path: Path) -> None:
+    for saved, loaded in run_ranks(2, _counts_skips, str(tmp_path)):
+        assert saved == loaded > 0
+
+
+def test_steps_begin_with_their_first_micro_step(tmp_path: Path) -> None:
+    engine = start(ds_config(2))
+    engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    engine.zero_grad()
+    resumed = start(ds_config(2))
+    resumed.backward(loss_of(resumed, batch_of(5, 0, 0)))  # of a step that is given up
+    resumed.step()
+    resumed.load_checkpoint(tmp_path)
+    assert (engine.micro_steps, resumed.micro_steps) == (1, 0)  # the gradient of the first one is not saved
+    train(resumed, 0, 1)
+    assert resumed.global_steps == 1
+    other = start(ds_config(2))
+    other.load_checkpoint(tmp_path)
+    train(other, 0, 1)
+    assert hash_of_training(resumed.module, resumed.optimizer) == hash_of_training(other.module, other.optimizer)
+    engine.save_checkpoint(tmp_path, wait=False)
+    engine.wait_for_checkpoint()
+
+
+def _saves_16bit(rank: int, world_size: int, folder: str, stage: int) -> None:
+    engine = _start(stage=stage)
+    train(engine, rank, 1)
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        assert engine.save_16bit_model(folder, name) is True
+    full = engine.module.state_dict()
+    if rank == 0:
+        found = torch.load(os.path.join(folder, "pytorch_model.bin"), weights_only=True)
+        assert set(found) == set(full)
+        for name, value in found.items():
+            assert value.dtype == (torch.float32 if name == "offset" else torch.bfloat16)
+            assert torch.equal(value, full[name].to(value.dtype)), name
+        assert sorted(os.listdir(folder)) == ["model.safetensors", "pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_16_bit_weights_are_saved(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _saves_16bit, str(tmp_path), stage)
 
 
 # --- what can be asked ------------------------------------------------------------------------------------------------

@@ -11,7 +11,16 @@ import sys
 import pytest
 import torch
 
-from benchmarks import bench_adam_scaling, bench_cpu_adam, bench_reduced_states, bench_train_step, convergence, harness
+from benchmarks import (
+    bench_adam_scaling,
+    bench_checkpoint,
+    bench_cpu_adam,
+    bench_io,
+    bench_reduced_states,
+    bench_train_step,
+    convergence,
+    harness,
+)
 from benchmarks.adam_kinds import check_same_work
 from examples import arguments, machine
 
@@ -54,6 +63,52 @@ def test_train_step(tmp_path, run_main, nproc, base, engines):
     assert result["engines"][base]["time_over_base"]["median"] == 1.0
     assert all(len(engine["seconds"]) == 2 for engine in result["engines"].values())
     assert result["options"]["device"] == "cpu"
+
+
+@pytest.fixture
+def no_fio(monkeypatch):
+    monkeypatch.setattr(bench_io.shutil, "which", lambda name: None)
+
+
+def io_options(folder) -> list[str]:
+    return ["--mib", "2", "--rounds", "2", "--pause", "0", "--dir", str(folder), "--out", str(folder)]
+
+
+def test_io(tmp_path, run_main, no_fio):
+    printed = run_main(bench_io, *io_options(tmp_path))
+    assert "fio: fio is not on PATH (apt-get install fio)" in printed
+    assert "deepspeed: left out (--deepspeed)" in printed
+    result = json.loads((tmp_path / "io.json").read_text())
+    assert list(result["cases"]) == ["fresh", "overwrite", "read", "mixed"]
+    for engines in result["cases"].values():
+        assert {name: len(each["bytes_per_second"]) for name, each in engines.items()} == {"shardcore": 2, "threads": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "its files are gone"
+
+
+@pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
+def test_io_beside_fio(tmp_path, run_main):
+    run_main(bench_io, *io_options(tmp_path))
+    result = json.loads((tmp_path / "io.json").read_text())
+    assert all(engines["fio"]["over_fio"]["median"] == 1 for engines in result["cases"].values())
+    slow = {"read": {"shardcore": {"over_fio": {"median": 0.9}}}, "fresh": {"shardcore": {"over_fio": {"median": 0.96}}}}
+    assert bench_io.shortfalls(slow) == ["read: 0.90 of fio's rate; expected 0.95"]
+
+
+@pytest.mark.slow
+def test_checkpoint(tmp_path, run_main, no_fio):
+    printed = run_main(bench_checkpoint, "--mib", "16", "--rounds", "1", "--dir", str(tmp_path), "--out", str(tmp_path))
+    assert "how many times faster than each" in printed
+    (result,) = json.loads((tmp_path / "checkpoint.json").read_text())["sizes"]
+    peers = {"torch.save", "dcp", "huggingface"}
+    assert set(result["save"]["times_faster_than"]) == set(result["load"]["times_faster_than"]) == peers
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "its files are gone"
+
+
+def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
+    checksums = iter([1, 2])
+    monkeypatch.setattr(bench_io._C, "crc32c", lambda tensor: next(checksums))
+    with pytest.raises(ValueError, match=r"bench_io: .* holds other bytes than were written"):
+        run_main(bench_io, *io_options(tmp_path))
 
 
 def test_reduced_states(tmp_path, run_main):

@@ -4,18 +4,23 @@ import dataclasses
 import importlib.util
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import shardcore
 from examples import train_gpt
 from examples.corpus import Corpus
 from examples.gpt import PRESETS
 from examples.launch import Rank, launch
-from examples.training import Placement, TrainConfig, gather, train
+from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
 from tests.support.ranks import free_port, run_ranks, start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +146,7 @@ def test_one_rank_with_accumulation(tmp_path, capsys, alone):
 
 
 def test_demo_fails_when_weights_differ(monkeypatch, tmp_path, capsys, alone):
-    def twin(rank, corpus, config, placement, on_step):
+    def twin(rank, corpus, config, placement, on_step, checkpoints):
         """Trains the offloaded run one step less."""
         steps = config.steps - (placement.offload == "cpu")
         return train(rank, corpus, train_gpt.dataclasses.replace(config, steps=steps), placement, on_step)
@@ -151,6 +156,134 @@ def test_demo_fails_when_weights_differ(monkeypatch, tmp_path, capsys, alone):
     assert launch(train_gpt.train_on_rank, 1, "cpu", 1, options) == 1
     assert "final weights DIFFER" in capsys.readouterr().out
     assert not json.loads((tmp_path / "result.json").read_text())["weights_equal"]
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+CONFIG = TrainConfig(
+    preset="tiny", steps=6, batch=2, accumulate=2, lr=3e-3, weight_decay=0.1, clip=1.0, precision="fp16", seed=3
+)
+
+
+class StoppedError(Exception):
+    pass
+
+
+def training_on_rank(
+    rank: int, world_size: int, config: TrainConfig, stage: int, checkpoints: Checkpoints | None, stop_at: int, forgetful: bool
+) -> tuple[list[int], Training | None]:
+    """Train, with an error at a step if it has that step; returns the steps that were made, and the outcome."""
+    steps = []
+
+    def on_step(step: int, loss: float, seconds: float) -> None:
+        if step == stop_at:
+            raise StoppedError
+        steps.append(step)
+
+    corpus = Corpus(b"to be or not to be, that is the question. " * 500, "a text")
+    place = Rank(rank, world_size, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        if forgetful:
+            load = shardcore.load
+            patch.setattr(shardcore, "load", lambda folder, model, optimizer, scheduler: load(folder, model))
+        try:
+            return steps, train(place, corpus, config, Placement(stage, "none"), on_step, checkpoints)
+        except StoppedError:
+            return steps, None
+
+
+def trained(checkpoints=None, *, config=CONFIG, stage=2, stop_at=-1, forgetful=False):
+    return run_ranks(2, training_on_rank, config, stage, checkpoints, stop_at, forgetful)[0]
+
+
+def test_a_training_goes_on_from_its_latest_checkpoint(tmp_path):
+    saved = Checkpoints(str(tmp_path), every=2, keep_last=2, resume=True)
+    every_step, expected = trained()
+    assert every_step == list(range(6))
+    steps, outcome = trained(saved, stop_at=5)
+    assert (steps, outcome) == (list(range(5)), None)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "step2", "step4"]
+    copy = dataclasses.replace(saved, directory=str(shutil.copytree(tmp_path, tmp_path / "copy")))
+    steps, outcome = trained(saved, stage=3)
+    assert steps == [4, 5]
+    for name in ("weights_sha256", "losses", "skipped_steps"):
+        assert getattr(outcome, name) == getattr(expected, name), name
+    assert len(outcome.step_seconds) == 6
+    assert trained(copy, forgetful=True)[1].weights_sha256 != expected.weights_sha256, "states matter"
+    with pytest.raises(AssertionError, match=r"step6 was saved with lr 0\.003; expected 0\.5, as here"):
+        trained(saved, config=dataclasses.replace(CONFIG, lr=0.5))
+    steps, outcome = trained(dataclasses.replace(saved, resume=False), stop_at=1)
+    assert steps == [0], "without resume it begins again"
+
+
+def test_a_training_that_has_ended_is_only_loaded(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=2)
+    saved = Checkpoints(str(tmp_path), every=2, resume=True)
+    _, expected = trained(saved, config=config)
+    steps, outcome = trained(saved, config=config)
+    assert steps == []
+    assert (outcome.weights_sha256, outcome.losses) == (expected.weights_sha256, expected.losses)
+    assert outcome.median_step_seconds > 0
+
+
+def pid_of_rank(launcher: int, rank: int) -> int | None:
+    """Find the process that torchrun has started as a rank."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == launcher and f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                return int(process.name)
+        except (OSError, ValueError, IndexError):  # it has just ended
+            pass
+    return None
+
+
+def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int) -> None:
+    """Kill a rank as soon as a checkpoint of that step, or a later one, is there."""
+    until = time.monotonic() + 100
+    while time.monotonic() < until and launcher.poll() is None:
+        try:
+            reached = int((folder / "latest").read_text().removeprefix("step")) >= step
+        except FileNotFoundError:
+            reached = False
+        pid = pid_of_rank(launcher.pid, rank) if reached else None
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"there was no checkpoint of step {step}, or torchrun has ended")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
+def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
+    short = ("--device", "cpu", "--preset", "tiny", "--steps", "200", "--precision", "fp32", "--lr", "1e-3")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
+    done = run_program(*short, "--out", str(tmp_path / "undisturbed"), launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    saved = tmp_path / "saved"
+    arguments = (*short, "--checkpoint-every", "5", "--resume", "--checkpoint-dir", str(saved), "--keep-last", "2")
+    with open(tmp_path / "said", "w") as said:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments, "--out", str(tmp_path / "killed")],
+            cwd=ROOT,
+            env={name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES},
+            stdout=said,
+            stderr=said,
+        )
+        try:
+            kill_rank_at(process, 0, saved, 10)
+            kill_rank_at(process, 1, saved, 60)
+            assert process.wait(120) == 0, (tmp_path / "said").read_text()
+        finally:
+            process.terminate()  # which ends its ranks
+            process.wait()
+    undisturbed, killed = (
+        json.loads((tmp_path / name / "result.json").read_text())["trainings"][0] for name in ("undisturbed", "killed")
+    )
+    assert killed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert killed["losses"] == undisturbed["losses"]
+    assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 2
 
 
 def test_help_names_the_choices():
@@ -177,6 +310,11 @@ def test_help_names_the_choices():
         (["--lr", "nan"], "argument --lr: nan; expected a finite number"),
         (["--clip", "-1"], "argument --clip: -1; expected a finite number"),
         (["--text", "no/such/file"], "argument --text: no/such/file is not a file"),
+        (["--checkpoint-every", "0"], "argument --checkpoint-every: 0; expected a whole number of at least 1"),
+        (["--demo", "--checkpoint-every", "5"], "--demo has two trainings; expected no --checkpoint-every and no --resume"),
+        (["--demo", "--resume"], "--demo has two trainings; expected no --checkpoint-every and no --resume"),
+        (["--keep-last", "2", "--resume"], "argument --keep-last: nothing is saved; expected --checkpoint-every with it"),
+        (["--checkpoint-dir", "x"], "argument --checkpoint-dir: nothing is saved or loaded; expected --checkpoint-every or"),
         (["--demo", "--stage", "1"], "--demo sets stage and offload itself"),
         (["--threads", "100000"], "argument --threads: 100000; expected at most "),
     ],

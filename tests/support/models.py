@@ -155,7 +155,7 @@ def stepped(model: Any, optimizer: Any, rank: int, step: int) -> list[float]:
 def error_of(function: Any) -> str:
     try:
         function()
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

@@ -1,0 +1,269 @@
+"""Saving in the background: a thread writes while training goes on.
+
+Note [In the background]. What lies on the device is copied to host memory first (`stage`, whose memory is kept). States in host
+memory are read from where they are: a step, or whatever else is about to overwrite some, calls `Held.hold`, which copies what
+is not written yet of these. Copies take at most HELD_BYTES at a time; beyond that `hold` waits until the thread has written
+what it asks for, which comes next, as files have the order of a step. Threads cannot take part in collectives, so those of the
+ranks exchange what they wrote over the store of the process group (`Mailbox`), and rank 0's gives the checkpoint its name.
+"""
+
+import json
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from shardcore.checkpoint.write import Item
+from shardcore.distributed.comm import Comm
+from shardcore.engine.bucket import Bucket
+
+logger = logging.getLogger("shardcore")
+
+AS_BEFORE = "the checkpoints that were there are as before"
+HELD_BYTES = 1 << 29
+_POLL_S, _PATIENCE_S, _PATIENCE_AT_EXIT_S = 0.02, 3600.0, 60.0
+_ALIGNMENT = 16
+
+
+def stage(items: Sequence[Item], memory: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Copy items to host memory, from where they are read then; returns that memory: `memory`, if it is large enough.
+
+    Page-locked beside a GPU. Waits for the copies.
+    """
+    sizes = [-(-item.nbytes // _ALIGNMENT) * _ALIGNMENT for item in items]
+    cuda = device.type == "cuda"
+    if memory is None or memory.numel() < sum(sizes):
+        del memory
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=cuda)
+    cursor = 0
+    for item, size in zip(items, sizes, strict=True):
+        values = memory[cursor : cursor + item.nbytes].view(item.dtype)
+        values.copy_(item.read(), non_blocking=True)
+        item.read = partial(itself, values)
+        cursor += size
+    if cuda:
+        torch.cuda.current_stream(device).synchronize()
+    return memory
+
+
+def itself(values: torch.Tensor) -> torch.Tensor:
+    """Return the values."""
+    return values
+
+
+@dataclass(eq=False)
+class LiveItem(Item):
+    """A range of states in host memory, which steps overwrite: elements [first, last) of the owned range of `bucket`.
+
+    copy: its values, if they have been overwritten. lock: held while they are read, or copied.
+    """
+
+    bucket: Bucket
+    first: int
+    last: int
+    held: "Held"
+    copy: torch.Tensor | None = None
+    written: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def values(self) -> Iterator[torch.Tensor]:
+        """See Item."""
+        with self.lock:
+            yield self.read() if self.copy is None else self.copy
+            copied, self.copy, self.written = self.copy is not None, None, True
+        self.held.note_written(self.nbytes if copied else 0)
+
+
+class Held:
+    """The states in host memory that a save has yet to write."""
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._items: dict[Bucket, list[LiveItem]] = {}
+        self._changed = threading.Condition()
+        self._bytes = 0
+        self._over = False
+
+    def add(self, item: LiveItem) -> None:
+        """Know an item."""
+        self._items.setdefault(item.bucket, []).append(item)
+
+    def hold(self, bucket: Bucket, start: int, numel: int) -> None:
+        """Copy, or wait until it is written, what is in elements [start, start + numel) of an owned range."""
+        for item in self._items.get(bucket, ()):
+            if item.first < start + numel and start < item.last:
+                self._hold(item)
+
+    def _hold(self, item: LiveItem) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: item.written or item.copy is not None or self._over or self._room_for(item))
+            if item.written or item.copy is not None or self._over:
+                return
+            self._bytes += item.nbytes
+        with item.lock:  # the thread may have been writing it
+            if not item.written:
+                item.copy = item.read().clone()
+                return
+        self.note_written(item.nbytes)
+
+    def _room_for(self, item: LiveItem) -> bool:
+        return self._bytes + item.nbytes <= HELD_BYTES
+
+    def note_written(self, copied_bytes: int) -> None:
+        """Note that an item is written, and so many bytes of copies are free again."""
+        with self._changed:
+            self._bytes -= copied_bytes
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nobody needs anything any more."""
+        with self._changed:
+            self._over = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+class Mailbox:
+    """What ranks say to rank 0, and it to them, over the store of the process group."""
+
+    def __init__(self, comm: Comm, token: str) -> None:
+        """token: unique, the same on every rank."""
+        self.rank, self._size = comm.rank, comm.world_size
+        self._said: Any = None
+        if self._size > 1:
+            default: Any = dist.distributed_c10d._get_default_store()
+            self._keep = default  # it may serve the other ranks
+            self._store: Any = PrefixStore(f"shardcore/save/{token}", default.clone())
+
+    def put(self, said: Any) -> None:
+        """Say it to rank 0."""
+        if self._size == 1:
+            self._said = said
+        else:
+            self._store.set(f"rank{self.rank}", zlib.compress(json.dumps(said).encode(), 1))
+
+    def take_all(self) -> list[Any]:
+        """Return, on rank 0, what each rank said; waits for it."""
+        if self.rank != 0:
+            return []
+        return (
+            [self._said]
+            if self._size == 1
+            else [json.loads(zlib.decompress(self._take(f"rank{rank}"))) for rank in range(self._size)]
+        )
+
+    def answer(self, problem: str) -> None:
+        """Say to the other ranks how it went; "" is well. Waits until they have read it: this process may serve the store."""
+        if self._size > 1:
+            self._store.set("outcome", problem)
+            for rank in range(1, self._size):
+                self._take(f"read{rank}")
+            self._store.delete_key("outcome")
+
+    def outcome(self) -> str:
+        """Wait for what rank 0 answers."""
+        outcome = self._take("outcome").decode()
+        self._store.set(f"read{self.rank}", "")
+        return outcome
+
+    def _take(self, key: str) -> bytes:
+        until = time.monotonic() + _PATIENCE_S
+        while not self._store.check([key]):
+            if not threading.main_thread().is_alive():  # the process is to end: a rank may have died, and ended it
+                until = min(until, time.monotonic() + _PATIENCE_AT_EXIT_S)
+            if time.monotonic() > until:
+                raise RuntimeError(f"save: no {key} came in time; expected every rank to write its part (has one died?)")
+            time.sleep(_POLL_S)
+        value = bytes(self._store.get(key))
+        if key != "outcome":
+            self._store.delete_key(key)
+        return value
+
+
+class Job(Protocol):
+    """The save of one rank (checkpoint/save.py)."""
+
+    def write(self) -> dict[str, Any]: ...
+    def commit(self, said: Sequence[Any]) -> None: ...
+    def end(self) -> None: ...
+
+
+class Saving:
+    """A save: `path` is the checkpoint's, once it is complete."""
+
+    def __init__(self, path: Path, job: Job) -> None:
+        """See `save`."""
+        self.path, self._job = path, job
+        self.thread: threading.Thread | None = None
+        self._ended = threading.Event()  # joining a thread is not safe to interrupt
+        self._problem: Exception | None = None
+
+    def __repr__(self) -> str:
+        """Say where, and whether it is there."""
+        return f"Saving({str(self.path)!r}, done={self.done})"
+
+    def __fspath__(self) -> str:
+        """Return the path."""
+        return str(self.path)
+
+    def start(self, mailbox: Mailbox) -> None:
+        """Write in a thread of its own. The interpreter waits for it before it ends."""
+        self.thread = threading.Thread(target=self._run, args=(mailbox,), name="shardcore-save")
+        self.thread.start()
+
+    def _run(self, mailbox: Mailbox) -> None:
+        said: Any = None
+        try:
+            try:
+                said = {"written": self._job.write()}
+            except Exception as error:
+                said, self._problem = {"problem": f"{type(error).__name__}: {error}"}, error
+            mailbox.put(said)
+            outcome = self._commit(mailbox) if mailbox.rank == 0 else mailbox.outcome()
+            if outcome and self._problem is None:
+                self._problem = RuntimeError(f"{outcome}; {AS_BEFORE}")
+        except Exception as error:
+            self._problem = self._problem or error
+        finally:
+            self._job.end()
+            if self._problem is not None:
+                logger.error("save: %s was not saved: %s", self.path, self._problem)
+            self._ended.set()
+
+    def _commit(self, mailbox: Mailbox) -> str:
+        """Commit on rank 0, if all is well; returns what is not."""
+        said = mailbox.take_all()
+        problem = next((f"rank {rank} failed: {one['problem']}" for rank, one in enumerate(said) if "problem" in one), "")
+        if not problem:
+            try:
+                self._job.commit([one["written"] for one in said])
+            except Exception as error:
+                self._problem = error
+                problem = f"rank 0 failed: {type(error).__name__}: {error}"
+        mailbox.answer(problem)
+        return problem
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return self.thread is None or self._ended.is_set()
+
+    def wait(self) -> Path:
+        """Wait until it is on disk; returns its path. OSError or RuntimeError, once, if it failed. Not collective."""
+        if self.thread is not None:
+            self._ended.wait()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise RuntimeError(f"save: {self.path} was not saved in the background: {problem}") from problem
+        return self.path

@@ -1,0 +1,249 @@
+"""From shards to ordinary .safetensors files, which transformers and plain torch load. Streams: 4 MiB, or a unit, at a time.
+
+Files have the names of Hugging Face: model.safetensors, or above a limit model-00001-of-00003.safetensors and so on with
+model.safetensors.index.json. Each is written under another name, synced and renamed; the index is the last.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.directory import write_synced
+from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.load import open_checkpoint
+from shardcore.checkpoint.save import buffers_of, raise_together
+from shardcore.checkpoint.source import Source
+from shardcore.engine.engine import Engine, engine_behind
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+MAX_SHARD_BYTES = 5_000_000_000
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def consolidate(
+    source: str | os.PathLike[str] | nn.Module,
+    output: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write the weights of a checkpoint, or of a sharded model, as ordinary .safetensors files; returns their paths.
+
+    Args:
+        source: A directory that `save` was given (or another library's checkpoint that `load` reads), with `tag` if it has
+            several; or the model that shard returned, of which every rank calls this and rank 0 writes.
+        output: A directory, where files have Hugging Face's names; or the path of one .safetensors file.
+        dtype: Of all floating tensors. None: float32 masters where there are any, the rest as it is.
+        max_shard_bytes: Of the tensors in a file, unless one alone is larger.
+
+    Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint, a unit from a model.
+
+    Raises:
+        OSError, ValueError: For files that cannot be read or written, or are damaged, with the file; on other ranks
+            RuntimeError.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, or None")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise ValueError(f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes")
+    if isinstance(source, nn.Module):
+        engine = engine_behind("consolidate", source)
+        return write_model(engine, Path(output), of_engine(engine, dtype), max_shard_bytes)
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")
+    with open_checkpoint("consolidate", Path(source), tag) as opened:
+        found = of_source(opened, dtype)
+        return write(found, (values for name in found for values in read(opened, name, dtype)), Path(output), max_shard_bytes)
+
+
+def bytes_of(size: int | str) -> int:
+    """Return a number of bytes, which may be given as "5GB". ValueError for anything else."""
+    if isinstance(size, int):
+        return size
+    text = size.strip().upper()
+    digits = text.rstrip("KMGTIB ")
+    unit = text[len(digits) :].strip()
+    if not digits.isdecimal() or unit not in _UNITS:
+        raise ValueError(f'a size is {size!r}; expected a number of bytes, or a text such as "5GB"')
+    return int(digits) * _UNITS[unit]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One that is written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _as(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def of_source(source: Source, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return what a checkpoint has by name, tied weights once, in `dtype`."""
+    return {
+        name: Tensor(tuple(shape), _as(source.read(name, "weight", 0, 0).dtype, dtype))
+        for name, shape in source.shapes.items()
+        if name not in source.tied
+    }
+
+
+def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
+    """Yield a flattened tensor of a checkpoint, part by part."""
+    for start, numel in layout.cut(0, prod(source.shapes[name])):
+        values = source.read(name, "weight", start, numel)
+        yield values.to(_as(values.dtype, dtype))
+
+
+def write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+    """Write tensors, whose `values` come in order and in parts, to `output`; returns the files."""
+    folder = output.parent if output.suffix == ".safetensors" else output
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.iterdir())
+    try:
+        return _write(tensors, values, output, max_shard_bytes)
+    except BaseException:
+        for left in set(folder.glob(".*.saving")) - before:
+            left.unlink()
+        raise
+
+
+def _write(tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int) -> list[Path]:
+    if output.suffix == ".safetensors":
+        _write_file(output, tensors, values)
+        _publish(output.parent, [output.name])
+        return [output]
+    files = _cut_into_files(tensors, max_shard_bytes)
+    names = [_SINGLE] if len(files) == 1 else [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    for name, file in zip(names, files, strict=True):
+        _write_file(output / name, {key: tensors[key] for key in file}, values)
+    if len(files) > 1:
+        weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": weight_map}
+        write_synced(_unfinished(output / _INDEX), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        names.append(_INDEX)
+    stale = [path.name for path in output.iterdir() if path.name in (_SINGLE, _INDEX) or _PART.fullmatch(path.name)]
+    _publish(output, names, [name for name in stale if name not in names])
+    return [output / name for name in names]
+
+
+def _cut_into_files(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and files[-1]:
+            files.append([])
+            room = max_shard_bytes
+        files[-1].append(name)
+        room -= tensor.nbytes
+    return files
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.saving")
+
+
+def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> None:
+    """Remove what an older model left, and give the files their names."""
+    for name in stale or ():
+        (folder / name).unlink()
+    for name in names:
+        os.rename(_unfinished(folder / name), folder / name)
+    _C.sync_directory(str(folder))
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> None:
+    head = layout.head_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})[0]
+    writer = _C.FileWriter(layout.file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values()))
+    try:
+        writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for tensor in tensors.values():
+            left = tensor.nbytes
+            while left > 0:
+                part = next(values)
+                writer.append(part)
+                left -= part.nbytes
+        writer.finish()
+    finally:
+        writer.close()
+
+
+# --- from a model -------------------------------------------------------------------------------------------------------
+
+
+def write_model(engine: Engine, output: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> list[Path]:
+    """Write `tensors` of a sharded model on rank 0: see `consolidate`. Collective."""
+    return on_first_rank(engine, tensors, lambda values: write(tensors, values, output, max_shard_bytes)) or [output]
+
+
+def on_first_rank(
+    engine: Engine, tensors: Mapping[str, Tensor], use: Callable[[Iterator[torch.Tensor]], list[Path]]
+) -> list[Path]:
+    """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what it does there. Collective."""
+    engine.read_all("state_dict", "the model")
+    values = _values(engine, tensors)
+    files: list[Path] = []
+    problem: Exception | None = None
+    try:
+        if engine.comm.rank == 0:
+            files = use(values)
+    except Exception as error:
+        problem = error
+    for _ in values:  # the other ranks gather all of it
+        pass
+    try:
+        raise_together(engine.comm, "consolidate", problem, "what was there is as before")
+    finally:
+        problem = None  # else a cycle
+    return files
+
+
+def of_engine(engine: Engine, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return what a sharded model has by name, tied weights once: in `dtype`; None: masters are float32."""
+    return {name: Tensor(tuple(t.shape), _as(_dtype_of(engine, t), dtype)) for name, t in in_order(engine).items()}
+
+
+def in_order(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers in the order in which they are gathered: bucket by bucket, then what is in none."""
+    sharded = {plain_name(managed.name): managed.param for bucket in engine.buckets for managed in bucket.params}
+    rest = {plain_name(name): param for name, param in engine.unmanaged if plain_name(name) not in sharded}
+    return {**sharded, **rest, **buffers_of(engine.model)}
+
+
+def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
+    bucket: Any = engine.bucket_of.get(tensor)  # type: ignore[call-overload]
+    return torch.float32 if bucket is not None and bucket.state_format.master is not None else tensor.dtype
+
+
+@torch.no_grad()
+def _values(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`. Collective: every rank takes all."""
+    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets)
+    sharded = set()
+    for bucket, full in zip(engine.buckets, fulls, strict=True):
+        for managed in bucket.params:
+            name = plain_name(managed.name)
+            sharded.add(name)
+            if name in tensors:
+                yield managed.slice_of(full).to("cpu", tensors[name].dtype).contiguous().view(-1)
+    for name, tensor in in_order(engine).items():
+        if name not in sharded and name in tensors:
+            yield tensor.detach().to("cpu", tensors[name].dtype).contiguous().view(-1)

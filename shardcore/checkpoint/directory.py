@@ -1,0 +1,210 @@
+"""The directory that checkpoints are saved to: their names, what is complete, the lock, and what dead saves left.
+
+Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that directory, then it is renamed (or
+exchanged with the directory that has the name), then "latest" is replaced by rename; each rename is synced, too. So a crash at
+any instant leaves the old checkpoint or the new one. What a dead save leaves has a name that begins with a dot, and the next
+save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shardcore._native import _C
+from shardcore.checkpoint.format import MANIFEST
+
+logger = logging.getLogger("shardcore")
+
+LATEST, LOCK = "latest", ".lock"
+_SAVING, _REPLACED, _REMOVED = ".saving", ".replaced", ".removed"
+
+
+def check_tag(op: str, tag: object) -> None:
+    """Raise ValueError for a tag that is no name of a directory."""
+    if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST:
+        raise ValueError(
+            f"{op}: tag has {tag!r}; expected the name of a directory, without / and not beginning with a dot (nor {LATEST!r})"
+        )
+
+
+def unfinished(folder: Path, tag: str) -> Path:
+    """Return where a checkpoint is written."""
+    return folder / f".{tag}{_SAVING}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a directory, in the order in which they were written."""
+    found = [one for one in folder.iterdir() if not one.name.startswith(".") and (one / MANIFEST).exists()]
+    return sorted(found, key=lambda one: ((one / MANIFEST).stat().st_mtime_ns, one.name))
+
+
+def find(op: str, folder: Path, tag: str | None) -> Path:
+    """Return the directory of the checkpoint that is meant, which may be another library's.
+
+    Raises FileNotFoundError or ValueError.
+    """
+    if tag is None and (folder / LATEST).is_file():
+        tag = (folder / LATEST).read_text().strip()
+    if tag is None:
+        others = folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder))
+        if (folder / MANIFEST).exists() or others:
+            return folder
+        there = ", ".join(one.name for one in checkpoints(folder)) if folder.is_dir() else ""
+        raise FileNotFoundError(
+            errno.ENOENT,
+            f"{op}: there is no {LATEST!r} and no {MANIFEST}; expected a directory that save was given, or tag= one of its "
+            f"checkpoints ({there or 'there are none'})",
+            str(folder),
+        )
+    check_tag(op, tag)
+    path, replaced = folder / tag, folder / f".{tag}{_REPLACED}"
+    if not path.exists() and (replaced / MANIFEST).exists():  # see Note [Commit], `commit`
+        return replaced
+    if not path.exists():
+        raise FileNotFoundError(
+            errno.ENOENT, f"{op}: there is no such checkpoint; expected one that save has written", str(path)
+        )
+    return path
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError name the file: those of writes do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def write_synced(path: Path, held: bytes) -> None:
+    """Write a small file, which is on disk when this returns. OSError, with the path."""
+    with _naming(path), open(path, "wb") as file:
+        file.write(held)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that is to become `path`: on disk, at once, and only if no error ends the context."""
+    unfinished = path.with_name(f".{path.name}{_SAVING}")
+    with _naming(unfinished):
+        yield unfinished
+        with open(unfinished, "rb") as file:
+            os.fsync(file.fileno())
+    os.rename(unfinished, path)
+    _C.sync_directory(str(path.parent))
+
+
+def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> None:
+    """Give what was written its name: Note [Commit]. keep_last: then remove all but so many, the newest."""
+    path, written, replaced = folder / tag, unfinished(folder, tag), folder / f".{tag}{_REPLACED}"
+    _C.sync_directory(str(written))
+    if not path.exists():
+        os.rename(written, path)
+    elif not _C.exchange_paths(str(written), str(path)):  # a file system without that: `find` looks for what is replaced
+        os.rename(path, replaced)
+        os.rename(written, path)
+    _C.sync_directory(str(folder))
+    if save_latest:
+        point_latest(folder, tag)
+    _remove(written)
+    _remove(replaced)
+    if keep_last is not None:
+        latest = (folder / LATEST).read_text().strip() if (folder / LATEST).is_file() else ""
+        others = [one for one in checkpoints(folder) if one.name != tag]
+        for one in others[: max(0, len(others) + 1 - keep_last)]:
+            if one.name == latest:
+                continue
+            gone = folder / f".{one.name}{_REMOVED}"
+            os.rename(one, gone)
+            _remove(gone)
+
+
+def point_latest(folder: Path, tag: str) -> None:
+    """Let "latest" name a checkpoint."""
+    with replacing(folder / LATEST) as new:
+        new.write_text(tag)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+class SaveLock:
+    """Held while a process saves `tag` into `folder`; it ends with the process."""
+
+    def __init__(self, folder: Path, tag: str) -> None:
+        """Lock, remove what dead saves left, and make the directory to write to.
+
+        BlockingIOError if another process holds it, which is named.
+        """
+        self._folder, self._tag = folder, tag
+        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+            missing.mkdir(exist_ok=True)
+            _C.sync_directory(str(missing.parent))
+        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._take()
+            self._clean()
+            unfinished(folder, tag).mkdir()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._file, 4096, 0).decode(errors="replace").strip()
+            raise BlockingIOError(
+                error.errno,
+                f"save: another job is saving there: {holder or 'unknown'}; expected one at a time (wait for it, or end it)",
+                str(self._folder / LOCK),
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                raise
+            logger.warning(
+                "save: the file system of %s has no locks (%s), so two jobs that save there are not noticed",
+                self._folder,
+                error,
+            )
+        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "tag": self._tag, "since": time.ctime()})
+        with _naming(self._folder / LOCK):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, holder.encode(), 0)
+
+    def _clean(self) -> None:
+        for left in self._folder.iterdir():
+            if not left.name.startswith("."):
+                continue
+            if left.name.endswith((_SAVING, _REMOVED)):
+                _remove(left)
+            elif left.name.endswith(_REPLACED):
+                kept = self._folder / left.name[1 : -len(_REPLACED)]
+                if kept.exists():
+                    _remove(left)
+                else:
+                    os.rename(left, kept)
+
+    def release(self) -> None:
+        """Remove what this save has left, if it failed, and unlock."""
+        try:
+            _remove(unfinished(self._folder, self._tag))
+        finally:
+            with suppress(OSError):  # a process that was forked meanwhile would keep the lock
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            os.close(self._file)

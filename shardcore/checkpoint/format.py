@@ -1,0 +1,363 @@
+"""The format of a checkpoint, written and read: a directory with a manifest and one data file per rank.
+
+    global_step20/
+      manifest.json            what there is, and where: shapes, dtypes, ranges with their files, offsets and checksums
+      rank_00000.safetensors   flat ranges of tensors, "name@start" (of a state "name.exp_avg@start")
+      rank_00000.json          this rank's random states and positions in its data
+      client_state.json        what the user gave beside it
+
+A range has at most RANGE_NUMEL elements and does not cross a multiple of that in its parameter, so that a load that cuts
+parameters there too reads each range once, for any world size. Its checksum (crc32c) is checked in every read. Data begin at a
+multiple of ALIGNMENT bytes. JSON files end with a checksum of what is before it. A part of a parameter is stored as the
+optimizer keeps it: "master" (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
+codes with "exp_avg_scale", one float32 per 256 elements.
+Nothing is unpickled; names of files are matched against a pattern; each offset is checked against the file before it is read.
+"""
+
+import json
+import os
+import re
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.checkpoint import plain
+from shardcore.checkpoint.safetensors import DTYPES
+from shardcore.checkpoint.source import Source
+from shardcore.layout import BLOCK
+from shardcore.optim.state_format import SCALES, joined_master
+
+FORMAT, VERSION = "shardcore checkpoint", 1
+MANIFEST, CLIENT_STATE = "manifest.json", "client_state.json"
+RANGE_NUMEL = 1 << 20
+ALIGNMENT = 4096
+STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_CODES = (torch.int8, torch.uint8)
+# What each part of a tensor may be stored as.
+_DTYPES_OF = {
+    "weight": tuple(DTYPES),
+    "master": ("F32",),
+    "remainder": ("I16",),
+    "exp_avg": ("F32", "BF16", "I8"),
+    "exp_avg_sq": ("F32", "BF16", "U8"),
+    "max_exp_avg_sq": ("F32",),
+    **dict.fromkeys(SCALES.values(), ("F32",)),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FILE = re.compile(r"rank_\d{5,9}\.(safetensors|json)|client_state\.json")
+_MAX_JSON_BYTES = 1 << 28
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+def file_engine() -> _C.FileEngine:
+    """Return what reads and writes files in this process; it keeps 16 MiB of memory."""
+    return _engine_of(os.getpid())
+
+
+@cache
+def _engine_of(process: int) -> _C.FileEngine:
+    return _C.FileEngine()
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as the plain model has it: without wrappers (activation checkpointing, torch.compile)."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def data_file(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file of what a rank has for itself."""
+    return f"rank_{rank:05d}.json"
+
+
+def stored_numel(part: str, numel: int) -> int:
+    """Return how many elements a part of a tensor of `numel` elements has: scales are one per block."""
+    return -(-numel // BLOCK) if part in SCALES.values() else numel
+
+
+def cut(start: int, numel: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, numel) of the ranges that elements [start, start + numel) of a tensor are read and written in."""
+    while numel > 0:
+        count = min(numel, RANGE_NUMEL - start % RANGE_NUMEL)
+        yield start, count
+        start, numel = start + count, numel - count
+
+
+def dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return the format's name of a dtype. TypeError if it has none."""
+    if dtype not in _NAMES:
+        raise TypeError(f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has ({', '.join(DTYPES)})")
+    return _NAMES[dtype]
+
+
+# --- JSON files that end with a checksum --------------------------------------------------------------------------------
+
+_SUM = ', "crc32c": "'
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Return a file of a JSON object, which is given "crc32c" as its last entry."""
+    text = json.dumps(value, allow_nan=False)[:-1].encode()
+    if len(text) > _MAX_JSON_BYTES - 100:
+        raise ValueError(
+            f"save: plain data take {len(text)} bytes as JSON; expected at most {_MAX_JSON_BYTES} (register large tensors as "
+            "buffers of the model, or save them yourself)"
+        )
+    return text + f'{_SUM}{crc32c(text):08x}"}}\n'.encode()
+
+
+def read_json(path: Path) -> Any:
+    """Return the object of such a file. Raises OSError, or ValueError if it is damaged."""
+    size = os.stat(path).st_size
+    if size > _MAX_JSON_BYTES:
+        raise ValueError(f"load: {path} has {size} bytes; expected at most {_MAX_JSON_BYTES}")
+    held = path.read_bytes()
+    text, found, rest = held.rpartition(_SUM.encode())
+    if not found or rest != f'{crc32c(text):08x}"}}\n'.encode():
+        raise ValueError(
+            f"load: {path} is damaged: its last entry, the checksum of what is before it, is not that; expected the file as it "
+            "was written (use another checkpoint, or copy it again)"
+        )
+    try:
+        return json.loads(text + b"}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"load: {path} is no JSON object ({error}); expected a file written by shardcore") from error
+
+
+def crc32c(data: bytes) -> int:
+    """Return the checksum of bytes."""
+    return _C.crc32c(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+
+
+# --- reading ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements [start, start + numel) of a part of a tensor: in file number `file`, at `offset` bytes."""
+
+    start: int
+    numel: int
+    file: int
+    offset: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the tensors that are kept of a parameter, flattened; `ranges` in order, without gaps."""
+
+    dtype: torch.dtype
+    ranges: Sequence[Range]
+    starts: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A parameter or buffer. step: how many updates it has had; None where it has no optimizer states."""
+
+    shape: tuple[int, ...]
+    step: int | None
+    parts: Mapping[str, Part]
+
+
+class Checkpoint(Source):
+    """A checkpoint of shardcore's own: see source.Source. Reads may come from several threads."""
+
+    def __init__(self, path: Path, engine: _C.FileEngine | None = None) -> None:
+        """Read and check the manifest of the directory `path`. Raises OSError, or ValueError if it is damaged or not whole."""
+        self.path = path
+        self.manifest: Mapping[str, Any] = read_json(path / MANIFEST)
+        self._engine = engine or file_engine()
+        self._readers: dict[int, _C.FileReader] = {}
+        self._lock = threading.Lock()
+        try:
+            self._parse()
+        except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+            raise ValueError(f"load: {path / MANIFEST} is no manifest ({error!r}); expected one by shardcore") from error
+
+    def _parse(self) -> None:
+        m = self.manifest
+        if m["format"] != FORMAT or m["version"] != VERSION:
+            raise ValueError(
+                f"load: {self.path / MANIFEST} has format {m['format']!r}, version {m['version']!r}; expected {FORMAT!r}, "
+                f"version {VERSION} (a newer shardcore may read it)"
+            )
+        self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
+        self._heads = [(_count(file["head_bytes"]), _count(file["head_crc32c"])) for file in m["files"]]
+        for name, size in self.files:
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as {data_file(0)}")
+            there = os.stat(self.path / name).st_size
+            if there != size:
+                raise ValueError(f"load: {self.path / name} has {there} bytes; expected {size} (is the copy complete?)")
+        self.entries = {str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()}
+        aliases = {str(alias): str(name) for alias, name in m["tied"].items()}
+        self._entry_of = self.entries | {alias: self.entries[name] for alias, name in aliases.items()}
+        self.tied = aliases
+        self.shapes = {name: entry.shape for name, entry in self._entry_of.items()}
+        self.steps = {name: entry.step for name, entry in self.entries.items() if entry.step is not None}
+        self.groups = None
+        if m["groups"] is not None:
+            self.groups = [plain.from_json(group, f"{self.path / MANIFEST}: groups") for group in m["groups"]]
+        self.counters = {str(name): _count(value) for name, value in m["counters"].items()}
+        self.scheduler = plain.from_json(m["scheduler"], f"{self.path / MANIFEST}: scheduler")
+        self.loss_scale = plain.from_json(m["loss_scale"], f"{self.path / MANIFEST}: loss_scale")
+        self.extra_state = {
+            str(name): plain.from_json(state, f"{self.path / MANIFEST}: extra_state")
+            for name, state in m["extra_state"].items()
+        }
+        self.frozen = {str(name) for name in m["frozen"]}
+        self.world_size = _count(m["world_size"])
+        self.client_state = self._plain(CLIENT_STATE)
+
+    def _entry(self, name: str, entry: Mapping[str, Any]) -> Entry:
+        shape = tuple(_count(size) for size in entry["shape"])
+        step = None if entry["step"] is None else _count(entry["step"])
+        parts = {}
+        for key, part in entry["parts"].items():
+            if part["dtype"] not in _DTYPES_OF.get(key, ()):
+                raise ValueError(f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is unknown")
+            parts[key] = self._part(f"{name}.{key}", part, stored_numel(key, prod(shape)))
+        dtypes = {key: part.dtype for key, part in parts.items()}
+        split = "remainder" in parts and dtypes.get("weight") != torch.bfloat16
+        coded = any((dtypes.get(key) in _CODES) != (scale in parts) for key, scale in SCALES.items())
+        if not {"weight", "master"} & set(parts) or split or coded:
+            raise ValueError(f"load: {self.path / MANIFEST} has the parts {dtypes} of {name}, which do not belong together")
+        return Entry(shape, step, parts)
+
+    def _part(self, name: str, part: Mapping[str, Any], numel: int) -> Part:
+        dtype, end = DTYPES[part["dtype"]], 0
+        ranges = [Range(*map(_count, values)) for values in part["ranges"]]
+        for one in ranges:
+            if one.start != end or not 0 < one.numel <= RANGE_NUMEL:
+                raise ValueError(f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has some twice")
+            end = one.start + one.numel
+            if one.offset + one.numel * dtype.itemsize > self.files[one.file][1]:
+                raise ValueError(f"load: {self.path / MANIFEST} has {name} beyond the end of {self.files[one.file][0]}")
+        if end != numel:
+            raise ValueError(f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}")
+        return Part(dtype, ranges, [one.start for one in ranges])
+
+    def of_rank(self, rank: int) -> Mapping[str, Any] | None:
+        """See Source."""
+        state: Mapping[str, Any] | None = self._plain(rank_file(rank))
+        return state
+
+    def _plain(self, name: str) -> Any:
+        if all(name != file for file, _ in self.files):
+            return None
+        held = read_json(self.path / name)
+        return plain.from_json(held["value"], str(self.path / name))
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """See Source."""
+        parts = self._entry_of[name].parts
+        return ("weight", *(key for key in STATES if key in parts))
+
+    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
+        """See Source."""
+        parts = self._entry_of[name].parts
+        if key == "weight":
+            if "master" in parts:
+                return self._stored(parts["master"], name, start, numel)
+            weight = self._stored(parts["weight"], name, start, numel)
+            if "remainder" not in parts:
+                return weight
+            return joined_master(weight, self._stored(parts["remainder"], name, start, numel))
+        scales = parts.get(SCALES.get(key, ""))
+        if scales is None:
+            return self._stored(parts[key], name, start, numel)
+        skipped = start % BLOCK  # codes are decoded by the block
+        first = start - skipped
+        codes = self._stored(parts[key], name, first, skipped + numel)
+        blocks = first // BLOCK, -(-(start + numel) // BLOCK)
+        return _C.decode_moment(codes, self._stored(scales, name, blocks[0], blocks[1] - blocks[0]))[skipped:]
+
+    def _stored(self, part: Part, name: str, start: int, numel: int) -> torch.Tensor:
+        """Return elements of a part as they are in the files, with the checksum of every range checked."""
+        found = []
+        index = max(0, bisect_right(part.starts, start) - 1)
+        while numel > 0:
+            one = part.ranges[index]
+            skipped = start - one.start
+            taken = min(numel, one.numel - skipped)
+            found.append(self._range(one, part.dtype, name)[skipped : skipped + taken])
+            start, numel, index = start + taken, numel - taken, index + 1
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0, dtype=part.dtype, device="cpu")
+
+    def _range(self, one: Range, dtype: torch.dtype, name: str) -> torch.Tensor:
+        nbytes = one.numel * dtype.itemsize
+        read = self._reader(one.file).start(one.offset, nbytes).wait()
+        found = _C.crc32c(read)
+        if found != one.crc:
+            file = self.path / self.files[one.file][0]
+            end = one.offset + nbytes
+            raise ValueError(
+                f"load: {file} is damaged in bytes {one.offset} to {end} ({name}, elements {one.start} to "
+                f"{one.start + one.numel}): their crc32c is {found:08x}; expected {one.crc:08x} (use another checkpoint, or "
+                "copy the file again)"
+            )
+        aligned = read.data_ptr() % dtype.itemsize == 0 and read.storage_offset() % dtype.itemsize == 0
+        return (read if aligned else read.clone()).view(dtype)
+
+    def _reader(self, file: int) -> _C.FileReader:
+        with self._lock:
+            if file not in self._readers:
+                path = self.path / self.files[file][0]
+                reader = _C.FileReader(self._engine, str(path))
+                size, crc = self._heads[file]
+                if size > reader.size_bytes or _C.crc32c(reader.start(0, size).wait()) != crc:
+                    raise ValueError(
+                        f"load: {path} is damaged in bytes 0 to {size}, its header; expected the file as it was written (use "
+                        "another checkpoint, or copy it again)"
+                    )
+                self._readers[file] = reader
+            return self._readers[file]
+
+    def close(self) -> None:
+        """See Source."""
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+            self._readers.clear()
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+# --- writing ------------------------------------------------------------------------------------------------------------
+
+
+def head_of(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[int]]:
+    """Return the head of a .safetensors file with these (dtype, shape) after each other, and the offset of each in the file."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offsets, cursor = [], 0
+    for name, (dtype, shape) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": dtype_name(dtype, name), "shape": list(shape), "data_offsets": [cursor, cursor + size]}
+        offsets.append(cursor)
+        cursor += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    head = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+    return head, [padded + offset for offset in offsets]

@@ -1,0 +1,387 @@
+"""Loading: any checkpoint (source.Source) into any sharded model, each rank reading what it keeps, one range at a time."""
+
+import errno
+import logging
+import os
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.deepspeed_files import open_foreign
+from shardcore.checkpoint.directory import find
+from shardcore.checkpoint.save import check_pair, finish_saving, named_buffers, named_parameters, raise_together
+from shardcore.checkpoint.source import Source
+from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.state_store import assign
+from shardcore.optim.state_dict import import_groups, warn_of_lost
+
+logger = logging.getLogger("shardcore")
+
+_AHEAD = 4  # ranges that are read while one is used
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` found. missing: names of the model that the checkpoint lacks; unexpected: the reverse (strict=False)."""
+
+    path: Path
+    client_state: Mapping[str, Any]
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to take from a checkpoint."""
+
+    strict: bool = True
+    states: bool = True
+    scheduler: Any = None
+    stateful: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tag: str | None = None,
+    scheduler: Any = None,
+    stateful: Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> Loaded:
+    """Load a checkpoint into a sharded model and its optimizer, of any world size, stage, tier and state form. Collective.
+
+    Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot keep exactly (8-bit and
+    bfloat16 states, weights without masters) is rounded, with one warning. Random states are restored where the world has the
+    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise.
+
+    Args:
+        directory: What `save` was given (then "latest" names the checkpoint), or one checkpoint.
+        model, optimizer: What shard returned; without an optimizer its states are left out.
+        tag: The name of the checkpoint in `directory`.
+        scheduler: Its `load_state_dict` is called, if a scheduler was saved.
+        stateful: By the names that `save` was given: `load_state_dict` is called with what this rank saved. The world must have
+            the size that it had.
+        strict: Raise if names differ. If False, missing ones keep their values, and both are returned.
+
+    Raises:
+        FileNotFoundError: If there is no checkpoint.
+        ValueError, TypeError: For other names, shapes or groups, before anything is changed; for damaged data, with file and
+            offset (then the model is partly loaded). On the other ranks RuntimeError.
+        OSError: For files that cannot be read.
+    """
+    engine = engine_behind("load", model)
+    check_pair("load", engine, optimizer)
+    finish_saving(engine)
+    wanted = Wanted(strict, optimizer is not None, scheduler, stateful or {})
+    source = open_together(engine, Path(directory), tag)
+    try:
+        return load_from(source, engine, wanted)
+    finally:
+        source.close()
+
+
+def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
+    """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
+    problem: Exception | None = None
+    source: Source | None = None
+    path = folder.absolute()
+    try:
+        path = find("load", path, tag) if engine.comm.rank == 0 else path
+    except Exception as error:
+        problem = error
+    path = Path(engine.comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
+    try:
+        source = None if problem is not None else open_path("load", path, names_of_optimizer(engine))
+    except Exception as error:
+        problem = error
+    try:
+        raise_together(engine.comm, "load", problem, "nothing was changed")
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
+    finally:
+        problem = None  # else a cycle
+    assert source is not None
+    return source
+
+
+def names_of_optimizer(engine: Engine) -> list[str]:
+    """Return the names of the parameters that the optimizer updates, in the order of its groups; without one, of all."""
+    names = {param: name for name, param in named_parameters(engine.model)}
+    return [names[param] for group in engine.groups for param in group["params"] if param in names] or [*names.values()]
+
+
+def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[str] = ()) -> Source:
+    """Open a checkpoint, of shardcore, DeepSpeed or torch. Raises OSError, or ValueError for what is none.
+
+    names: see open_foreign; empty where only weights are read.
+    """
+    return open_path(op, find(op, folder, tag), names)
+
+
+def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
+    """Open the checkpoint that `find` found. See open_checkpoint."""
+    if (path / layout.MANIFEST).exists():
+        return layout.Checkpoint(path)
+    source = open_foreign(path, names)
+    if source is None:
+        raise FileNotFoundError(
+            errno.ENOENT, f"{op}: this is no checkpoint; expected one of shardcore, DeepSpeed or torch", str(path)
+        )
+    return source
+
+
+@torch.no_grad()
+def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
+    """Load from an open checkpoint. Collective. See `load`."""
+    missing: list[str] = []
+    unexpected: list[str] = []
+    options: list[dict[str, Any]] | None = None
+    comm, default = engine.comm, nn.Module.get_extra_state
+    modules = {layout.plain_name(name): module for name, module in engine.model.named_modules()}
+    with_extra_state = {name: module for name, module in modules.items() if type(module).get_extra_state is not default}
+
+    def check() -> str:
+        nonlocal options
+        named = _named(engine)
+        missing.extend(name for name in named if name not in source.shapes and name not in source.frozen)
+        unexpected.extend(f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state)
+        unexpected.extend(name for name in source.shapes if name not in named)
+        if wanted.strict and (missing or unexpected):
+            raise ValueError(
+                f"load: {source.path} has other names than the model: missing {_in_short(missing)}; unexpected "
+                f"{_in_short(unexpected)}; expected the same model, or strict=False"
+            )
+        for name, tensor in named.items():
+            if name in source.shapes and source.shapes[name] != tensor.shape:
+                raise ValueError(
+                    f"load: {name} has shape {source.shapes[name]} in {source.path}; expected {tuple(tensor.shape)}"
+                )
+        if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
+            raise ValueError("load: called while weights are unsharded; expected it outside full_params and after backward")
+        if wanted.states and wanted.strict and source.groups is None and not source.steps and engine.updater.buckets:
+            raise ValueError(
+                f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "
+                "its states as they are), or strict=False (which resets them)"
+            )
+        if wanted.stateful and (source.world_size != comm.world_size or source.of_rank(comm.rank) is None):
+            raise ValueError(
+                f"load: stateful has {', '.join(wanted.stateful)}, but {source.path} was saved by {source.world_size} ranks, "
+                f"each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
+            )
+        if wanted.states:
+            options = _options_of(source, engine)
+            engine.scaler.check_state("load", source.loss_scale)
+        if wanted.scheduler is not None and source.scheduler is None:
+            raise ValueError(f"load: {source.path} has no scheduler's state; expected one, or scheduler=None")
+        return f"{source.path.name}, {len(named)} names"
+
+    engine.together("load", check)
+    problem: Exception | None = None
+    client_state: Mapping[str, Any] = {}
+    rounded: set[str] = set()
+    try:
+        client_state = source.client_state or {}
+        _load_tensors(source, engine, wanted, rounded)
+    except Exception as error:
+        problem = error
+    raise_together(engine.comm, "load", problem, "the model is partly loaded: load another checkpoint before it is used")
+    works: list[Any] = []
+    for bucket in engine.buckets if engine.lifetimes.gathers_new_weights else ():
+        works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
+    engine.note_loaded()
+    wait_all(works)
+    if options is not None:
+        for group, new in zip(engine.groups, options, strict=True):
+            group.update(new)
+    if wanted.states:
+        engine.go_on_from(source.loss_scale)
+    if wanted.scheduler is not None:
+        wanted.scheduler.load_state_dict(source.scheduler)
+    for name, value in source.extra_state.items():
+        if name in with_extra_state:
+            with_extra_state[name].set_extra_state(value)
+    _restore_rank(source, engine, wanted)
+    warn_of_lost("load", [f"{name} is rounded to what this optimizer keeps" for name in sorted(rounded)], stacklevel=3)
+    return Loaded(source.path, client_state, missing, unexpected)
+
+
+def _named(engine: Engine) -> dict[str, torch.Tensor]:
+    return {**dict(named_parameters(engine.model, remove_duplicate=False)), **dict(named_buffers(engine.model))}
+
+
+def _in_short(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (", ".join(names[:5]) + more) or "none"
+
+
+def _options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
+    """Return the options that the checkpoint gives each group of the optimizer; None if it has no groups."""
+    if source.groups is None:
+        return None
+    names = {param: name for name, param in named_parameters(engine.model)}
+    group_of = {name: group for group in source.groups for name in group["params"]}
+    found = []
+    for index, group in enumerate(engine.updater.groups):
+        here = [names[param] for param in group["params"]]
+        theirs = {id(group_of[name]): group_of[name] for name in here if name in group_of}
+        if len(theirs) > 1:
+            raise ValueError(
+                f"load: param_groups[{index}] has parameters of {len(theirs)} groups of {source.path}; expected groups that "
+                "are the same as there, or parts of them"
+            )
+        options = next(iter(theirs.values()), group)
+        found.append({**options, "params": here})
+    imported = import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
+    engine.updater.check_fixed("load", [{**group, **new} for group, new in zip(engine.updater.groups, imported, strict=True)])
+    return imported
+
+
+# --- tensors --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A range to read, and what to do with it."""
+
+    name: str
+    key: str
+    start: int
+    numel: int
+    use: Callable[[torch.Tensor], None]
+
+
+def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> None:
+    """Read what this rank keeps; nothing is sent. Names of states that are not kept exactly are added to `rounded`."""
+    if engine.unsharder is not None:
+        engine.unsharder.reshard_all()  # what is kept, or still being gathered after a failed forward, has the old values
+    with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
+        for read, values in _ahead(pool, source, _reads(source, engine, wanted, rounded)):
+            read.use(values)
+    if wanted.states:
+        for bucket in engine.updater.buckets:
+            for managed in bucket.params:
+                if (name := layout.plain_name(managed.name)) in source.shapes:
+                    managed.step = int(source.steps.get(name, 0))
+
+
+def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> Iterator[tuple[_Read, torch.Tensor]]:
+    """Yield each range and what it has, the next ones being read meanwhile."""
+    coming: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
+    for read in reads:
+        coming.append((read, pool.submit(source.read, read.name, read.key, read.start, read.numel)))
+        if len(coming) > _AHEAD:
+            first, future = coming.popleft()
+            yield first, future.result()
+    for first, future in coming:
+        yield first, future.result()
+
+
+def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> Iterator[_Read]:
+    for bucket in engine.buckets:
+        for managed in bucket.params:
+            if layout.plain_name(managed.name) in source.shapes:
+                for start, param_start, numel in _chunks(bucket, managed):
+                    yield from _reads_of(source, engine, bucket, managed, (start, param_start, numel), wanted, rounded)
+    for name, tensor in _named(engine).items():
+        if tensor not in engine.bucket_of and name in source.shapes:
+            if not tensor.is_contiguous():
+                yield _Read(name, "weight", 0, tensor.numel(), partial(_set, tensor))
+                continue
+            for start, numel in layout.cut(0, tensor.numel()):
+                yield _Read(name, "weight", start, numel, partial(_set, tensor.view(-1)[start : start + numel]))
+
+
+def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    tensor.copy_(values.view(tensor.shape))
+
+
+def _chunks(bucket: Bucket, managed: Managed) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in the owned range, start in the parameter, numel), cut where files are."""
+    for piece in bucket.pieces_of(managed):
+        for first, numel in layout.cut(piece.param_start, piece.numel):
+            yield piece.start + first - piece.param_start, first, numel
+
+
+def _reads_of(
+    source: Source,
+    engine: Engine,
+    bucket: Bucket,
+    managed: Managed,
+    chunk: tuple[int, int, int],
+    wanted: Wanted,
+    rounded: set[str],
+) -> Iterator[_Read]:
+    start, param_start, numel = chunk
+    store, name = engine.store, layout.plain_name(managed.name)
+
+    def use_weight(values: torch.Tensor) -> None:
+        weight = bucket.owned_weight[start : start + numel]
+        assign(weight, values.to(weight.device))
+        if bucket.state_format.master is not None:
+            store.write(bucket, "master", start, values)
+        elif weight.is_floating_point() and not torch.equal(weight.to("cpu", values.dtype), values):
+            rounded.add(name)
+
+    def use_state(key: str, values: torch.Tensor) -> None:
+        store.write(bucket, key, start, values)
+        if bucket.state_format.state_dtype != "fp32":
+            kept = store.read(bucket, key, start, numel).to("cpu", values.dtype)
+            if not torch.equal(kept, values):
+                rounded.add(f"{name}.{key}")
+
+    yield _Read(name, "weight", param_start, numel, use_weight)
+    if bucket.group is None or not wanted.states:
+        return
+    saved = source.keys(name)
+    for key in bucket.state_format.keys:
+        if key == "master":
+            continue
+        if key in saved and source.steps.get(name, 0) > 0:
+            yield _Read(name, key, param_start, numel, partial(use_state, key))
+        else:
+            store.write(bucket, key, start, torch.zeros(numel, device="cpu"))
+
+
+# --- what each rank has for itself ----------------------------------------------------------------------------------------
+
+
+def _restore_rank(source: Source, engine: Engine, wanted: Wanted) -> None:
+    """Restore random states and positions in data. Collective: an error on one rank is one on all."""
+    problem: Exception | None = None
+    try:
+        of_rank = source.of_rank(engine.comm.rank) if source.world_size == engine.comm.world_size else None
+        if of_rank is not None and (wanted.states or wanted.stateful):
+            if wanted.states:
+                _restore_random(of_rank["random"], engine.device)
+            for name, value in wanted.stateful.items():
+                if name not in of_rank["stateful"]:
+                    raise ValueError(f"load: {source.path} has no stateful[{name!r}]; expected what save was given")
+                value.load_state_dict(of_rank["stateful"][name])
+    except Exception as error:
+        problem = error
+    raise_together(engine.comm, "load", problem, "weights and states are loaded, the rest is not")
+
+
+def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,414 @@
+"""Saving: every rank writes its ranges to a file of its own, in a directory that gets its name when all of it is on disk.
+
+How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commit].
+
+Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction (`Bucket.reduces`): at stage
+0 a share of everything. Rank 0 writes buffers and what is in no bucket.
+Saves in the background: checkpoint/background.py.
+"""
+
+import logging
+import os
+import random
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint import directory, plain
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
+from shardcore.checkpoint.write import Item, check_seen, write_json, write_manifest, write_ranges
+from shardcore.distributed.comm import Comm
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.engine import Engine, engine_behind
+from shardcore.layout import BLOCK
+from shardcore.optim.state_format import SCALES
+
+logger = logging.getLogger("shardcore")
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    tag: str | None = None,
+    scheduler: Any = None,
+    client_state: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    keep_last: int | None = None,
+    wait: bool = True,
+) -> "Saving":
+    """Save a sharded model and its optimizer to `directory`/`tag`, from which any world size, stage and tier loads. Collective.
+
+    When this returns (with wait=False: when the `wait()` of what it returns does) everything is on disk. A crash at any instant
+    leaves the checkpoints that were there; one of the same tag is replaced when the new one is complete. Every rank writes what
+    it owns, 4 MiB at a time. Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
+
+    Args:
+        directory: Of a file system that all ranks see.
+        model: What shard returned.
+        optimizer: What shard returned beside it; None leaves its states out.
+        tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has made.
+        scheduler: Anything with `state_dict()`; rank 0's is saved.
+        client_state: Plain data (numbers, text, lists, tuples, dicts, tensors); rank 0's is saved.
+        stateful: Of each rank its own, by name: anything with `state_dict()`, such as a StatefulDataLoader.
+        save_latest: Let `load` find this checkpoint without a tag.
+        exclude_frozen_parameters: Leave out parameters that do not train.
+        keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names.
+        wait: If False, write in the background. This call copies what lies on the device to host memory; the next step copies
+            of the states in host memory what is not written by then. The next save waits for this one, and raises its error.
+
+    Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in the background.
+
+    Streams: waits for the work that is queued on the current stream.
+
+    Raises:
+        ValueError, TypeError: On every rank, before anything is written.
+        BlockingIOError: If another process is saving into `directory`; it is named.
+        OSError: If a file cannot be written, with its path and offset, on the rank where that is so.
+        RuntimeError: If another rank, or the save before this one, failed.
+    """
+    content = Content(
+        states=optimizer is not None,
+        exclude_frozen=exclude_frozen_parameters,
+        scheduler=scheduler,
+        client_state=client_state,
+        stateful=stateful or {},
+    )
+    engine = engine_behind("save", model)
+    check_pair("save", engine, optimizer)
+    return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
+
+
+def check_pair(op: str, engine: Engine, optimizer: object) -> None:
+    """Raise ValueError unless the optimizer, if there is one, is that of the engine."""
+    if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
+        raise ValueError(
+            f"{op}: optimizer is a {type(optimizer).__name__} that is not model's; expected what shard returned with it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What is saved. counters: of a training loop, by name. The others: see `save`."""
+
+    states: bool
+    exclude_frozen: bool = False
+    scheduler: Any = None
+    client_state: Mapping[str, Any] | None = None
+    stateful: Mapping[str, Any] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+
+def finish_saving(engine: Engine) -> None:
+    """Wait for a save in the background, and raise its error. Collective."""
+    if engine.saving is not None:
+        engine.comm.first_problem(None)  # a rank that has died would be waited for: this says so
+        try:
+            engine.saving.wait()
+        except Exception:
+            engine.saving = None
+            raise
+        engine.saving = None
+
+
+@torch.no_grad()
+def write_checkpoint(
+    engine: Engine, folder: Path, tag: str | None, content: Content, save_latest: bool, keep_last: int | None, wait: bool
+) -> "Saving":
+    """Save `content`; the other arguments are those of `save`. Collective."""
+    comm, folder = engine.comm, folder.absolute()
+
+    def check() -> str:
+        if tag is not None:
+            directory.check_tag("save", tag)
+        if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+            raise ValueError(f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None")
+        engine.updater.accept_weight_edits()
+        shown = f"states={content.states} exclude_frozen={content.exclude_frozen} latest={save_latest} keep_last={keep_last}"
+        return f"{tag} in {folder} with {shown} wait={wait}{engine.updater.changed()}"
+
+    finish_saving(engine)
+    engine.together("save", check)
+    name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
+    beside = _attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
+    lock = _attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
+    job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
+    saving = Saving(folder / name, job)
+    try:
+        _attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
+        mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
+        if not wait:
+            engine.saving = saving
+            saving.start(mailbox)
+            return saving
+        said = _attempt_together(comm, AS_BEFORE, job.write)
+        mailbox.put(said)
+        _attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
+        return saving
+    finally:
+        if saving.thread is None:
+            job.end()
+
+
+def _attempt_together(comm: Comm, then: str, attempt: Callable[[], Any]) -> Any:
+    """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective."""
+    result, problem = None, None
+    try:
+        result = attempt()
+    except Exception as error:
+        problem = error
+    try:
+        raise_together(comm, "save", problem, then)
+    finally:
+        problem = None  # else a cycle
+    return result
+
+
+def raise_together(comm: Comm, op: str, problem: Exception | None, then: str) -> None:
+    """Raise `problem` here, and RuntimeError on the other ranks, if any rank has one. Collective. then: how things are."""
+    found = comm.first_problem(problem)
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            problem = None  # else a cycle
+    if found is not None:
+        raise RuntimeError(f"{op}: rank {found[0]} failed: {found[1]}; {then}")
+
+
+# --- what is written ----------------------------------------------------------------------------------------------------
+
+
+def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
+    for bucket in engine.updater.buckets:
+        for managed in bucket.params:
+            yield bucket, managed
+
+
+def _items(engine: Engine, content: Content, held: Held | None) -> Iterator[Item]:
+    """Yield what this rank writes: see Note [Who writes]. held: is to know of what steps would overwrite meanwhile."""
+    for bucket in engine.buckets:
+        if bucket.trainable or not content.exclude_frozen:
+            for managed, start, param_start, numel in _ranges(bucket):
+                yield from _parts(engine, bucket, managed, (start, param_start, numel), content.states, held)
+    if engine.comm.rank == 0:
+        for name, tensor in _unsharded(engine, content):
+            flat = tensor.detach().reshape(-1)
+            for start, numel in layout.cut(0, flat.numel()):
+                yield Item(name, "weight", flat.dtype, start, numel, partial(flat.narrow, 0, start, numel))
+
+
+def _ranges(bucket: Bucket) -> Iterator[tuple[Managed, int, int, int]]:
+    """Yield (parameter, start in the owned range, start in the parameter, numel) of what this rank writes of a bucket."""
+    low, high = bucket.reduces
+    for piece in bucket.pieces:
+        start, end = max(piece.start, low), min(piece.start + piece.numel, high)
+        for first, numel in layout.cut(piece.param_start + start - piece.start, end - start):
+            yield bucket.params[piece.slot], piece.start + first - piece.param_start, first, numel
+
+
+def _parts(
+    engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool, held: Held | None
+) -> Iterator[Item]:
+    name = layout.plain_name(managed.name)
+    start, param_start, numel = where
+    if bucket.group is None or bucket.state_format.master != "fp32":
+        weight = bucket.owned_weight[start : start + numel]
+        yield Item(name, "weight", weight.dtype, param_start, numel, lambda: weight)
+    if bucket.group is None:
+        return
+    live = held is not None and engine.store.tier != "device" and start >= bucket.device_numel
+    views = engine.store.kept(bucket, start, numel) if live else {}
+    for part, dtype in bucket.state_format.dtypes.items():
+        if part in ("master", "remainder") or (states and managed.step > 0):
+            first = param_start // BLOCK if part in SCALES.values() else param_start
+            count = layout.stored_numel(part, numel)
+            if held is not None and live:
+                item = LiveItem(
+                    name, part, dtype, first, count, partial(itself, views[part]), bucket, start, start + numel, held
+                )
+                held.add(item)
+                yield item
+            else:
+                yield Item(name, part, dtype, first, count, partial(_kept, engine, bucket, part, start, numel))
+
+
+def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
+    return engine.store.kept(bucket, start, numel)[part]
+
+
+def _unsharded(engine: Engine, content: Content) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield buffers, and the frozen parameters that are in no bucket."""
+    for name, param in engine.unmanaged:
+        if param not in engine.bucket_of and not content.exclude_frozen:
+            yield layout.plain_name(name), param
+    yield from buffers_of(engine.model).items()
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers, shared ones under their first name."""
+    first: dict[torch.Tensor, str] = {}
+    for name, buffer in named_buffers(model):
+        first.setdefault(buffer, name)
+    return {name: buffer for buffer, name in first.items()}
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a model, shared ones under each name."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield layout.plain_name(f"{prefix}.{key}").lstrip("."), buffer
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of a model, by the names that a plain model has."""
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield layout.plain_name(name), param
+
+
+class _Beside:
+    """What is saved beside tensors, as JSON values: checked before anything is written."""
+
+    def __init__(self, engine: Engine, content: Content) -> None:
+        """Read the states now. TypeError or ValueError for what is no plain data."""
+        states = {name: _state_of(f"stateful[{name!r}]", value) for name, value in content.stateful.items()}
+        self.rank = {
+            "random": plain.to_json(random_states(engine.device), "save: random states"),
+            "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
+        }
+        first = engine.comm.rank == 0
+        self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
+        scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
+        self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
+        self.files = {layout.rank_file(engine.comm.rank): layout.json_bytes({"value": self.rank})}
+        if self.client_state is not None:
+            self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state})
+        default = nn.Module.get_extra_state
+        own = {layout.plain_name(n): m for n, m in engine.model.named_modules() if type(m).get_extra_state is not default}
+        self.extra_state = {
+            name: plain.to_json(m.get_extra_state(), f"save: {name}.get_extra_state()") for name, m in own.items()
+        }
+        names = {param: name for name, param in named_parameters(engine.model)}
+        groups = [{**group, "params": [names[param] for param in group["params"]]} for group in engine.updater.groups]
+        self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
+        self.loss_scale = engine.scaler.state()
+        self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
+
+
+def _state_of(name: str, value: Any) -> Any:
+    if not callable(getattr(value, "state_dict", None)):
+        raise TypeError(f"save: {name} has type {type(value).__name__}; expected something with state_dict()")
+    return value.state_dict()
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of this rank's random generators."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+# --- writing it ---------------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    """The save of one rank: prepare, write, commit (rank 0), end."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Path,
+        name: str,
+        content: Content,
+        beside: _Beside,
+        lock: directory.SaveLock | None,
+        latest: tuple[bool, int | None],
+    ) -> None:
+        """lock: rank 0's. latest: save_latest and keep_last of `save`."""
+        self._engine: Engine | None = engine
+        self._comm, self._folder, self._name, self._content = engine.comm, folder, name, content
+        self._beside, self._lock, self._latest = beside, lock, latest
+        self._path = directory.unfinished(folder, name)
+        self._items: list[Item] = []
+        self._held, self._store = Held(), engine.store
+        self._numerics = {key: str(value) for key, value in engine.options.items()} | {"ranks": repr(engine.comm.topology)}
+
+    def prepare(self, stages: bool) -> None:
+        """List what is written; if `stages`, copy what does not stay where it is until the next step."""
+        assert self._engine is not None
+        check_seen(self._path, self._comm.rank)
+        self._items = list(_items(self._engine, self._content, self._held if stages else None))
+        self._describe = _describe(self._engine, self._content)
+        if stages:
+            still = [item for item in self._items if not isinstance(item, LiveItem)]
+            self._engine.save_staging = stage(still, self._engine.save_staging, self._engine.device)
+            self._store.watch(self._held.hold)
+            self._engine = None
+
+    def write(self) -> dict[str, Any]:
+        """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
+        rank = self._comm.rank
+        said = write_ranges(self._path, rank, self._items)
+        said["files"] += [write_json(self._path / name, held) for name, held in self._beside.files.items()]
+        return said
+
+    def commit(self, said: Sequence[Any]) -> None:
+        """On rank 0: write the manifest from what all ranks wrote, and give the checkpoint its name."""
+        if self._comm.rank != 0:
+            return
+        tensors, frozen, tied = self._describe
+        for name, entry in tensors.items():
+            entry["step"] = self._beside.steps.get(name)
+        rest = {
+            "tied": tied,
+            "frozen": frozen,
+            "groups": self._beside.groups,
+            "loss_scale": self._beside.loss_scale,
+            "scheduler": self._beside.scheduler,
+            "extra_state": self._beside.extra_state,
+            "counters": dict(self._content.counters),
+            "numerics": self._numerics,
+        }
+        write_manifest(self._path, said, tensors, rest)
+        directory.commit(self._folder, self._name, *self._latest)
+
+    def end(self) -> None:
+        """Unlock; what is not complete is removed."""
+        self._store.watch(None)
+        self._held.end()
+        self._items.clear()
+        self._engine = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+
+def _describe(engine: Engine, content: Content) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return shapes and dtypes by name, the frozen parameters, and what other names are the same as which."""
+    model = engine.model
+    named: dict[str, torch.Tensor] = {**dict(named_parameters(model)), **buffers_of(model)}
+    frozen = {name for name, param in named_parameters(model) if not engine.trains(param)}
+    tensors = {
+        name: {"shape": list(tensor.shape), "dtype": layout.dtype_name(tensor.dtype, name)}
+        for name, tensor in named.items()
+        if name not in frozen or not content.exclude_frozen
+    }
+    first = {tensor: name for name, tensor in named.items()}
+    every = [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]
+    tied = {name: first[tensor] for name, tensor in every if first[tensor] != name and first[tensor] in tensors}
+    return tensors, sorted(frozen), tied

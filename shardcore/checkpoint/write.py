@@ -1,0 +1,124 @@
+"""What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the manifest of what all wrote."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.checkpoint import directory
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.format import file_engine
+from shardcore.version import __version__
+
+
+@dataclass(eq=False)
+class Item:
+    """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any device."""
+
+    name: str
+    part: str
+    dtype: torch.dtype
+    start: int
+    numel: int
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def key(self) -> str:
+        """Its name in the data file."""
+        return f"{self.name}{'' if self.part == 'weight' else f'.{self.part}'}@{self.start}"
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @contextmanager
+    def values(self) -> Iterator[torch.Tensor]:
+        """Yield its values, which stay as they are inside; afterwards they are written."""
+        yield self.read()
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raise FileNotFoundError if a rank does not see the directory that is written to."""
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"save: rank {rank} does not see {path}, which rank 0 has made; expected a directory that all ranks see"
+        )
+
+
+def write_ranges(path: Path, rank: int, items: Sequence[Item]) -> dict[str, Any]:
+    """Write a rank's data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part."""
+    head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
+    size = offsets[-1] + items[-1].nbytes if items else len(head)
+    ranges: dict[str, Any] = {}
+    writer = _C.FileWriter(file_engine(), str(path / layout.data_file(rank)), size)
+    scratch = _Scratch()
+    try:
+        head_crc = writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        for item, offset in zip(items, offsets, strict=True):
+            with item.values() as values:
+                crc = writer.append(scratch.on_host(values))
+            of_part = ranges.setdefault(item.name, {}).setdefault(
+                item.part, {"dtype": layout.dtype_name(item.dtype, item.name), "ranges": []}
+            )
+            of_part["ranges"].append([item.start, item.numel, rank, offset, crc])
+        writer.finish()
+    finally:
+        writer.close()
+    file = {"name": layout.data_file(rank), "bytes": size, "head_bytes": len(head), "head_crc32c": head_crc}
+    return {"files": [file], "ranges": ranges}
+
+
+def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
+    """Write the manifest to the directory `path`. said: of each rank, what `write_ranges` returned, with its other files.
+
+    tensors: "shape", "dtype" and "step" by name; "parts" is added. rest: the other entries of the manifest.
+    Raises OSError, or ValueError if ranks have a tensor in several dtypes.
+    """
+    ranges: dict[str, Any] = {}
+    for one in said:
+        for name, parts in one["ranges"].items():
+            for part, found in parts.items():
+                kept = ranges.setdefault(name, {}).setdefault(part, {**found, "ranges": []})
+                if kept["dtype"] != found["dtype"]:
+                    raise ValueError(f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; expected one dtype")
+                kept["ranges"] += found["ranges"]
+    for name, entry in tensors.items():
+        entry["parts"] = ranges.get(name) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
+        for part in entry["parts"].values():
+            part["ranges"].sort()
+    manifest = {
+        "format": layout.FORMAT,
+        "version": layout.VERSION,
+        "written_by": {"shardcore": __version__, "torch": torch.__version__},
+        "world_size": len(said),
+        "files": [one["files"][0] for one in said] + [file for one in said for file in one["files"][1:]],
+        "tensors": tensors,
+        **rest,
+    }
+    directory.write_synced(path / layout.MANIFEST, layout.json_bytes(manifest))
+
+
+def write_json(path: Path, held: bytes) -> dict[str, Any]:
+    """Write a JSON file of `format.json_bytes`; returns its entry in the manifest."""
+    directory.write_synced(path, held)
+    return {"name": path.name, "bytes": len(held), "head_bytes": 0, "head_crc32c": 0}
+
+
+class _Scratch:
+    """Host memory through which ranges of a device go, one after the other."""
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+
+    def on_host(self, values: torch.Tensor) -> torch.Tensor:
+        """Return contiguous values in host memory, until the next call."""
+        if values.device.type == "cpu":
+            return values.contiguous()
+        if self._memory is None:
+            self._memory = torch.empty(layout.RANGE_NUMEL * 8, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return self._memory[: values.nbytes].view(values.dtype).copy_(values)

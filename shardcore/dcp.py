@@ -1,0 +1,391 @@
+"""A StorageWriter and a StorageReader of torch.distributed.checkpoint over shardcore's format, for FSDP2 and other DTensors.
+
+    import shardcore.dcp
+    dcp.save(state, storage_writer=shardcore.dcp.Writer("runs/step20"))
+    dcp.load(state, storage_reader=shardcore.dcp.Reader("runs/step20"))
+
+`import shardcore` leaves this module out, since torch.distributed.checkpoint loads 700 modules. Tested with torch 2.13; what it
+uses of torch is the same in 2.11.
+A tensor's name is the one that the planner gives it. A box of it becomes ranges of the flattened tensor: a box of whole rows
+(Shard(0)) is one range, cut at RANGE_NUMEL, any other one is a range for each run of neighbouring elements. What is no tensor
+is plain data in the manifest, under "dcp". Nothing of it is pickled; on reading, the planner gets bytes of torch.save that were
+made then of the decoded data, since that is what `load_bytes` takes.
+"""
+
+import io
+import logging
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardcore.checkpoint import directory, plain
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.sharded import boxes_of
+from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_ranges
+
+logger = logging.getLogger("shardcore")
+
+# Of each folder, the last lock that this process took. See `Writer`.
+_locks: dict[Path, "_Held"] = {}
+_ENDING_S = 1.0  # for which a thread may still be there after its asynchronous save has failed
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(path))
+
+
+class _Held:
+    """A lock on a folder, which ends with `writer` at the latest."""
+
+    def __init__(self, writer: StorageWriter, lock: directory.SaveLock) -> None:
+        self._thread = threading.current_thread()
+        self.release = weakref.finalize(writer, _unlock, lock, os.getpid())
+
+    def end_failed(self) -> bool:
+        """Release it unless its save goes on in another thread; returns whether it is released."""
+        if self.release.alive and self._thread is not threading.current_thread():
+            self._thread.join(_ENDING_S)
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            self.release()
+        return not self.release.alive
+
+
+def _unlock(lock: directory.SaveLock, process: int) -> None:
+    if os.getpid() == process:  # a forked process frees the Writer, too
+        lock.release()
+
+
+class Writer(StorageWriter):
+    """Writes what torch.distributed.checkpoint saves as a checkpoint of shardcore's, one file per rank and a manifest.
+
+    path: the checkpoint, on a file system that all ranks see; `checkpoint_id=` of `dcp.save` takes its place. When `dcp.save`
+    returns, everything is on disk. Until then a checkpoint that was there is whole; it is replaced, never edited, and so is an
+    empty directory. save_latest: let "latest" beside it name it, for `shardcore.load`.
+
+    What is no tensor has to be plain data (numbers, text, lists, tuples, dicts, bytes); a planner has to have
+    DefaultSavePlanner's `lookup_object` for it.
+
+    Rank 0 holds a lock on the directory of `path` until the save ends. Where another rank has failed, torch does not say so:
+    the lock is released by the next save of this Writer or of its thread, or when the Writer is freed.
+
+    Raises, as CheckpointException on every rank: OSError (a full disk, a failed write) with file and offset; TypeError for what
+    is neither tensor nor plain data, by name; BlockingIOError if another save goes on there; FileExistsError if `path` is
+    something else than a checkpoint; ValueError if no plan has some elements of a tensor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, save_latest: bool = False) -> None:
+        """See the class. Nothing is done yet."""
+        self._path = self._next = _absolute(path)
+        self._save_latest, self._rank = save_latest, 0
+        self._held: _Held | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the path of the next checkpoint."""
+        if checkpoint_id is not None:
+            self._next = _absolute(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a checkpoint. Raises ValueError, or RuntimeError if the one before is still being written."""
+        if self._held is not None and not self._held.end_failed():
+            raise RuntimeError(
+                f"save: {self._path} is still being written by this Writer; expected a wait for its future before"
+            )
+        self._held, self._path = None, self._next
+        if not kwargs.get("use_collectives", True):
+            raise ValueError("shardcore.dcp: use_collectives has False; expected True, since a checkpoint has one manifest")
+        rank = kwargs.get("rank")
+        if rank is None and not is_coordinator:
+            raise ValueError("shardcore.dcp: this torch does not tell a StorageWriter its rank; expected torch 2.11 or newer")
+        self._rank = rank or 0
+        directory.check_tag("save", self._path.name)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On rank 0: lock the directory, and make the one that is written to. Raises OSError."""
+        path, folder = self._path, self._path.parent
+        if path.exists() and not (path / layout.MANIFEST).exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise FileExistsError(
+                f"save: {path} is no checkpoint of shardcore's; expected one, which is replaced, or a path where nothing is"
+            )
+        if folder in _locks:
+            _locks[folder].end_failed()
+        self._held = _locks[folder] = _Held(self, directory.SaveLock(folder, path.name))
+        return plans
+
+    @torch.no_grad()
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file. Raises OSError, or TypeError for what the format does not have."""
+        path = directory.unfinished(self._path.parent, self._path.name)
+        check_seen(path, self._rank)
+        objects: dict[str, Any] = {}
+        items: list[Item] = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                objects[item.index.fqn] = plain.to_json(_object(planner, item), f"save: {item.index.fqn}")
+            else:
+                items += _items(planner, item)
+        said = {**write_ranges(path, self._rank, items), "objects": objects}
+        file = said["files"][0]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(file["name"]), file["bytes"], said)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On rank 0: write the manifest, and give the checkpoint its name. Raises OSError or ValueError."""
+        folder, name = self._path.parent, self._path.name
+        assert self._held is not None
+        try:
+            said = [one.storage_data for of_rank in results for one in of_rank]
+            tensors = {
+                key: {"shape": list(of.size), "dtype": layout.dtype_name(of.properties.dtype, key), "step": None}
+                for key, of in metadata.state_dict_metadata.items()
+                if isinstance(of, TensorStorageMetadata)
+            }
+            own = {
+                "objects": {key: value for one in said for key, value in one["objects"].items()},
+                "planner_data": plain.to_json(metadata.planner_data, "save: planner_data"),
+            }
+            written = directory.unfinished(folder, name)
+            write_manifest(written, said, tensors, {**_NOTHING, "dcp": own})
+            _check_whole(written)
+            directory.commit(folder, name, self._save_latest, None)
+        finally:
+            self._held.release()
+            self._held = None
+
+
+# What a state dict of torch.distributed.checkpoint does not have apart.
+_NOTHING: dict[str, Any] = {
+    "tied": {},
+    "frozen": [],
+    "groups": None,
+    "loss_scale": None,
+    "scheduler": None,
+    "extra_state": {},
+    "counters": {},
+}
+
+
+def _check_whole(path: Path) -> None:
+    """Raise ValueError if what was written cannot be read."""
+    try:
+        layout.Checkpoint(path).close()
+    except ValueError as error:
+        raise ValueError(
+            f"save: what the ranks planned to write is no whole checkpoint ({error}); expected each element of each tensor on "
+            "one rank (with no_dist=True: full tensors)"
+        ) from error
+
+
+def _object(planner: SavePlanner, item: WriteItem) -> Any:
+    if not hasattr(planner, "lookup_object"):
+        raise TypeError(
+            f"save: {item.index.fqn} is no tensor, and {type(planner).__name__} has no lookup_object; expected a "
+            "DefaultSavePlanner (others give pickled bytes, which this format does not have)"
+        )
+    return planner.lookup_object(item.index)
+
+
+def _items(planner: SavePlanner, item: WriteItem) -> Iterator[Item]:
+    """Yield the ranges of a box, which are read one after another."""
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None
+    dtype, sizes = data.properties.dtype, data.chunk.sizes
+    box: list[torch.Tensor] = []
+
+    def read(at: int, numel: int) -> torch.Tensor:
+        if at == 0:
+            found = planner.resolve_data(item)
+            if not isinstance(found, torch.Tensor) or found.shape != sizes or found.dtype != dtype:
+                raise ValueError(
+                    f"save: the planner gives {type(found).__name__} for {name}; expected {tuple(sizes)} of {dtype}"
+                )
+            box[:] = [found.detach().reshape(-1)]
+        part = box[0][at : at + numel]
+        if at + numel == prod(sizes):
+            box.clear()
+        return part
+
+    at = 0
+    for start, numel in runs_of(data.size, data.chunk.offsets, sizes):
+        for first, count in layout.cut(start, numel):
+            yield Item(name, "weight", dtype, first, count, partial(read, at, count))
+            at += count
+
+
+def runs_of(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, numel) in the flattened tensor of the runs of elements that make up a box of it, in order."""
+    if 0 in sizes:
+        return
+    whole = len(shape)  # dimensions from here on are whole
+    while whole > 0 and sizes[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    outer = max(0, whole - 1)
+    numel = prod(sizes[outer:])
+    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    for index in product(*(range(size) for size in sizes[:outer])):
+        yield first + sum(i * stride for i, stride in zip(index, strides, strict=False)), numel
+
+
+class Reader(StorageReader):
+    """Lets torch.distributed.checkpoint load a checkpoint of shardcore's, into any sharding and any number of ranks.
+
+    path: a checkpoint that `Writer` wrote, or a directory whose "latest" names one; `checkpoint_id=` of `dcp.load` takes its
+    place. Of one that `shardcore.save` wrote it has the weights (float32 masters where there are any) and buffers. Each rank
+    reads the ranges that have something of its own, one at a time (4 MiB), and checks their checksums.
+
+    Raises, as CheckpointException on every rank: OSError; ValueError for damaged files, with file and offset.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """See the class. Nothing is read yet."""
+        self._path = _absolute(path)
+        self._source: layout.Checkpoint | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load; checkpoint_id: the path."""
+        self._close()
+        if checkpoint_id is not None:
+            self._path = _absolute(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Return what there is: each tensor as one box. Raises OSError or ValueError.
+
+        (torch asks again, for metadata of each rank, where this has an argument that is called kwargs.)
+        """
+        self._close()
+        try:
+            return self._read_metadata()
+        except (OSError, ValueError) as error:
+            logger.error("%s", error)  # torch 2.11 then raises "metadata is None", which does not say why
+            raise
+
+    def _read_metadata(self) -> Metadata:
+        path, tag = (self._path, None) if self._path.exists() else (self._path.parent, self._path.name)
+        self._source = source = layout.Checkpoint(directory.find("load", path, tag))
+        found: dict[str, Any] = {}
+        for name, shape in source.shapes.items():
+            size, dtype = torch.Size(shape), source.read(name, "weight", 0, 0).dtype
+            box = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [box])
+        where = str(source.path / layout.MANIFEST)
+        own = source.manifest.get("dcp", {"objects": {}, "planner_data": None})
+        try:
+            self._objects = {str(name): plain.from_json(value, where) for name, value in own["objects"].items()}
+            planner_data = plain.from_json(own["planner_data"], where)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"load: {where} is no manifest ({error!r}); expected one by shardcore") from error
+        found.update({name: BytesStorageMetadata() for name in self._objects})
+        return Metadata(found, planner_data=planner_data)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return it."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return them."""
+        return plans
+
+    @torch.no_grad()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what this rank has. Raises OSError or ValueError."""
+        assert self._source is not None
+        try:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    held = io.BytesIO()
+                    torch.save(self._objects[item.storage_index.fqn], held)
+                    held.seek(0)
+                    planner.load_bytes(item, held)
+                else:
+                    target = planner.resolve_tensor(item).detach()
+                    _fill(target, self._source, item)
+                    planner.commit_tensor(item, target)
+        finally:
+            self._close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _close(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()
+
+
+def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> None:
+    """Copy a box of a tensor to `target`, reading each range that has something of it once."""
+    name = item.storage_index.fqn
+    shape = source.shapes[name]
+    parts = source.entries[source.tied.get(name, name)].parts
+    part = parts["master"] if "master" in parts else parts["weight"]
+    if target.shape != item.lengths:
+        raise ValueError(f"load: {name} has {tuple(target.shape)} to fill; expected {tuple(item.lengths)}")
+    pieces = _pieces(part, runs_of(shape, item.storage_offsets, item.lengths))
+    for index, of_range in groupby(pieces, key=lambda piece: piece[0]):
+        one = part.ranges[index]
+        values = source.read(name, "weight", one.start, one.numel)
+        for _, start, at, numel in of_range:
+            for offsets, sizes in boxes_of(tuple(target.shape), at, numel):
+                count = prod(sizes)
+                box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+                target[box].copy_(values[start : start + count].view(sizes))
+                start += count
+
+
+def _pieces(part: layout.Part, runs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Cut runs where ranges end: yield (number of the range, start in it, how many elements were before, numel)."""
+    at = 0
+    for start, numel in runs:
+        index = bisect_right(part.starts, start) - 1
+        while numel > 0:
+            one = part.ranges[index]
+            count = min(numel, one.start + one.numel - start)
+            yield index, start - one.start, at, count
+            start, at, numel, index = start + count, at + count, numel - count, index + 1

@@ -1,0 +1,204 @@
+"""Saving in the background: it saves what was there before, in bounded memory, while training goes on."""
+
+import os
+import signal
+import threading
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardcore
+from shardcore._native import _C
+from shardcore.checkpoint import background, write
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.background import Held, LiveItem
+from tests.support.choice import some
+from tests.support.models import Net, Run, error_of, hash_of_training, stepped, train
+from tests.support.ranks import run_ranks
+
+CPU = {"offload": {"optimizer": "cpu"}}
+
+
+def _in_background(rank: int, world_size: int, folder: str, run: Run) -> None:
+    """Save while slow writes go on, and train meanwhile."""
+    torch.manual_seed(0)
+    model, optimizer, _ = train(rank, run, Net(width=64, hidden=1500))  # some MiB, of which one is on its way at a time
+    expected = hash_of_training(model, optimizer)
+    write.file_engine = lambda: _C.FileEngine(depth=1, faults="delay:100")
+    try:
+        begun = shardcore.save(folder, model, optimizer, wait=False)
+    finally:
+        write.file_engine = layout.file_engine
+    assert not begun.done
+    assert not os.path.exists(os.path.join(folder, "latest"))
+    for step in (5, 6):
+        stepped(model, optimizer, rank, step)
+    trained = hash_of_training(model, optimizer)
+    path = begun.wait()
+    assert begun.done
+    assert path == Path(folder) / f"global_step{run.steps}"
+    dist.barrier()
+    shardcore.load(folder, model, optimizer)
+    assert hash_of_training(model, optimizer) == expected
+    for step in (5, 6):
+        stepped(model, optimizer, rank, step)
+    assert hash_of_training(model, optimizer) == trained, "saving changed nothing"
+
+
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"offload": {"optimizer": "cpu"}},
+    "split": {"offload": {"optimizer": "cpu", "ratio": 0.37}},
+    "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
+    "overlapped": {"offload": {"optimizer": "cpu"}, "overlap_step": True},
+    "overlapped, split": {"offload": {"optimizer": "cpu", "ratio": 0.37}, "overlap_step": True},
+}
+FORMS: dict[str, dict[str, Any]] = {"fp32": {}, "split 8-bit": {"master": "split", "state_dtype": "8bit"}}
+
+
+@pytest.mark.parametrize(("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=True)))
+def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form: str) -> None:
+    run = Run(stage=3, steps=2, precision="bf16", shard=OFFLOADS[offload], adam={"lr": 1e-2, **FORMS[form]})
+    run_ranks(2, _in_background, str(tmp_path), run)
+
+
+def _unheld(rank: int, world_size: int, folder: str) -> bool:
+    """As above, but nothing is copied before a step overwrites it."""
+    background.Held.hold = lambda self, *where: None  # type: ignore[method-assign]
+    try:
+        _in_background(rank, world_size, folder, Run(stage=2, steps=2, shard=CPU))
+    except AssertionError:
+        return True
+    return False
+
+
+def test_without_copies_the_background_save_would_have_other_values(tmp_path: Path) -> None:
+    hold = background.Held.hold
+    try:
+        assert run_ranks(1, _unheld, str(tmp_path)) == [True]
+    finally:
+        background.Held.hold = hold  # type: ignore[method-assign]
+
+
+def _late_error(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1, shard=CPU))
+    write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    shardcore.save(folder, model, optimizer, tag="first", wait=False)
+    write.file_engine = layout.file_engine
+    stepped(model, optimizer, rank, 1)
+    said = error_of(lambda: shardcore.save(folder, model, optimizer, tag="second"))
+    shardcore.save(folder, model, optimizer, tag="third")
+    return said, Path(folder, "latest").read_text()
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    for said, latest in run_ranks(2, _late_error, str(tmp_path)):
+        assert "first was not saved in the background" in said
+        assert "Input/output error" in said
+        assert latest == "third"
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "third"]
+
+
+def _many(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, _ = train(rank, Run(stage=1, steps=1, shard=CPU))
+    for number in range(5):
+        shardcore.save(folder, model, optimizer, tag=f"number{number}", wait=False, keep_last=2)
+        stepped(model, optimizer, rank, number)
+    shardcore.save(folder, model, optimizer, tag="last", keep_last=2)
+
+
+def test_saves_follow_each_other(tmp_path: Path) -> None:
+    run_ranks(2, _many, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == [".lock", "last", "latest", "number4"]
+
+
+def _loads_at_once(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1, shard=CPU))
+    shardcore.save(folder, model, optimizer, tag="old")
+    stepped(model, optimizer, rank, 1)
+    expected = hash_of_training(model, optimizer)
+    write.file_engine = lambda: _C.FileEngine(faults="delay:100")
+    begun = shardcore.save(folder, model, optimizer, tag="new", wait=False)
+    write.file_engine = layout.file_engine
+    assert "done=False" in repr(begun)
+    assert shardcore.load(folder, model, optimizer).path.name == "new"
+    assert hash_of_training(model, optimizer) == expected
+
+
+def test_a_load_waits_for_the_save_before_it(tmp_path: Path) -> None:
+    run_ranks(2, _loads_at_once, str(tmp_path))
+
+
+def test_a_wait_may_be_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1, shard=CPU))
+    monkeypatch.setattr(write, "file_engine", lambda: _C.FileEngine(faults="delay:1000"))
+    begun = shardcore.save(tmp_path, model, optimizer, wait=False)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        begun.wait()
+    assert not begun.done
+    monkeypatch.undo()
+    shardcore.save(tmp_path, model, optimizer, tag="next")
+    assert begun.done
+    assert (tmp_path / "global_step1").exists()
+
+
+# --- what a step is about to overwrite ----------------------------------------------------------------------------------
+
+
+def _held(count: int, numel: int = 1024) -> tuple[Held, list[LiveItem], torch.Tensor]:
+    states = torch.arange(count * numel, dtype=torch.float32)
+    held, bucket = Held(), Any
+    items = []
+    for start in range(0, states.numel(), numel):
+        read = lambda start=start: states[start : start + numel]  # noqa: E731
+        items.append(LiveItem("weight", "exp_avg", torch.float32, start, numel, read, bucket, start, start + numel, held))
+        held.add(items[-1])
+    return held, items, states
+
+
+def test_only_what_changes_is_copied() -> None:
+    held, items, states = _held(4)
+    held.hold(Any, 1500, 1000)
+    states.zero_()
+    kept = []
+    for item in items:
+        with item.values() as values:
+            kept.append(values.sum().item() > 0)
+    assert kept == [False, True, True, False]
+
+
+def test_copies_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "HELD_BYTES", 2 * 4096)
+    held, items, states = _held(6)
+    expected = states.clone()
+    held.hold(Any, 0, 2048)  # fits
+    ended = threading.Event()
+
+    def step() -> None:
+        held.hold(Any, 2048, 4096)
+        states.zero_()
+        ended.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    assert not ended.wait(0.2), "there is room for two"
+    found = []
+    for item in items:
+        with item.values() as values:
+            found.append(values.clone())
+        time.sleep(0.01)
+    thread.join()
+    assert torch.equal(torch.cat(found), expected)
+
+
+def test_nobody_waits_for_a_save_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "HELD_BYTES", 0)
+    held, _, _ = _held(2)
+    threading.Timer(0.1, held.end).start()
+    held.hold(Any, 0, 2048)

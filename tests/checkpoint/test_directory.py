@@ -1,0 +1,196 @@
+"""Names on disk: what is complete has its name, the old or the new is there at any instant, one job saves at a time."""
+
+import errno
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardcore._native import _C
+from shardcore.checkpoint import directory
+from shardcore.checkpoint.directory import SaveLock, check_tag, checkpoints, commit, find, unfinished
+from shardcore.checkpoint.format import MANIFEST
+
+BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "/abs", "a\0b", "latest", 3]
+
+
+@pytest.mark.parametrize("tag", BAD_TAGS)
+def test_a_tag_is_a_name(tag: Any) -> None:
+    with pytest.raises(ValueError, match=r"save: tag has .*; expected the name of a directory"):
+        check_tag("save", tag)
+
+
+def write(folder: Path, tag: str, content: str = "new") -> None:
+    """What a save does before it commits."""
+    lock = SaveLock(folder, tag)
+    try:
+        (unfinished(folder, tag) / MANIFEST).write_text(content)
+        commit(folder, tag, save_latest=True, keep_last=None)
+    finally:
+        lock.release()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {".lock"}
+
+
+def test_a_checkpoint_is_found_by_name_or_as_the_latest(tmp_path: Path) -> None:
+    for tag in ("one", "two"):
+        write(tmp_path, tag)
+    assert find("load", tmp_path, None) == tmp_path / "two"
+    assert find("load", tmp_path, "one") == tmp_path / "one"
+    assert find("load", tmp_path / "one", None) == tmp_path / "one"
+    assert names(tmp_path) == {"one", "two", "latest"}
+
+
+def test_what_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there are none"):
+        find("load", tmp_path / "nothing", None)
+    write(tmp_path, "one")
+    (tmp_path / "latest").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no 'latest'.*expected .* tag= one of its checkpoints \(one\)"):
+        find("load", tmp_path, None)
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint.*two"):
+        find("load", tmp_path, "two")
+    (tmp_path / "latest").write_text("../outside")
+    with pytest.raises(ValueError, match=r"tag has '\.\./outside'"):
+        find("load", tmp_path, None)
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_tag_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool) -> None:
+    if not exchanges:
+        monkeypatch.setattr(_C, "exchange_paths", lambda a, b: False)
+    write(tmp_path, "tag", "old")
+    write(tmp_path, "tag", "new")
+    assert (tmp_path / "tag" / MANIFEST).read_text() == "new"
+    assert names(tmp_path) == {"tag", "latest"}
+
+
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "old")
+
+    def fail(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as those of write and fsync: without a name
+
+    monkeypatch.setattr(directory.os, "fsync", fail)
+    for attempt, name in (
+        (lambda: directory.write_synced(tmp_path / "small", b"x"), "small"),
+        (lambda: directory.point_latest(tmp_path, "new"), ".latest.saving"),
+    ):
+        with pytest.raises(OSError, match=re.escape(f"'{tmp_path / name}'")):
+            attempt()
+    assert find("load", tmp_path, None) == tmp_path / "old"
+
+
+class Died(BaseException):
+    pass
+
+
+STEPS = ["rename", "sync_directory", "exchange_paths", "rmtree", "unlink", "write_synced"]
+
+
+def _dying(monkeypatch: pytest.MonkeyPatch, at: int, exchanges: bool) -> list[str]:
+    """Let the process "die" at its `at`-th change of names; returns what it did until then."""
+    done: list[str] = []
+
+    def watch(where: Any, name: str) -> None:
+        real = getattr(where, name)
+
+        def call(*arguments: Any) -> Any:
+            if len(done) == at:
+                raise Died
+            done.append(name)
+            return False if name == "exchange_paths" and not exchanges else real(*arguments)
+
+        monkeypatch.setattr(where, name, call)
+
+    watch(directory.os, "rename")
+    watch(directory.shutil, "rmtree")
+    watch(directory, "write_synced")
+    watch(_C, "sync_directory")
+    watch(_C, "exchange_paths")
+    return done
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_crash_at_any_instant_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    for at in range(30):
+        folder = tmp_path / str(at)
+        write(folder, "before")
+        write(folder, "tag", "old")
+        with monkeypatch.context() as patch:
+            done = _dying(patch, at, exchanges)
+            try:
+                write(folder, "tag", "new")
+                finished = True
+            except Died:
+                finished = False
+        found = (find("load", folder, "tag") / MANIFEST).read_text()
+        assert found in ("old", "new"), done
+        assert find("load", folder, None).name in ("tag", ".tag.replaced")
+        assert (folder / "before" / MANIFEST).exists()
+        write(folder, "next")  # which removes what was left
+        assert names(folder) == {"before", "tag", "next", "latest"}, done
+        assert (folder / "tag" / MANIFEST).read_text() in ("old", "new")
+        if finished:
+            assert (folder / "tag" / MANIFEST).read_text() == "new"
+            break
+    assert finished, "a save makes fewer changes"
+    assert at > 5, "dying was tried at each of them"
+
+
+def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
+    for number in range(5):
+        lock = SaveLock(tmp_path, f"step{number}")
+        (unfinished(tmp_path, f"step{number}") / MANIFEST).write_text("")
+        commit(tmp_path, f"step{number}", save_latest=True, keep_last=2)
+        lock.release()
+        time.sleep(0.01)  # file systems count time in ticks
+    (tmp_path / "somebody's").mkdir()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step3", "step4"]
+    assert names(tmp_path) == {"step3", "step4", "latest", "somebody's"}
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from shardcore.checkpoint.directory import SaveLock
+SaveLock(Path(sys.argv[1]), "theirs")
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(BlockingIOError, match=rf'another job is saving there: .*"pid": {holder.pid}, "tag": "theirs"'):
+            SaveLock(tmp_path, "ours")
+        assert unfinished(tmp_path, "theirs").exists()
+    finally:
+        holder.kill()
+        holder.wait()
+    SaveLock(tmp_path, "ours").release()  # a killed process holds nothing
+    assert names(tmp_path) == set()
+
+
+def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        write(tmp_path, "tag")
+    (tmp_path / ".x.saving").mkdir()
+    held = SaveLock(tmp_path, "tag")
+    with pytest.raises(BlockingIOError):
+        SaveLock(tmp_path, "tag")
+    held.release()
+    assert len(os.listdir("/proc/self/fd")) == len(before)

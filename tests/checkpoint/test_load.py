@@ -1,0 +1,270 @@
+"""Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.support.choice import combinations
+from tests.support.meta import frozen_net
+from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.ranks import run_ranks
+
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"offload": {"optimizer": "cpu"}},
+    "split": {"offload": {"optimizer": "cpu", "ratio": 0.37}},
+    "overlapped": {"offload": {"optimizer": "cpu", "cpu_threads": 1}, "overlap_step": True},
+    "all": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},  # at stage 3 alone
+}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {}),
+    "masters": ("bf16", {"master": "fp32"}),
+    "split masters": ("bf16", {"master": "split", "amsgrad": True}),
+    "bf16 states": ("bf16", {"master": "fp32", "state_dtype": "bf16"}),
+    "8-bit states": ("bf16", {"master": "split", "state_dtype": "8bit"}),
+    "stochastic": ("bf16", {"stochastic_rounding": True, "state_dtype": "8bit"}),
+}
+
+
+def model_of(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return frozen_net() if kind == "frozen" else make_net(seed)
+
+
+def run_of(stage: int, tier: str, form: str, steps: int = 1) -> Run:
+    precision, options = FORMS[form]
+    tier = "split" if tier == "all" and stage < 3 else tier
+    return Run(stage=stage, steps=steps, precision=precision, shard=dict(TIERS[tier]), adam={"lr": 1e-2, **options})
+
+
+def _saved(rank: int, world_size: int, run: Run, folder: str, model: str) -> str:
+    """Train two steps, save, train two more."""
+    trained, optimizer, _ = train(rank, run, model_of(model, 0))
+    shardcore.save(folder, trained, optimizer, client_state={"epoch": 3})
+    for step in (2, 3):
+        stepped(trained, optimizer, rank, step)
+    return hash_of_training(trained, optimizer)
+
+
+def _resumed(rank: int, world_size: int, run: Run, folder: str, model: str) -> tuple[str, Any]:
+    """Train something else, load, train two steps more."""
+    trained, optimizer, _ = train(rank, run, model_of(model, 7))
+    loaded = shardcore.load(folder, trained, optimizer)
+    for step in (2, 3):
+        stepped(trained, optimizer, rank, step)
+    return hash_of_training(trained, optimizer), (loaded.client_state, loaded.path.name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "form", "model"), combinations([0, 1, 2, 3], list(TIERS), list(FORMS), ["net", "frozen"]), ids=str
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, stage: int, tier: str, form: str, model: str) -> None:
+    straight = run_ranks(2, _hash_of, run_of(stage, tier, form, steps=4), model)
+    run = run_of(stage, tier, form, steps=2)
+    assert run_ranks(2, _saved, run, str(tmp_path), model) == straight, "saving changes nothing"
+    tiers = list(TIERS)
+    other = run_of((stage + 2) % 4, tiers[(tiers.index(tier) + 1) % len(tiers)], form)
+    for resuming in (run_of(stage, tier, form), other):
+        for resumed, (client_state, tag) in run_ranks(2, _resumed, resuming, str(tmp_path), model):
+            assert resumed == straight[0]
+            assert (client_state, tag) == ({"epoch": 3}, "global_step2")
+
+
+def _hash_of(rank: int, world_size: int, run: Run, model: str) -> str:
+    return hash_of_training(*train(rank, run, model_of(model, 0))[:2])
+
+
+def _micro_steps_of_one(rank: int, world_size: int, run: Run, folder: str, whole: int, steps: tuple[int, ...]) -> str:
+    """Load, if there is something, and train: `whole` micro-batches a step, over all ranks."""
+    model, optimizer, _ = train(rank, Run(**{**run.__dict__, "steps": 0}), make_net(0 if 0 in steps else 5))
+    if 0 not in steps:
+        shardcore.load(folder, model, optimizer)
+    for step in steps:
+        for micro in range(whole // world_size):
+            loss = loss_of(model, batch_of(step, 0, micro * world_size + rank)) / (whole // world_size)
+            optimizer.scale_loss(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if 0 in steps:
+        shardcore.save(folder, model, optimizer)
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1), (4, 2), (3, 1)])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_other_worlds_load_the_same_weights_and_states(tmp_path: Path, stage: int, first: int, second: int) -> None:
+    run = Run(stage=stage, precision="bf16")
+    saved = run_ranks(first, _hash_after, run, str(tmp_path), True)
+    assert set(run_ranks(second, _hash_after, run, str(tmp_path), False)) == set(saved)
+
+
+def _hash_after(rank: int, world_size: int, run: Run, folder: str, saves: bool) -> str:
+    model, optimizer, _ = train(rank, run, make_net(0 if saves else 5))
+    (shardcore.save if saves else shardcore.load)(folder, model, optimizer)
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_in_another_world_bit_for_bit(tmp_path: Path, first: int, second: int) -> None:
+    """Where both worlds add two numbers: (a + b) / 2 is a / 2 + b / 2. Of four ranks two would add in another order."""
+    runs = {size: Run(stage=2, precision="fp32", accumulate=2 // size) for size in (1, 2)}
+    straight = run_ranks(first, _micro_steps_of_one, runs[first], str(tmp_path / "straight"), 2, (0, 1, 2, 3))
+    run_ranks(first, _micro_steps_of_one, runs[first], str(tmp_path / "part"), 2, (0, 1))
+    resumed = run_ranks(second, _micro_steps_of_one, runs[second], str(tmp_path / "part"), 2, (2, 3))
+    assert set(resumed) == set(straight)
+
+
+def _other_form(rank: int, world_size: int, first: str, second: str, folder: str) -> tuple[bool, list[str]]:
+    model, optimizer, _ = train(rank, run_of(2, "device", first, steps=3))
+    shardcore.save(folder, model, optimizer)
+    other, its, _ = train(rank, run_of(1, "cpu", second, steps=1), make_net(5))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardcore.load(folder, other, its)
+    weights, states = model.state_dict(), optimizer.state_dict()["state"]
+    equal = all(torch.equal(value.float(), weights[name].float()) for name, value in other.state_dict().items())
+    for number, state in its.state_dict()["state"].items():
+        equal &= all(torch.equal(state[key].float(), states[number][key].float()) for key in ("exp_avg", "exp_avg_sq", "step"))
+    return equal, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "exact"),
+    [
+        ("8-bit states", "masters", True),
+        ("bf16 states", "masters", True),
+        ("stochastic", "8-bit states", True),
+        ("masters", "8-bit states", False),
+        ("masters", "bf16 states", False),
+        ("masters", "stochastic", False),
+    ],
+)
+def test_other_forms_are_exact_or_said_to_be_rounded(tmp_path: Path, first: str, second: str, exact: bool) -> None:
+    for equal, said in run_ranks(2, _other_form, first, second, str(tmp_path)):
+        assert equal == exact
+        assert len(said) == (0 if exact else 1)
+        assert exact or "is rounded to what this optimizer keeps" in said[0]
+
+
+def _amsgrad(rank: int, world_size: int, folder: str) -> str:
+    model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
+    shardcore.save(folder, model, optimizer)
+    other, its, _ = train(rank, run_of(2, "device", "split masters"))
+    before = hash_of_training(other, its)
+    said = error_of(lambda: shardcore.load(folder, other, its))
+    assert hash_of_training(other, its) == before
+    return said
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(2, _amsgrad, str(tmp_path)):
+        assert "param_groups[0].amsgrad is False; expected True" in said
+
+
+def _without_states(rank: int, world_size: int, folder: str) -> tuple[str, bool, bool]:
+    model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
+    shardcore.save(folder, model)
+    before = hash_of_training(model, optimizer)
+    said = error_of(lambda: shardcore.load(folder, model, optimizer))
+    kept = hash_of_training(model, optimizer) == before
+    torch.manual_seed(11)
+    expected = torch.rand(2)
+    torch.manual_seed(11)
+    shardcore.load(folder, model)
+    return said, kept, torch.equal(torch.rand(2), expected)
+
+
+def test_states_are_not_reset_in_silence(tmp_path: Path) -> None:
+    for said, kept, same_random in run_ranks(2, _without_states, str(tmp_path)):
+        assert "has no states of an optimizer; expected some, or load without an optimizer" in said
+        assert kept
+        assert same_random, "random states come with the optimizer's"
+
+
+def _one_for_each(rank: int, world_size: int, folder: str, saves: bool) -> str:
+    model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    if saves:
+        shardcore.save(folder, model, optimizer, stateful={"data": scheduler})
+    before = hash_of_training(model, optimizer)
+    said = error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler}))
+    assert hash_of_training(model, optimizer) == before
+    return said
+
+
+def test_positions_in_data_are_of_a_world(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_for_each, str(tmp_path), True) == ["no error"] * 2
+    assert "was saved by 2 ranks, each with its own; expected 1" in run_ranks(1, _one_for_each, str(tmp_path), False)[0]
+
+
+# --- checkpoints of others ----------------------------------------------------------------------------------------------
+
+
+def _torch_run(steps: range, model: Any, optimizer: Any, world_size: int = 2) -> None:
+    for step in steps:
+        for rank in range(world_size):
+            (loss_of(model, batch_of(step, 0, rank)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _from_torch(rank: int, world_size: int, folder: str, stage: int) -> tuple[Any, Any]:
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1), make_net(5))
+    shardcore.load(Path(folder, "checkpoint.pt"), model, optimizer)
+    loaded = hash_of_training(model, optimizer)
+    for step in (2, 3):
+        stepped(model, optimizer, rank, step)
+    return loaded, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_of_torchs_goes_on(tmp_path: Path, stage: int) -> None:
+    plain = make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.2)
+    _torch_run(range(2), plain, optimizer)
+    torch.save({"model": plain.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 4}, tmp_path / "checkpoint.pt")
+    hashes = hash_of_training(plain, optimizer)
+    _torch_run(range(2, 4), plain, optimizer)
+    for loaded, weights in run_ranks(2, _from_torch, str(tmp_path), stage):
+        assert loaded == hashes
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("tier", ["device", "cpu", "split", "overlapped", "all"])
+@pytest.mark.parametrize("form", ["masters", "8-bit states"])
+def test_on_a_gpu(tmp_path: Path, form: str, tier: str, wait: bool) -> None:
+    def make(seed: int) -> Any:
+        run = run_of(3, tier, form)
+        model = make_net(seed).cuda()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), **run.adam)
+        return shardcore.shard(model, optimizer, 3, precision=run.precision, **run.shard)
+
+    def step(model: Any, optimizer: Any, number: int) -> None:
+        x, y = (part.cuda() for part in batch_of(number, 0, 0))
+        loss_of(model, (x, y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = make(0)
+    step(model, optimizer, 0)
+    saving = shardcore.save(tmp_path, model, optimizer, wait=wait)
+    step(model, optimizer, 1)  # at once: what is not written yet is held
+    saving.wait()
+    expected = hash_of_training(model, optimizer), torch.rand(3, device="cuda")
+    resumed, other = make(7)
+    step(resumed, other, 5)
+    shardcore.load(tmp_path, resumed, other)
+    step(resumed, other, 1)
+    assert hash_of_training(resumed, other) == expected[0]
+    assert torch.equal(torch.rand(3, device="cuda"), expected[1])

@@ -1,0 +1,155 @@
+"""Saving: what fails changes nothing and is named on every rank; what runs in the background saves what was there before."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+import shardcore
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.format import read_json
+from tests.support.models import Run, error_of, make_net, stepped, train
+from tests.support.ranks import run_ranks
+
+CPU = {"offload": {"optimizer": "cpu"}}
+
+
+def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    _, other, _ = train(rank, Run(stage=2, steps=1))
+    odd = rank == 1
+    return [
+        error_of(lambda: shardcore.save(folder, nn.Linear(1, 1))),
+        error_of(lambda: shardcore.save(folder, model, other)),
+        error_of(lambda: shardcore.save(folder, model, optimizer, tag="a/b" if odd else "a")),
+        error_of(lambda: shardcore.save(folder, model, optimizer, tag="b" if odd else "a")),
+        error_of(lambda: shardcore.save(folder, model, optimizer, keep_last=0)),
+        error_of(lambda: shardcore.save(folder, model, optimizer, client_state={"x": [object()]})),
+        error_of(lambda: shardcore.save(folder, model, optimizer, scheduler=3)),
+        error_of(lambda: shardcore.save(folder, model, optimizer, stateful={"data": 3})),
+        error_of(lambda: shardcore.save(folder if not odd else f"{folder}/other", model, optimizer)),
+        str(os.listdir(folder)),
+    ]
+
+
+def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _refusals, str(tmp_path))
+    assert first[0] == second[0]
+    assert "Linear is not sharded" in first[0]
+    assert "optimizer is a FusedAdam that is not model's" in first[1]
+    assert "tag has 'a/b'; expected the name of a directory" in second[2]
+    assert "rank 1 refused" in first[2]
+    assert "rank 1 reads something else than a in" in first[3]
+    assert "keep_last has 0; expected a number of at least 1" in first[4]
+    assert "client_state['x'][0] has type object; expected plain data" in first[5]
+    assert "rank 0 failed" in second[5]
+    assert "scheduler has type int; expected something with state_dict()" in first[6]
+    assert "stateful['data'] has type int" in first[7]
+    assert "reads something else" in first[8]
+    assert first[9] in ("[]", "['.lock']")
+
+
+class Kept:
+    """Something with a position."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> Any:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def _beside(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    torch.manual_seed(rank)
+    given = {"epoch": 2, "best": (0.5, None), "seen": torch.arange(3)}
+    shardcore.save(folder, model, optimizer, scheduler=scheduler, client_state=given, stateful={"data": Kept([rank, 7])})
+    expected = torch.rand(4), scheduler.state_dict(), optimizer.param_groups[0]["lr"]
+    scheduler.step()
+    scheduler.step()
+    optimizer.param_groups[0]["lr"] = 17.0
+    data = Kept(None)
+    loaded = shardcore.load(folder, model, optimizer, scheduler=scheduler, stateful={"data": data})
+    assert torch.equal(torch.rand(4), expected[0]), "random states are those of each rank"
+    assert scheduler.state_dict() == expected[1]
+    assert optimizer.param_groups[0]["lr"] == expected[2]
+    assert data.value == [rank, 7]
+    assert loaded.client_state["best"] == (0.5, None)
+    assert loaded.client_state["seen"].tolist() == [0, 1, 2]
+
+
+def test_what_is_beside_tensors_is_restored(tmp_path: Path) -> None:
+    run_ranks(2, _beside, str(tmp_path))
+
+
+def test_a_manifest_says_how_it_was_trained(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(stage=1, steps=1, shard=CPU))
+    path = shardcore.save(tmp_path, model, optimizer).path
+    numerics = read_json(path / "manifest.json")["numerics"]
+    assert (numerics["stage"], numerics["reduction"], numerics["grad_dtype"]) == ("1", "ordered", "fp32")
+    assert "optimizer='cpu'" in numerics["offload"]
+
+
+def _excluded(rank: int, world_size: int, folder: str, stage: int) -> None:
+    def make() -> Any:
+        model = make_net(rank + 3)
+        model.blocks[0].requires_grad_(False)
+        return train(rank, Run(stage=stage, steps=1, precision="bf16"), model)
+
+    model, optimizer, _ = make()
+    shardcore.save(folder, model, optimizer, exclude_frozen_parameters=True)
+    weights = model.state_dict()
+    model, optimizer, _ = make()
+    frozen = model.state_dict()
+    shardcore.load(folder, model, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, (frozen if name.startswith("blocks.0.") else weights)[name]), name
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_parameters_may_be_left_out(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _excluded, str(tmp_path), stage)
+
+
+def _wrapped(rank: int, world_size: int, folder: str) -> None:
+    model, optimizer, _ = train(rank, Run(stage=3, steps=1))
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module).__name__ == "Block")
+    stepped(model, optimizer, rank, 1)
+    shardcore.save(folder, model, optimizer)
+    weights = list(model.state_dict().values())
+    plain, its, _ = train(rank, Run(stage=2, steps=0))
+    shardcore.load(folder, plain, its)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), weights, strict=True))
+    shardcore.consolidate(model, Path(folder, "model.safetensors"))
+    if rank == 0:
+        head = Path(folder, "model.safetensors").read_bytes()[:4096]
+        assert b"blocks.0.norm.weight" in head
+        assert b"wrapped" not in head
+
+
+def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    run_ranks(2, _wrapped, str(tmp_path))
+
+
+def test_the_one_that_latest_names_is_kept(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    for tag, latest in (("a", True), ("b", True), ("c", False), ("d", False)):
+        shardcore.save(tmp_path, model, optimizer, tag=tag, save_latest=latest, keep_last=1)
+    assert sorted(os.listdir(tmp_path)) == [".lock", "b", "d", "latest"]
+
+
+def test_too_much_plain_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_MAX_JSON_BYTES", 100_000)
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    with pytest.raises(ValueError, match=r"plain data take .* bytes as JSON; expected at most 100000"):
+        shardcore.save(tmp_path, model, optimizer, client_state={"ema": torch.zeros(100_000)})
+    shardcore.save(tmp_path, model, optimizer)
+    shardcore.load(tmp_path, model, optimizer)

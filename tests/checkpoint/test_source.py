@@ -1,0 +1,126 @@
+"""A source of any kind is loaded: what it has by name and by ranges is what the model and its optimizer get."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore.checkpoint.load import Wanted, load_from
+from shardcore.checkpoint.source import Source
+from shardcore.engine.engine import engine_behind
+from tests.support.models import Run, make_net, train
+from tests.support.ranks import run_ranks
+
+
+class InMemory(Source):
+    """Full tensors, of which it is written down which parts were read."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.path = Path("memory")
+        self.shapes = {name: tuple(value.shape) for name, value in make_net().state_dict().items()}
+        trained = [name for name, _ in make_net().named_parameters()]
+        self.steps = dict.fromkeys(trained, 5)
+        self.tensors = {
+            (name, key): torch.randn(self.shapes[name], generator=generator).abs()
+            for name in self.shapes
+            for key in self.keys(name)
+        }
+        self.read_numel = 0
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        return ("weight", "exp_avg", "exp_avg_sq") if name in self.steps else ("weight",)
+
+    def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
+        self.read_numel += numel
+        return self.tensors[name, key].reshape(-1)[start : start + numel].clone()
+
+
+def _load(rank: int, world_size: int, stage: int) -> tuple[int, int]:
+    model, optimizer, _ = train(rank, Run(stage=stage, steps=1, precision="bf16"))
+    source = InMemory(3)
+    with source:
+        load_from(source, engine_behind("load", model), Wanted())
+    numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    weights, states = model.state_dict(), optimizer.state_dict()["state"]
+    for (name, key), value in source.tensors.items():
+        found = weights[name] if key == "weight" else states[numbers[name]][key]
+        assert torch.equal(found.cpu(), value), (name, key)
+    assert {float(state["step"]) for state in states.values()} == {5.0}
+    return source.read_numel, sum(value.numel() for value in source.tensors.values())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_source_is_loaded(stage: int) -> None:
+    results = run_ranks(2, _load, stage)
+    read = [numel for numel, _ in results]
+    if stage == 0:
+        assert read == [results[0][1]] * 2
+    else:  # each rank reads what it keeps
+        assert sum(read) < 1.1 * results[0][1]
+
+
+def _names(rank: int, world_size: int) -> list[Any]:
+    model, _, _ = train(rank, Run(stage=2, steps=1))
+    engine = engine_behind("load", model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    source = InMemory(3)
+    del source.shapes["gain"]  # type: ignore[attr-defined]
+    source.shapes["other"] = (3,)  # type: ignore[index]
+    said = []
+    try:
+        load_from(source, engine, Wanted())
+    except ValueError as error:
+        said.append(str(error))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    loaded = load_from(source, engine, Wanted(strict=False))
+    assert torch.equal(model.state_dict()["gain"], before["gain"])
+    assert torch.equal(model.state_dict()["head.weight"], source.tensors["head.weight", "weight"])
+    source.shapes["head.weight"] = (24, 5)  # type: ignore[index]
+    try:
+        load_from(source, engine, Wanted(strict=False))
+    except ValueError as error:
+        said.append(str(error))
+    return [*said, loaded.missing, loaded.unexpected]
+
+
+def test_names_and_shapes_are_compared_first() -> None:
+    for names, shapes, missing, unexpected in run_ranks(2, _names):
+        assert "has other names than the model: missing gain; unexpected other" in names
+        assert "head.weight has shape (24, 5) in memory; expected (5, 24)" in shapes
+        assert (missing, unexpected) == (["gain"], ["other"])
+
+
+def _weights_only(rank: int, world_size: int) -> None:
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2))
+    states = optimizer.state_dict()["state"]
+    source = InMemory(3)
+    load_from(source, engine_behind("load", model), Wanted(states=False))
+    assert torch.equal(model.state_dict()["head.weight"], source.tensors["head.weight", "weight"])
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, states[number][key]) for key, value in state.items())
+
+
+def test_weights_alone() -> None:
+    run_ranks(2, _weights_only)
+
+
+def _rounded(rank: int, world_size: int) -> list[str]:
+    model, _, _ = train(rank, Run(stage=2, steps=1, precision="bf16", adam={"lr": 1e-2, "state_dtype": "8bit"}))
+    with pytest.warns(UserWarning, match="is rounded to what this optimizer keeps") as caught:
+        load_from(InMemory(3), engine_behind("load", model), Wanted())
+    return [str(one.message) for one in caught]
+
+
+def test_what_is_rounded_is_said_once() -> None:
+    for said in run_ranks(2, _rounded):
+        assert len(said) == 1
+        assert "more like it" in said[0]
+
+
+def test_shardcore_load_needs_a_checkpoint(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    with pytest.raises(FileNotFoundError, match="there are none"):
+        shardcore.load(tmp_path / "nothing", model, optimizer)
