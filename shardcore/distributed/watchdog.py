@@ -339,7 +339,8 @@ class _Watch:
         if reason is None:
             proofs = (self._never(store, wait, here, counts, order, other) for other in missing[:_EXAMINED])
             found, waits = next(filter(None, proofs), ("", []))
-            for key in (*(one.key for one in waits), *(one.group for one in waits if one.name != _BY_USER)):
+            # Those of groups first: the rank of the other wait ends its own as soon as its reason is there.
+            for key in (*(one.group for one in waits if one.name != _BY_USER), *(one.key for one in waits)):
                 reason = store.compare_set(f"reason/{key}", "", reason or found).decode()
         if reason is not None:
             self._end(wait, reason)
