@@ -24,7 +24,7 @@ def python_blocks(*pages):
     ]
 
 
-@pytest.mark.parametrize(("pages", "count"), [(["README.md"], 1), (["docs/guide.md", "docs/deepspeed.md"], 8)])
+@pytest.mark.parametrize(("pages", "count"), [(["README.md"], 1), (["docs/guide.md", "docs/deepspeed.md"], 9)])
 def test_examples_run_over_two_ranks(pages, count, tmp_path):
     blocks = python_blocks(*pages)
     assert len(blocks) == count

@@ -1,0 +1,604 @@
+"""DeepSpeed's schedules: every learning rate and momentum against DeepSpeed's own, and a table of values without it."""
+
+import copy
+import inspect
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import shardcore
+from shardcore.deepspeed import lr_schedules
+from shardcore.deepspeed.lr_schedules import (
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    check_scheduler,
+    make,
+)
+from tests.support.deepspeed import ds_config, start, train
+
+STEPS = 300
+LRS = (3e-3, 0.7, 1e-5)  # of the param_groups, before a schedule changes them
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Any]:
+    """DeepSpeed's module."""
+    pytest.importorskip("deepspeed", reason="comparisons with DeepSpeed need it")
+    from deepspeed.runtime import lr_schedules as module
+    from deepspeed.utils import logger
+
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns whenever a schedule is made
+    yield module
+    logger.setLevel(level)
+
+
+def adam(groups: int = 3, kind: Any = torch.optim.AdamW, **options: Any) -> Any:
+    params = [torch.nn.Parameter(torch.full((3,), float(i + 1))) for i in range(groups)]
+    return kind([{"params": [p], "lr": lr} for p, lr in zip(params, LRS, strict=False)], **options)
+
+
+# --- every parameter, in a grid and drawn -----------------------------------------------------------------------------
+
+
+def product(**values: Any) -> list[dict[str, Any]]:
+    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+
+
+WARMUP = {"warmup_num_steps": (1, 2, 50, 137), "warmup_type": ("log", "linear")}
+GRID: dict[str, list[dict[str, Any]]] = {
+    "LRRangeTest": product(
+        lr_range_test_min_lr=(1e-3, [0.1, 1e-4, 3.7e-5]),
+        lr_range_test_step_size=(1, 7, 2000),
+        lr_range_test_step_rate=(1.0, 0.3),
+        lr_range_test_staircase=(False, True),
+    ),
+    "WarmupLR": product(warmup_min_lr=(0, 1e-5, [0.0, 1e-4, 0.3]), warmup_max_lr=(None, 1e-3, [0.1, 0.2, 3e-4]), **WARMUP),
+    "WarmupDecayLR": product(
+        total_num_steps=(20, 137, 250, 10_000),
+        warmup_min_lr=(0.0, [0.0, 1e-4, 0.3]),
+        warmup_max_lr=(None, 1e-3),
+        **WARMUP,
+    ),
+    "WarmupCosineLR": product(
+        total_num_steps=(20, 137, 250, 10_000), warmup_min_ratio=(0.0, 0.13), cos_min_ratio=(1e-4, 0.0, 0.3), **WARMUP
+    ),
+    "OneCycle": product(
+        cycle_min_lr=(1e-4, [1e-4, 0.3, 0.0]),
+        cycle_max_lr=(1e-1,),
+        cycle_first_step_size=(30, 77),
+        cycle_second_step_size=(None, 41, 0),
+        cycle_first_stair_count=(0, 7),
+        cycle_second_stair_count=(None, 0, 3),
+        decay_step_size=(0, 13),
+        decay_lr_rate=(0.0, 0.1),
+        decay_mom_rate=(0.0, 1e-3),
+        cycle_momentum=(True, False),
+    ),
+}
+FROM = "last_batch_iteration"
+
+
+def drawn(name: str, seed: int) -> dict[str, Any]:
+    """Parameters that no grid has; the last of 4 goes on from an iteration."""
+    rng = random.Random(f"{name} {seed}")
+    size, more = rng.randint(1, 200), {FROM: rng.randint(0, 250)} if seed % 4 == 3 else {}
+    rates = [rng.uniform(0, 1) for _ in range(3)]
+    if name == "LRRangeTest":
+        found = {"min_lr": rates, "step_size": size, "step_rate": rng.uniform(0, 3), "staircase": rng.random() < 0.5}
+        return {f"lr_range_test_{key}": value for key, value in found.items()} | more
+    if name == "OneCycle":
+        return {
+            "cycle_min_lr": rates,
+            "cycle_max_lr": rng.uniform(0, 2),
+            "cycle_first_step_size": rng.uniform(1, 100),
+            "cycle_second_step_size": rng.uniform(0, 100),
+            "cycle_first_stair_count": rng.randint(-1, 20),
+            "cycle_second_stair_count": rng.randint(-1, 20),
+            "decay_step_size": rng.randint(0, 20),
+            "decay_lr_rate": rng.uniform(0, 1),
+            "cycle_min_mom": [rng.uniform(0, 0.9) for _ in range(3)],
+            "cycle_max_mom": rng.uniform(0, 0.99),
+            "decay_mom_rate": rng.uniform(-0.1, 0.1),
+            **more,
+        }
+    warmup = {"warmup_num_steps": size, "warmup_type": rng.choice(["log", "linear"]), **more}
+    if name == "WarmupCosineLR":
+        ratios = {"warmup_min_ratio": rng.random(), "cos_min_ratio": rng.random()}
+        return {"total_num_steps": rng.randint(1, 300), **ratios, **warmup}
+    limits = {"warmup_min_lr": rates, "warmup_max_lr": rng.uniform(0, 1), **warmup}
+    return limits if name == "WarmupLR" else {"total_num_steps": rng.randint(1, 300), **limits}
+
+
+def seen(schedule: Any) -> tuple[Any, ...]:
+    """What a step leaves, and what the methods return."""
+    groups = [(group["lr"], group["betas"]) for group in schedule.optimizer.param_groups]
+    momenta = schedule.get_mom() if isinstance(schedule, OneCycle) or type(schedule).__name__ == "OneCycle" else None
+    last = schedule.get_last_lr() if getattr(schedule, "_last_lr", None) else None
+    return groups, schedule.get_lr(), momenta, last, schedule.state_dict()
+
+
+def trace(kind: Any, params: dict[str, Any], steps: int = STEPS) -> list[tuple[Any, ...]]:
+    schedule = kind(adam(), **copy.deepcopy(params))
+    found = [seen(schedule)]
+    for _ in range(steps):
+        schedule.step()
+        found.append(seen(schedule))
+    if type(schedule).__name__ == "OneCycle":  # DeepSpeed's get_last_lr raises before the first step
+        found[0] = (*found[0][:3], None, found[0][4])
+    return found
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_equals_deepspeed_over_a_grid(name: str, theirs: Any) -> None:
+    cases = GRID[name] if len(GRID[name]) < 100 else random.Random(0).sample(GRID[name], 60)
+    for params in cases:
+        assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
+
+
+@pytest.mark.slow
+def test_equals_deepspeed_over_the_whole_grid_of_onecycle(theirs: Any) -> None:
+    for params in GRID["OneCycle"]:
+        assert trace(OneCycle, params) == trace(theirs.OneCycle, params), params
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_equals_deepspeed_for_drawn_parameters(name: str, theirs: Any) -> None:
+    for seed in range(40):
+        params = drawn(name, seed)
+        assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_arguments_and_defaults_are_deepspeeds(name: str, theirs: Any) -> None:
+    def arguments(function: Any) -> list[tuple[str, Any]]:
+        return [(argument.name, argument.default) for argument in inspect.signature(function).parameters.values()]
+
+    ours = getattr(lr_schedules, name)
+    assert arguments(ours.__init__) == arguments(getattr(theirs, name).__init__)
+    assert arguments(ours.step) == arguments(getattr(theirs, name).step)
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_a_given_iteration_is_taken(name: str, theirs: Any) -> None:
+    params = drawn(name, 0)
+    ours, reference = getattr(lr_schedules, name)(adam(), **params), getattr(theirs, name)(adam(), **params)
+    for iteration in (17, 3, 250, 0):
+        ours.step(iteration)
+        reference.step(iteration)
+        assert seen(ours) == seen(reference)
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_state_dicts_go_both_ways_in_the_middle_of_a_run(name: str, ours_first: bool, theirs: Any) -> None:
+    kinds = [getattr(lr_schedules, name), getattr(theirs, name)]
+    before, after = kinds if ours_first else reversed(kinds)
+    for seed in range(4):
+        params = drawn(name, seed)
+        whole = trace(before, params)
+        first = before(adam(), **params)
+        for _ in range(100):
+            first.step()
+        second = after(adam(), **params)
+        second.load_state_dict(first.state_dict())
+        assert second.get_lr() == whole[100][1]
+        for step in range(101, STEPS + 1):
+            second.step()
+            assert seen(second) == whole[step], step
+
+
+# --- broken twins -----------------------------------------------------------------------------------------------------
+
+
+class Late(WarmupLR):
+    """Sets the learning rate of the iteration before."""
+
+    def _step(self, iteration: int | None) -> None:
+        self._set_lr()
+        self.last_batch_iteration += 1
+
+
+class OneGroup(WarmupDecayLR):
+    """Changes the first param_group only."""
+
+    def _set_lr(self) -> None:
+        others = [group["lr"] for group in self.optimizer.param_groups[1:]]
+        super()._set_lr()
+        for group, lr in zip(self.optimizer.param_groups[1:], others, strict=True):
+            group["lr"] = lr
+
+
+class EndsLate(WarmupDecayLR):
+    """Decays over all steps, not over those after the warm-up."""
+
+    def _after_warmup(self) -> float:
+        return max(0.0, (self.total_num_steps - self.last_batch_iteration) / self.total_num_steps)
+
+
+class LateCosine(WarmupCosineLR):
+    """Is a step behind."""
+
+    def get_lr_ratio(self) -> float:
+        self.last_batch_iteration -= 1
+        ratio = super().get_lr_ratio()
+        self.last_batch_iteration += 1
+        return ratio
+
+
+class KeepsBetas(OneCycle):
+    """Leaves the momentum as it was."""
+
+    def _set_betas(self, momenta: Any) -> None:
+        pass
+
+
+class NoDecay(OneCycle):
+    """Stays at the smallest learning rate after the cycle."""
+
+    def _decay(self) -> float | None:
+        return None if super()._decay() is None else 0.0
+
+
+class Smooth(LRRangeTest):
+    """Has no stairs."""
+
+    def get_lr(self) -> Any:
+        self.staircase = False
+        return super().get_lr()
+
+
+TWINS = [Late, OneGroup, EndsLate, LateCosine, KeepsBetas, NoDecay, Smooth]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_broken_twin_differs_from_deepspeed(twin: Any, theirs: Any) -> None:
+    name = twin.__bases__[0].__name__
+    rows = [trace(twin, drawn(name, seed)) == trace(getattr(theirs, name), drawn(name, seed)) for seed in range(40)]
+    assert not all(rows)
+
+
+# schedule, arguments, {steps taken: (learning rate of a group whose own is 0.7, its first beta)}, by hand from the formulas.
+TABLE: list[tuple[Any, dict[str, Any], dict[int, tuple[float, float]]]] = [
+    (
+        WarmupLR,
+        {"warmup_max_lr": 1.0, "warmup_num_steps": 8, "warmup_type": "linear"},
+        {0: (0.0, 0.9), 1: (0.0, 0.9), 2: (0.125, 0.9), 8: (0.875, 0.9), 9: (1.0, 0.9), 50: (1.0, 0.9)},
+    ),
+    (
+        WarmupLR,
+        {"warmup_min_lr": 0.1, "warmup_num_steps": 8},  # log of 2 and 4 over that of 8
+        {0: (0.1, 0.9), 1: (0.1, 0.9), 2: (0.3, 0.9), 4: (0.5, 0.9), 8: (0.7, 0.9), 9: (0.7, 0.9)},
+    ),
+    (
+        WarmupDecayLR,
+        {"total_num_steps": 16, "warmup_max_lr": 1.0, "warmup_num_steps": 8, "warmup_type": "linear"},
+        {0: (0.0, 0.9), 5: (0.5, 0.9), 9: (1.0, 0.9), 13: (0.5, 0.9), 17: (0.0, 0.9), 30: (0.0, 0.9)},
+    ),
+    (
+        WarmupCosineLR,
+        {
+            "total_num_steps": 16,
+            "warmup_min_ratio": 0.5,
+            "warmup_num_steps": 8,
+            "warmup_type": "linear",
+            "cos_min_ratio": 0.0,
+        },
+        {0: (0.0, 0.9), 1: (0.35, 0.9), 5: (0.525, 0.9), 12: (0.35, 0.9), 16: (0.0, 0.9), 30: (0.0, 0.9)},
+    ),
+    (
+        OneCycle,
+        {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 8, "decay_step_size": 4, "decay_lr_rate": 1.0},
+        {0: (1.0, 0.8), 4: (2.0, 0.85), 8: (3.0, 0.8), 12: (2.0, 0.85), 16: (1.0, 0.9), 17: (0.8, 0.9), 20: (0.5, 0.9)},
+    ),
+    (
+        OneCycle,
+        {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 8, "cycle_first_stair_count": 2},
+        {4: (2.0, 0.85), 7: (2.0, 0.85), 8: (3.0, 0.8), 9: (2.0, 0.85), 12: (2.0, 0.85), 13: (1.0, 0.9)},
+    ),
+    (
+        LRRangeTest,
+        {"lr_range_test_min_lr": 0.25, "lr_range_test_step_size": 4, "lr_range_test_step_rate": 2.0},
+        {0: (0.25, 0.9), 1: (0.375, 0.9), 4: (0.75, 0.9)},
+    ),
+    (
+        LRRangeTest,
+        {"lr_range_test_min_lr": 0.25, "lr_range_test_step_size": 4, "lr_range_test_staircase": True},
+        {0: (0.25, 0.9), 3: (0.25, 0.9), 4: (0.5, 0.9), 8: (0.75, 0.9)},
+    ),
+]
+
+
+def wrong(kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, float]]) -> list[int]:
+    """After how many steps something else is there."""
+    schedule, found = kind(adam(), **params), []
+    for steps in range(max(expected) + 1):
+        group = schedule.optimizer.param_groups[1]
+        pair = zip((group["lr"], group["betas"][0]), expected.get(steps, (group["lr"], group["betas"][0])), strict=True)
+        if not all(math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-15) for one, other in pair):
+            found.append(steps)
+        schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "params", "expected"), TABLE)
+def test_values_by_hand(kind: Any, params: dict[str, Any], expected: dict[int, tuple[float, float]]) -> None:
+    assert wrong(kind, params, expected) == []
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_broken_twin_differs_from_the_values_by_hand(twin: Any) -> None:
+    assert any(wrong(twin, params, expected) for kind, params, expected in TABLE if kind is twin.__bases__[0])
+
+
+# --- over optimizers --------------------------------------------------------------------------------------------------
+
+
+def trained(kind: Any, params: dict[str, Any], make_optimizer: Callable[..., Any]) -> list[torch.Tensor]:
+    optimizer = adam(kind=make_optimizer)
+    schedule = kind(optimizer, **params)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+        schedule.step()
+    return [param.detach() for group in optimizer.param_groups for param in group["params"]]
+
+
+CYCLE = {"cycle_min_lr": 1e-3, "cycle_max_lr": 0.1, "cycle_first_step_size": 4, "decay_step_size": 1, "decay_lr_rate": 0.5}
+
+
+@pytest.mark.parametrize("optimizer", [shardcore.FusedAdam, torch.optim.AdamW])
+def test_weights_are_those_under_deepspeeds_schedule(optimizer: Any, theirs: Any) -> None:
+    expected = trained(theirs.OneCycle, CYCLE, optimizer)
+    assert all(map(torch.equal, trained(OneCycle, CYCLE, optimizer), expected))
+    assert not all(map(torch.equal, trained(KeepsBetas, CYCLE, optimizer), expected))
+
+
+def test_tensor_learning_rates_are_filled() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    lr = optimizer.param_groups[0]["lr"]
+    schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    assert lr.item() == 0.0
+    found = []
+    for _ in range(6):
+        schedule.step()
+        found.append(lr.item())
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert found == [0.0, 0.125, 0.25, 0.375, 0.5, 0.5]
+    assert schedule.get_last_lr() == [0.5]
+
+
+def test_an_optimizer_inside_another_object_is_found() -> None:
+    inner = adam()
+    assert WarmupLR(SimpleNamespace(optimizer=inner)).optimizer is inner
+    with pytest.raises(TypeError, match=r"WarmupLR: optimizer has type SimpleNamespace; expected a torch.optim.Optimizer"):
+        WarmupLR(SimpleNamespace(optimizer=3))
+
+
+def test_momentum_is_left_alone_where_there_is_none(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = OneCycle(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1), 0.1, 0.2)
+    assert "OneCycle: SGD has no betas" in caplog.text
+    assert schedule.get_mom() is None
+    schedule.step()
+    assert "betas" not in schedule.optimizer.param_groups[0]
+
+
+def test_no_key_is_added_to_the_groups_and_no_step_is_taken() -> None:
+    optimizer = adam()
+    keys, step = set(optimizer.param_groups[0]), optimizer.step
+    assert WarmupLR(optimizer).state_dict() == {FROM: -1}
+    assert set(optimizer.param_groups[0]) == keys
+    assert optimizer.step == step
+
+
+def test_the_last_learning_rates() -> None:
+    schedule = WarmupLR(adam(1), 0.0, 1.0, 4, "linear", 2)
+    assert schedule.optimizer.param_groups[0]["lr"] == LRS[0]  # it goes on, so nothing is set yet
+    with pytest.raises(ValueError, match="get_last_lr: this WarmupLR has set no learning rate yet; expected step"):
+        schedule.get_last_lr()
+    schedule.load_state_dict({FROM: 3})
+    assert schedule.get_last_lr() == [0.75]
+    assert schedule.optimizer.param_groups[0]["lr"] == LRS[0]
+    schedule.step()
+    assert schedule.get_last_lr() == [1.0]
+
+
+def test_a_group_that_is_added_later_is_refused() -> None:
+    schedule = WarmupLR(adam(2))
+    schedule.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="WarmupLR: optimizer has 3 param_groups; expected 2, as when the schedule was made"):
+        schedule.step()
+
+
+def test_in_the_engine_a_checkpoint_keeps_the_schedule(tmp_path: Any) -> None:
+    def engine() -> Any:
+        return start(ds_config(), lr_scheduler=lambda optimizer: make("WarmupDecayLR", params, optimizer))
+
+    params = {"total_num_steps": 12, "warmup_num_steps": 3, "warmup_max_lr": 0.01}
+    whole = engine()
+    train(whole, 0, 4)
+    whole.save_checkpoint(tmp_path)
+    resumed = engine()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.get_lr() == resumed.lr_scheduler.get_last_lr() == whole.get_lr() == [0.01]
+    train(whole, 0, 3)
+    train(resumed, 0, 3)
+    assert resumed.get_lr() == whole.get_lr() == [0.01 * 6 / 9]
+    left, right = whole.module.state_dict(), resumed.module.state_dict()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.slow
+def test_lightning_and_accelerate_take_them() -> None:
+    lightning = pytest.importorskip("lightning", reason="needs Lightning")
+    accelerate = pytest.importorskip("accelerate", reason="needs Accelerate")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rates = torch.nn.Linear(3, 1), []
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.5)
+            schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module = Module()
+    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    lightning.Trainer(max_epochs=1, accelerator="cpu", **options).fit(module, torch.utils.data.DataLoader(torch.ones(5, 3)))
+    assert module.rates == [0.0, 0.0, 0.125, 0.25, 0.375]
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+    optimizer, schedule = accelerator.prepare(optimizer, WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear"))
+    for _ in range(8):
+        with accelerator.accumulate():
+            optimizer.step()
+            schedule.step()
+    assert schedule.get_last_lr() == [0.375]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        (WarmupLR, {"warmup_num_steps": -1}, "WarmupLR: warmup_num_steps has -1; expected a finite number of at least 0"),
+        (WarmupLR, {"warmup_num_steps": 2.5}, "WarmupLR: warmup_num_steps has 2.5; expected a whole number"),
+        (WarmupLR, {"warmup_num_steps": "3"}, "WarmupLR: warmup_num_steps has '3'; expected a finite number"),
+        (WarmupLR, {"warmup_type": "cosine"}, 'WarmupLR: warmup_type has \'cosine\'; expected "log" or "linear"'),
+        (WarmupLR, {"warmup_type": []}, "WarmupLR: warmup_type has \\[\\]; expected"),
+        (WarmupLR, {"warmup_max_lr": [1.0]}, "WarmupLR: warmup_max_lr has 1 values; expected one number, or 3"),
+        (WarmupLR, {"warmup_max_lr": [1.0, 2.0, math.nan]}, r"WarmupLR: warmup_max_lr\[2\] has nan; expected a finite number"),
+        (WarmupLR, {"warmup_min_lr": -1e-3}, "WarmupLR: warmup_min_lr has -0.001; expected a finite number of at least 0"),
+        (WarmupLR, {"warmup_min_lr": 10**400}, "WarmupLR: warmup_min_lr has 1000"),
+        (WarmupLR, {FROM: -2}, "WarmupLR: last_batch_iteration has -2; expected a finite number of at least -1"),
+        (WarmupDecayLR, {"total_num_steps": -1}, "WarmupDecayLR: total_num_steps has -1; expected a finite number"),
+        (WarmupDecayLR, {"total_num_steps": True}, "WarmupDecayLR: total_num_steps has True; expected a finite number"),
+        (WarmupCosineLR, {"total_num_steps": 9, "cos_min_ratio": [0.1]}, r"WarmupCosineLR: cos_min_ratio has \[0.1\]"),
+        (OneCycle, {"cycle_min_lr": 0.1, "cycle_max_lr": math.inf}, "OneCycle: cycle_max_lr has inf; expected a finite number"),
+        (OneCycle, {**CYCLE, "cycle_first_step_size": 0}, "OneCycle: cycle_first_step_size has 0; expected a number above 0"),
+        (OneCycle, {**CYCLE, "cycle_second_step_size": -1}, "OneCycle: cycle_second_step_size has -1; expected a finite"),
+        (
+            OneCycle,
+            {**CYCLE, "cycle_max_mom": 1.0},
+            "OneCycle: cycle_max_mom has 1.0; expected a number of at least 0 and below 1",
+        ),
+        (OneCycle, {**CYCLE, "cycle_momentum": "no"}, "OneCycle: cycle_momentum has 'no'; expected True or False"),
+        (LRRangeTest, {"lr_range_test_step_size": 0}, "LRRangeTest: lr_range_test_step_size has 0; expected a finite number"),
+        (LRRangeTest, {"lr_range_test_staircase": 1}, "LRRangeTest: lr_range_test_staircase has 1; expected True or False"),
+    ],
+)
+def test_a_bad_value_is_named_and_changes_nothing(kind: Any, params: dict[str, Any], message: str) -> None:
+    optimizer = adam()
+    with pytest.raises((ValueError, TypeError), match=message):
+        kind(optimizer, **params)
+    assert [group["lr"] for group in optimizer.param_groups] == list(LRS)
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.999)}
+
+
+def test_no_warmup_is_a_warmup_of_two_steps() -> None:
+    assert trace(WarmupLR, {"warmup_num_steps": 0}, 5) == trace(WarmupLR, {"warmup_num_steps": 2}, 5)
+
+
+def test_a_training_shorter_than_its_warmup_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (WarmupDecayLR, WarmupCosineLR):
+        caplog.clear()
+        kind(adam(), total_num_steps=5, warmup_num_steps=10)
+        assert f"{kind.__name__}: total_num_steps has 5, less than the warm-up's 10" in caplog.text
+
+
+def test_the_state_of_another_scheduler_is_refused() -> None:
+    schedule, other = WarmupLR(adam()), lr_scheduler.ConstantLR(adam())
+    with pytest.raises(ValueError, match=r"load_state_dict: state_dict has the keys \['factor'"):
+        schedule.load_state_dict(other.state_dict())
+    with pytest.raises(TypeError, match=r"load_state_dict: state_dict\['last_batch_iteration'\] has None"):
+        schedule.load_state_dict({FROM: None})
+    assert schedule.state_dict() == {FROM: -1}
+
+
+# --- the section of a configuration -----------------------------------------------------------------------------------
+
+
+def test_a_section_makes_its_schedule() -> None:
+    section = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3}}
+    checked = check_scheduler("scheduler", section)
+    assert checked == ("WarmupDecayLR", section["params"])
+    schedule = make(*checked, adam())
+    assert isinstance(schedule, WarmupDecayLR)
+    assert isinstance(schedule, lr_scheduler.LRScheduler)
+    assert (schedule.total_num_steps, schedule.warmup_num_steps) == (9, 3)
+    assert check_scheduler("scheduler", {"type": "WarmupLR"}) == ("WarmupLR", {})
+    assert check_scheduler("scheduler", {}) is check_scheduler("scheduler", {"type": None, "params": {}}) is None
+
+
+def test_torchs_schedulers_go_by_their_names() -> None:
+    found, expected = make("CosineAnnealingLR", {"T_max": 7}, adam()), lr_scheduler.CosineAnnealingLR(adam(), T_max=7)
+    assert type(found) is lr_scheduler.CosineAnnealingLR
+    for schedule in (found, expected) * 5:
+        schedule.optimizer.step()
+        schedule.step()
+    assert found.get_last_lr() == expected.get_last_lr()
+    halved = make("LambdaLR", {"lr_lambda": lambda step: 0.5}, adam())
+    assert halved.get_last_lr() == [lr / 2 for lr in LRS]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("WarmupLR", "config scheduler has 'WarmupLR'; expected an object"),
+        (
+            {"type": "WarmupLr"},
+            r"scheduler.type has 'WarmupLr'; expected .* torch.optim.lr_scheduler \(did you mean WarmupLR\?",
+        ),
+        ({"type": "CosineAnealingLR"}, "did you mean CosineAnnealingLR"),
+        ({"type": "Optimizer"}, "scheduler.type has 'Optimizer'"),
+        ({"type": "ChainedScheduler"}, "scheduler.type has 'ChainedScheduler'"),
+        ({"type": 3}, "scheduler.type has 3; expected the name of a scheduler"),
+        ({"params": {"warmup_min_lr": 0.0}}, "scheduler.type is missing; expected one of LRRangeTest, OneCycle"),
+        (
+            {"type": "WarmupLR", "param": {}},
+            r"scheduler.param is not supported; expected it to be absent \(did you mean params",
+        ),
+        ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
+        (
+            {"type": "WarmupLR", "params": {"warmup_steps": 3}},
+            r"scheduler.params.warmup_steps is no argument of WarmupLR; expected .* \(did you mean warmup_num_steps",
+        ),
+        ({"type": "WarmupLR", "params": {"optimizer": 3}}, "scheduler.params.optimizer is no argument of WarmupLR"),
+        ({"type": "StepLR", "params": {"step_sizes": 3}}, "did you mean step_size"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, 'scheduler.params.warmup_num_steps has "auto", which a'),
+        ({"type": "WarmupDecayLR"}, "scheduler.params has no total_num_steps; expected what WarmupDecayLR cannot do without"),
+        ({"type": "OneCycle"}, "scheduler.params has no cycle_min_lr and no cycle_max_lr"),
+    ],
+)
+def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_scheduler("scheduler", section)
+
+
+def test_make_checks_names_and_values() -> None:
+    with pytest.raises(ValueError, match="did you mean WarmupLR"):
+        make("warmuplr", {}, adam())
+    with pytest.raises(ValueError, match="WarmupLR: warmup_max_lr has 2 values; expected one number, or 3"):
+        make("WarmupLR", {"warmup_max_lr": [0.1, 0.2]}, adam())
