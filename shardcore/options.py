@@ -192,11 +192,8 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             others = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
-    if tier is None and offload.get("params") is not None:
-        raise NotImplementedError(
-            'shard: offload has "params" without "optimizer", which is not built yet; expected {"optimizer": "cpu", "params": '
-            '"cpu"}'
-        )
+    if tier is None and offload.get("params") is not None and "ratio" not in offload:  # all states on the device
+        tier, offload = "cpu", {**offload, "ratio": 0.0}
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
     if tier != "cpu":
