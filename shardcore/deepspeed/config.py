@@ -272,14 +272,12 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
     for section in (_STATES, _WEIGHTS):
         if section in values and section + ".device" not in values:
             yield ValueError(f'{OP}: config {section}.device is missing; expected "cpu" or "none"')
-    low = values.get("fp16.enabled") or values.get("bf16.enabled")
-    if values.get("torch_autocast.enabled"):
-        if low:
-            yield ValueError(f"{OP}: config torch_autocast.enabled is true beside fp16 or bf16; expected one of them")
-        if values.get("torch_autocast.dtype") == "fp16":
-            yield NotImplementedError(
-                f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'
-            )
+    if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
+        yield NotImplementedError(
+            f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'
+        )
+    if values.get("torch_autocast.enabled") and values.get("fp16.enabled"):
+        yield ValueError(f"{OP}: config torch_autocast.enabled and fp16.enabled are both true; expected one of them")
 
 
 def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:

@@ -31,7 +31,7 @@ class StepReport:
         self._collectives: Counter[str] = Counter()
         flops = config.flops_profiler
         self._profiled = flops.get("profile_step", 1) if flops.get("enabled") else 0
-        self._flops: FlopCounterMode | None = None
+        self._flops: dict[str, Counter[str]] = {}  # by module, by operation
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -55,16 +55,15 @@ class StepReport:
         if step != self._profiled:
             yield
             return
-        if self._flops is None:
-            depth = self._config.flops_profiler.get("module_depth", -1)
-            self._flops = FlopCounterMode(display=False, depth=100 if depth < 0 else depth)
-        with self._flops:
+        with FlopCounterMode(display=False) as counter:  # which counts from 0 whenever it is entered
             yield
+        for module, counts in counter.get_flop_counts().items():
+            self._flops.setdefault(module, Counter()).update({str(op): count for op, count in counts.items()})
 
     def end_step(self, step: int, every: int | None) -> None:
         """Print what is due after `step` (from 1); every: steps between two lines of progress, None for a line after each."""
         lines = []
-        if self._flops is not None:
+        if self._flops:
             lines += self._operations(step)
         if step % (every or 1) == 0:
             if self._config.wall_clock_breakdown:
@@ -95,11 +94,14 @@ class StepReport:
         return "collectives | " + (" | ".join(f"{name}: {count}" for name, count in sorted(new.items())) or "none")
 
     def _operations(self, step: int) -> list[str]:
-        assert self._flops is not None
-        table = self._flops.get_table()  # type: ignore[no-untyped-call]
-        text = f"floating-point operations on this rank: {self._flops.get_total_flops():,}\n{table}"
-        self._flops = None
-        self._profiled = 0
+        depth = self._config.flops_profiler.get("module_depth", -1)
+        total = sum(self._flops.get("Global", {}).values())
+        lines = [f"floating-point operations on this rank: {total:,}"]
+        for module, counts in self._flops.items():
+            if depth < 0 or module.count(".") <= depth:
+                lines.append(f"  {module}: " + ", ".join(f"{op} {count:,}" for op, count in counts.items()))
+        text = "\n".join(lines)
+        self._flops, self._profiled = {}, 0
         output = self._config.flops_profiler.get("output_file")
         if output is None:
             return [text]
