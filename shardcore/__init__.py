@@ -1,10 +1,16 @@
-"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks."""
+"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks.
+
+DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...): see shardcore.deepspeed.names.
+"""
+
+import sys
 
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.checkpoint.background import Saving
 from shardcore.checkpoint.consolidate import consolidate
 from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
+from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
@@ -33,3 +39,6 @@ __all__ = [
     "shard",
     "sharded_state_dict",
 ]
+
+names.install(sys.modules[__name__])
+del names, sys

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def _explain(settings: Config, lr_scheduler: Any) -> None:
         logger.warning("initialize: config is %s", shown)
 
 
-def start_process_group(op: str, port: int) -> None:
+def start_process_group(op: str, port: int, timeout: timedelta | None = None) -> None:
     """Start torch.distributed if the environment describes a world. port: MASTER_PORT, where it has none."""
     if ("RANK" in os.environ or launched_world_size()[1] > 1) and "MASTER_ADDR" in os.environ:
         os.environ.setdefault("MASTER_PORT", str(port))
@@ -166,7 +167,7 @@ def start_process_group(op: str, port: int) -> None:
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         env_int(name)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout, device_id=device)
 
 
 def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
