@@ -23,6 +23,7 @@ OPTIONAL = (
     "transformers",
     "accelerate",
     "lightning",
+    "pytorch_lightning",
     "safetensors",
 )
 
