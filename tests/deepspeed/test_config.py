@@ -10,7 +10,6 @@ import pytest
 
 from shardcore import LossScale
 from shardcore.deepspeed.config import BatchSizes, read_config
-from shardcore.deepspeed.keys import KEYS, SECTIONS
 from tests.support.deepspeed import config_of
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -239,24 +238,6 @@ def test_refusals_name_the_key(path: str, value: Any, kind: type[Exception], say
     assert "expected" in str(raised.value)
 
 
-OFF = {
-    "amp": {"enabled": False},
-    "elasticity": False,
-    "autotuning": {"enabled": False, "fast": True},
-    "compile": {"deepcompile": False},
-    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
-    "data_efficiency": {"enabled": False, "data_routing": {"enabled": False}},
-    "sequence_parallel_size": 1,
-    "tensor_parallel": {"autotp_size": 1},
-    "gradient_allreduce_op": "mean",
-    "zero_optimization": {"zero_quantized_weights": False, "mics_shard_size": -1},
-}
-
-
-def test_what_is_off_is_no_problem_and_needs_no_word() -> None:
-    assert read_config(BASE | OFF).accepted == ()
-
-
 def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
     zero = {"reduce_bucket_size": "auto", "overlap_comm": True, "contiguous_gradients": False, "sub_group_size": 1e14}
     config = BASE | {"zero_optimization": zero, "prescale_gradients": True, "_comment": 1, "comms_config": {}, "comment2": ""}
@@ -276,12 +257,6 @@ def test_what_means_nothing_is_explained_once_for_each_reason() -> None:
 def test_options_of_another_optimizer_are_not_reported_beside_its_name() -> None:
     with pytest.raises(ValueError, match=r"^initialize: config optimizer\.type has 'OneBitAdam'; expected"):
         read_config(BASE | {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}})
-
-
-def test_every_key_has_a_kind_and_says_why() -> None:
-    assert {key.kind for key in KEYS.values()} == {"honoured", "accepted", "refused", "removed"}
-    assert all(key.note for key in KEYS.values())
-    assert not set(KEYS) & SECTIONS
 
 
 def test_adamw_without_its_mode_is_a_contradiction() -> None:
