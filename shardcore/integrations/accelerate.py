@@ -8,6 +8,7 @@ Tested with accelerate 1.15.0.
 """
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -283,7 +284,7 @@ def check_model(model: nn.Module, stage: int) -> None:
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in; {} elsewhere. Collective."""
-    found: dict[str, torch.Tensor] = {}
+    found: OrderedDict[str, torch.Tensor] = OrderedDict()  # by which Accelerate knows that tied tensors may be in it
     tensors = as_trained(engine, exclude_frozen)
 
     def keep(values: Iterator[torch.Tensor]) -> list[Path]:

@@ -22,7 +22,7 @@ from shardcore.integrations.transformers import (  # noqa: E402
     ShardcoreTrainingArguments,
     values_of,
 )
-from tests.support.huggingface import VOCAB, hash_of_state, launched, rows, seed_everything, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import VOCAB, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
 STEPS = 4
@@ -138,16 +138,16 @@ def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int) -> None:
 
 def test_fp16_skips_overflows_and_holds_the_scheduler(tmp_path: Path) -> None:
     results = run_ranks(2, _fp16, str(tmp_path))
-    assert results[0] == results[1]
     skipped, rates, norms = results[0]
+    assert (skipped, rates) == results[1][:2]
     assert skipped == 2
     assert rates == pytest.approx([1e-2, 1e-2, 1e-2, 0.75e-2]), "logged before each step; two did not count"
-    assert torch.tensor(norms).isinf().tolist() == [True, True, False, False]
+    assert torch.tensor(norms).isfinite().tolist() == [False, False, True, True]
 
 
 def _fp16(rank: int, world_size: int, out: str) -> tuple[int, list[float], list[float]]:
     with launched(rank, world_size):
-        options = {"precision": "fp16", "loss_scale": shardcore.LossScale(initial_power=20, hysteresis=1)}
+        options = {"precision": "fp16", "loss_scale": shardcore.LossScale(initial_power=19, hysteresis=1)}
         trainer = ShardcoreTrainer(
             model=tiny_gpt2(), args=arguments(out), train_dataset=rows(64), shard_options={**options, "stage": 1}
         )
@@ -168,7 +168,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, chan
     whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, more)
     folder = tmp_path / "checkpoint-2"
     assert {path.name for path in folder.iterdir()} >= {
-        "model.safetensors", "config.json", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "latest", "global_step2",
+        "model.safetensors", "config.json", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth", "latest",
+        "global_step2",
     }  # fmt: skip
     assert not list(folder.glob("optimizer*"))
     for stage in (2, 3):
@@ -178,8 +179,8 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, chan
     last = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 1, "sync_each": True}, more, True)
     assert last[0]["hash"] == whole[0]["hash"], "resumed after the last step"
     shutil.rmtree(folder / "global_step2")
-    with pytest.raises(AssertionError, match="rank 0(.|\n)*FileNotFoundError"):
-        run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 2}, more, str(folder))
+    more_args = (str(tmp_path), ShardcoreTrainer, {"stage": 2}, more, str(folder))
+    assert all(message.startswith("FileNotFoundError") for message in run_ranks(2, message_of, train, *more_args))
 
 
 def test_a_checkpoint_of_plain_trainer_is_resumed(tmp_path: Path) -> None:
@@ -201,26 +202,22 @@ def test_whole_weights_are_for_from_pretrained(tmp_path: Path) -> None:
     assert moved({name: value.float() for name, value in model.state_dict().items()}).abs().max() > 1e-2
 
 
-def _saves_on_one_rank(rank: int, world_size: int, out: str) -> str:
+def _saves_on_one_rank(rank: int, world_size: int, out: str) -> None:
     with launched(rank, world_size):
         trainer = ShardcoreTrainer(
             model=tiny_gpt2(), args=arguments(out, max_steps=1), train_dataset=rows(64), shard_options={"stage": 2}
         )
         trainer.train()
-        try:
-            if rank == 0:
-                trainer.save_model()
-            else:
-                trainer.evaluate(rows(4))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing was raised"
+        if rank == 0:
+            trainer.save_model()
+        else:
+            trainer.evaluate(rows(4))
 
 
 def test_a_save_on_one_rank_only_raises_on_all(tmp_path: Path) -> None:
-    for message in run_ranks(2, _saves_on_one_rank, str(tmp_path)):
-        assert "rank 0" in message, message
-        assert not message.startswith("nothing")
+    messages = run_ranks(2, message_of, _saves_on_one_rank, str(tmp_path))
+    assert any("ranks wait for different things" in message and "rank 0 for state_dict" in message for message in messages)
+    assert all(message.startswith("RuntimeError") for message in messages)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------
@@ -228,11 +225,11 @@ def test_a_save_on_one_rank_only_raises_on_all(tmp_path: Path) -> None:
 
 def test_evaluation_and_the_best_model_at_the_end(tmp_path: Path) -> None:
     more = {
-        **SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.5,
+        **SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
         "save_total_limit": 1,
     }  # fmt: skip
     ddp = run_ranks(2, train, str(tmp_path / "ddp"), Trainer, None, more)[0]
-    assert ddp["eval"][0] < ddp["eval"][1], "the best is not the last"
+    assert ddp["eval"][0] > ddp["eval"][1], "the best is not the last"
     hashes = set()
     for stage in (0, 3):
         out = tmp_path / f"stage{stage}"
@@ -269,29 +266,29 @@ class Generating(ShardcoreTrainerMixin, Seq2SeqTrainer):
     """Generates in place of evaluating losses."""
 
 
-def _generate(rank: int, world_size: int, out: str) -> Any:
+def _generate(rank: int, world_size: int, out: str, options: dict[str, Any]) -> Any:
     with launched(rank, world_size):
         config = transformers.T5Config(
             vocab_size=VOCAB, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0,
+            decoder_start_token_id=0, initializer_factor=8.0,
         )  # fmt: skip
         torch.manual_seed(0)
         model = transformers.T5ForConditionalGeneration(config)
-        args = arguments(out, Seq2SeqTrainingArguments, predict_with_generate=True, max_steps=1)
-        data = rows(6, 4)
-        for index, row in enumerate(data):
-            row["labels"] = row["labels"].abs()
-            row["input_ids"][index % 5 :] = index
+        args = arguments(out, Seq2SeqTrainingArguments, predict_with_generate=True, per_device_eval_batch_size=1)
+        data = [{"input_ids": torch.arange(8) * (3 + index) % VOCAB, "labels": torch.arange(7)} for index in range(6)]
         trainer = Generating(model=model, args=args, train_dataset=data, shard_options={"stage": 3})
-        model.generation_config.eos_token_id = list(range(10, VOCAB, 2))  # ranks are done at different lengths
-        return torch.as_tensor(trainer.predict(data, max_new_tokens=12).predictions)
+        model.generation_config.eos_token_id = list(range(10, VOCAB, 2))
+        return torch.as_tensor(trainer.predict(data, max_new_tokens=12, **options).predictions)
 
 
 def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
-    alone = run_ranks(1, _generate, str(tmp_path))[0]
-    for found in run_ranks(2, _generate, str(tmp_path)):
-        width = min(found.shape[1], alone.shape[1])
-        assert torch.equal(found[:, :width].clamp_min(0), alone[:, :width].clamp_min(0))
+    alone = run_ranks(1, _generate, str(tmp_path), {})[0]
+    lengths = [row.count_nonzero().item() for row in alone]
+    assert any(a != b for a, b in zip(lengths[::2], lengths[1::2], strict=True)), "ranks are done at different times"
+    for found in run_ranks(2, _generate, str(tmp_path), {}):
+        assert torch.equal(found, alone)
+    messages = run_ranks(2, message_of, _generate, str(tmp_path), {"synced_gpus": False})
+    assert any("ranks wait for different things" in message for message in messages), messages
 
 
 # --- a DeepSpeed configuration ----------------------------------------------------------------------------------------

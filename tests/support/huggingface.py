@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 VOCAB, LENGTH = 40, 8
+LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}  # of tiny_gpt2
 
 
 @contextmanager
@@ -40,6 +41,15 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def message_of(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
+    """Return the error that `function(rank, world_size, *args)` raises; the ranks are not lost, as by an error in run_ranks."""
+    try:
+        function(rank, world_size, *args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def tiny_gpt2(seed: int = 0) -> Any:
