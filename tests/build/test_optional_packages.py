@@ -24,6 +24,8 @@ OPTIONAL = (
     "accelerate",
     "lightning",
     "safetensors",
+    "peft",
+    "trl",
 )
 
 
