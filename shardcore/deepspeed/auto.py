@@ -36,7 +36,7 @@ def resolve(config: Mapping[str, Any], values: Mapping[str, object]) -> tuple[di
             if where not in values:
                 problems.append(f'{where} has "auto", for which there is no value here; expected one of your own')
                 return value
-            lines.append(f'config {where}: "auto" is {values[where]!r}')
+            lines.append(f'config {where} "auto" is {values[where]!r}')
             return values[where]
         if value is not None and where in values and where not in _ONLY_FILLED and not _equal(value, values[where]):
             problems.append(f'{where} has {value!r}; expected {values[where]!r}, as the training arguments have, or "auto"')

@@ -146,9 +146,8 @@ class ShardcoreTrainerMixin:
         _check_model(self.model, settings)
         if settings.optimizer is not None and self.optimizer is not None and self._engine is None:
             raise ValueError(f"{_OP}: optimizers is given and the configuration has an optimizer; expected one of them")
-        if log and self.args.process_index == 0:
-            for line in lines:
-                logger.info("%s: %s", _OP, line)
+        if log and lines and self.args.process_index == 0:
+            logger.warning("%s: %s", _OP, "; ".join(lines))
         self._settings = settings
         self.accelerator.shard_options = self._options(shard_options(settings))
 

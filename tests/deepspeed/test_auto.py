@@ -46,7 +46,7 @@ def test_every_auto_is_replaced_and_said() -> None:
         "lr": 3e-5, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1,
     }  # fmt: skip
     assert len(lines) == 10
-    assert 'config optimizer.params.betas: "auto" is [0.9, 0.95]' in lines
+    assert 'config optimizer.params.betas "auto" is [0.9, 0.95]' in lines
 
 
 def test_paths_that_the_configuration_lacks_are_not_added() -> None:

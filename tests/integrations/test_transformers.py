@@ -2,7 +2,9 @@
 
 import copy
 import json
+import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from shardcore.integrations.transformers import (  # noqa: E402
     values_of,
 )
 from tests.support.huggingface import VOCAB, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
-from tests.support.ranks import run_ranks  # noqa: E402
+from tests.support.ranks import run_fresh, run_ranks  # noqa: E402
 
 STEPS = 4
 HOST = {"optimizer": "cpu"}
@@ -344,6 +346,27 @@ def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path, kind: Any) 
     for decay, ours, _ in run_ranks(2, _configured, str(tmp_path), kind, without):
         assert decay == [0.1, 0.0]
         assert ours == grouped
+
+
+def _without_deepspeed(out: str) -> tuple[bool, int, list[str]]:
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]  # an import of it is an ImportError
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardcore").addHandler(handler)
+    with launched(0, 1):
+        args = arguments(out, ShardcoreTrainingArguments, deepspeed=json.dumps(CONFIG))
+        trainer = ShardcoreTrainer(model=tiny_gpt2(), args=args, train_dataset=rows(64))
+        trainer.train()
+        trainer.train()  # again, with the same sharded model
+        return args.deepspeed == CONFIG, trainer.state.global_step, messages
+
+
+def test_no_deepspeed_is_needed_and_the_log_says_what_auto_is(tmp_path: Path) -> None:
+    config, steps, messages = run_fresh(_without_deepspeed, str(tmp_path))
+    assert (config, steps) == (True, STEPS)
+    (said,) = (message for message in messages if "auto" in message)
+    assert 'config optimizer.params.lr "auto" is 0.01' in said
 
 
 def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:

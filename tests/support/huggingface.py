@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 VOCAB, LENGTH = 40, 8
 LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}  # of tiny_gpt2
@@ -18,23 +19,21 @@ LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "t
 
 @contextmanager
 def launched(rank: int, world_size: int) -> Iterator[None]:
-    """Be a rank that torchrun has started, for Accelerate, whose process group exists already."""
+    """Be a rank that torchrun has started, for Accelerate, if there is a process group, or a single process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, of few workers and steps
-        for name, value in {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world_size,
-            "LOCAL_WORLD_SIZE": world_size,
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        settings = {
             "MASTER_ADDR": "localhost",
             "OMP_NUM_THREADS": 1,
             "HF_HUB_OFFLINE": 1,
-            "CI": "true",  # TRL sends nothing
-        }.items():
+            "CI": "true",
+        }  # CI: TRL sends nothing
+        for name, value in {**(ranks if dist.is_initialized() else {}), **settings}.items():
             patch.setenv(name, str(value))
         patch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: False)  # else each rank imports it, for seconds
         yield
