@@ -159,7 +159,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     def check() -> str:
         nonlocal options
         named = _named(engine)
-        missing.extend(name for name in named if name not in source.shapes and name not in source.frozen)
+        first = {tensor: name for name, tensor in reversed(named.items())}  # what tied tensors are saved as
+        missing.extend(name for name, x in named.items() if name not in source.shapes and first[x] not in source.frozen)
         unexpected.extend(f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state)
         unexpected.extend(name for name in source.shapes if name not in named)
         if wanted.strict and (missing or unexpected):

@@ -106,7 +106,7 @@ class Config:
 # --- walking through it -------------------------------------------------------------------------------------------------
 
 # The keys that are fields of Config as they are.
-_FIELDS = {path: path for path, key in KEYS.items() if "." not in path and key.kind == "honoured"} | {
+_FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path in Config.__dataclass_fields__} | {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
     "fp16.auto_cast": "auto_cast",
@@ -225,7 +225,7 @@ def read_config(config: Any, args: Any = None) -> Config:
         raise ValueError(f"{OP}: config is given twice, as config and as args.deepspeed_config; expected one of them")
     given = from_args if config is None else config
     if isinstance(given, str | os.PathLike):
-        given = _read_json(given)
+        given = read_json(given)
     if not isinstance(given, Mapping):
         raise TypeError(f"{OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
     found = _Found()
@@ -311,7 +311,8 @@ def _raise_all(problems: list[Exception]) -> None:
         raise kind(f"{OP}: config has {len(problems)} problems:\n  " + "\n  ".join(lines))
 
 
-def _read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what a JSON file has. OSError, or ValueError for another text, and for a key that is there twice."""
     with open(path, "rb") as file:
         text = file.read()
     try:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensor, in_order, on_first_rank, write_model
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, write_model
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.load import Wanted, load_from, open_together
-from shardcore.checkpoint.save import Content, finish_saving, named_buffers, named_parameters, write_checkpoint
+from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
 from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
@@ -405,27 +405,20 @@ class TrainingEngine:
         A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
         weights in host memory. Tied weights: in a file of safetensors once.
         """
-        tensors = {
-            name: Tensor(tuple(tensor.shape), tensor.dtype)
-            for name, tensor in in_order(self._core).items()
-            if not (exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not self._core.trains(tensor))
-        }
         if not self._config.gathers_to_save and self._config.stage == 3:
             logger.warning(
                 "save_16bit_model: nothing was saved, as the configuration has stage3_gather_16bit_weights_on_model_save false"
             )
             return False
+        tensors = as_trained(self._core, exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
             write_model(self._core, path, tensors, MAX_SHARD_BYTES)
             return True
 
         def save(values: Iterator[torch.Tensor]) -> list[Path]:
-            found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
-            name_of = {tensor: name for name, tensor in in_order(self._core).items()}
-            named = {**dict(named_parameters(self.module, remove_duplicate=False)), **dict(named_buffers(self.module))}
+            held = state_dict_of(self._core, tensors, values)
             path.parent.mkdir(parents=True, exist_ok=True)
-            held = {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
             with replacing(path) as unfinished:
                 torch.save(held, unfinished)
             return [path]

@@ -24,6 +24,7 @@ from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
+from shardcore.deepspeed.options import shard_options
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
@@ -92,7 +93,7 @@ def initialize(
         settings = read_config(config, args)
         _check_parallelism(mpu, mesh_param)
         sizes = settings.batch_sizes(comm.world_size)
-        _check_model(model, settings)
+        check_model(model, settings)
         given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
         loader = _loader(training_data, collate_fn, sizes, comm, settings.dataloader_drop_last)
@@ -113,20 +114,10 @@ def initialize(
         logger.setLevel(settings.log_level.upper())
     if comm.rank == 0:
         _explain(settings, lr_scheduler)
-    tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}
-    if settings.offload is not None:
-        tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
     model, adam = shard(
         model,
         given,
-        settings.stage,
-        offload=tiers if settings.offload is not None or settings.params is not None else None,
-        precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
-        loss_scale=settings.loss_scale,
-        reduce_dtype=settings.communication_data_type,
-        grad_dtype=settings.grad_dtype or "fp32",
-        reshard_after_forward=settings.hpz_partition_size if settings.stage == 3 and settings.hpz_partition_size > 1 else True,
-        cast_inputs=settings.auto_cast or not settings.fp16,
+        **shard_options(settings),
         clip_grad_norm=settings.gradient_clipping or None,
         accumulate=sizes.accumulation,
         materialize=materialize,
@@ -179,7 +170,8 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
         raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
 
 
-def _check_model(model: Any, settings: Config) -> None:
+def check_model(model: Any, settings: Config) -> None:
+    """Raise TypeError or ValueError for a model that the configuration cannot be followed with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
     if settings.bf16 or settings.fp16:

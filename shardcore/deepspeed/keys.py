@@ -176,6 +176,14 @@ def _print(where: str, value: Any) -> int | None:
     return checked
 
 
+def _managed(where: str, value: Any) -> bool:
+    if value is not True:
+        raise ValueError(
+            has(where, value, "true (call engine.set_gradient_accumulation_boundary(True), and engine.step() once per step)")
+        )
+    return True
+
+
 def _refuse_norm(where: str, value: Any) -> None:
     raise ValueError(f"{OP}: config {where} is not supported; expected it to be absent (clip with gradient_clipping)")
 
@@ -304,8 +312,8 @@ KEYS: dict[str, Key] = {
     **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), _accepted(_ORDERED)),
     "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss by the number of ranks for a sum", "mean"),
     "disable_allgather": _accepted("DeepSpeed does not read it either"),
-    "managed_gradient_accumulation": _refused(
-        "engine.step() counts micro-steps; call engine.set_gradient_accumulation_boundary(True) before it", True
+    "managed_gradient_accumulation": _honoured(
+        _managed, "true; without it call engine.set_gradient_accumulation_boundary(True), and step() once per step"
     ),
     "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),

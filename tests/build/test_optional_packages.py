@@ -25,6 +25,8 @@ OPTIONAL = (
     "lightning",
     "pytorch_lightning",
     "safetensors",
+    "peft",
+    "trl",
 )
 
 

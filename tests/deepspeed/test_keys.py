@@ -44,7 +44,6 @@ def test_every_key_has_a_kind_and_says_why() -> None:
         ("compile", {"backend": "inductor"}),
         ("sequence_parallel_size", 2),
         ("gradient_allreduce_op", "sum"),
-        ("managed_gradient_accumulation", False),
     ],
 )
 def test_what_is_on_is_refused(key: str, value: Any) -> None:
