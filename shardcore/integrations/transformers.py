@@ -44,7 +44,14 @@ from shardcore.options import accept_optimizer
 logger = logging.getLogger("shardcore")
 
 # Of a configuration, what the engine that initialize returns does.
-_OF_THE_ENGINE = ("autocast", "dataloader_drop_last", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
+_OF_THE_ENGINE: tuple[str, ...] = (
+    "autocast",
+    "dataloader_drop_last",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+)
 _OF_THE_ENGINE += ("flops_profiler", "tensorboard", "csv_monitor", "wandb", "cpu_checkpointing", "log_level")
 
 _OP = "ShardcoreTrainer"
