@@ -31,7 +31,8 @@ def notebook_launcher(
         (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so the function starts torch.distributed as a script does, by
         init_process_group or `initialize`. Without GPUs that is gloo.
     start_method: "fork" takes any function, one of a notebook's cell, too. It needs a process that has not used CUDA yet:
-        call no ``.cuda()`` before. "spawn" takes functions of importable modules only, and may follow anything.
+        call no ``.cuda()`` before. torch then computes with one CPU thread on each rank (OpenMP's do not survive a fork).
+        "spawn" takes functions of importable modules only, may follow anything, and shares out the cores.
 
     The result is copied to this process, with tensors on the CPU; a sharded model's weights come as ``model.state_dict()``,
     which all ranks call. One process is a new one, too, so that GPU memory and process groups end with it.
@@ -44,7 +45,8 @@ def notebook_launcher(
             probe.bind(("127.0.0.1", 0))
             place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_PORT": str(probe.getsockname()[1])}
         context: Any = multiprocessing.get_context(start_method)
-        processes = [context.Process(target=_rank, args=(rank, function, tuple(args), folder, place)) for rank in range(count)]
+        given = (function, tuple(args), folder, place, start_method == "fork")
+        processes = [context.Process(target=_rank, args=(rank, *given)) for rank in range(count)]
         try:
             _start(processes, start_method)
             _join(processes)
@@ -74,7 +76,7 @@ def _start(processes: Sequence[BaseProcess], start_method: str) -> None:
 
 def _join(processes: Sequence[BaseProcess]) -> None:
     """Wait until all have ended; end those that are left some seconds after the first has failed."""
-    running = {process.sentinel: process for process in processes}
+    running: dict[Any, BaseProcess] = {process.sentinel: process for process in processes}
     failed = False
     while running:
         ready = wait(list(running), timeout=_GRACE_S if failed else None)
@@ -83,7 +85,10 @@ def _join(processes: Sequence[BaseProcess]) -> None:
                 process.terminate()
             wait(list(running), timeout=_GRACE_S)
             return
-        failed = any([running.pop(sentinel).exitcode for sentinel in ready]) or failed
+        for sentinel in ready:
+            process = running.pop(sentinel)
+            process.join()
+            failed = failed or process.exitcode != 0
 
 
 def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> int:
@@ -111,25 +116,39 @@ def _check(function: Any, args: Any, num_processes: Any, start_method: str) -> i
         )
     if start_method != "spawn" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; expected no CUDA before (restart "
-            'the kernel and keep .cuda(), .to("cuda") and torch.cuda calls inside the function), or start_method="spawn" for a '
-            "function of an importable module"
+            f"{_OP}: CUDA has been used in this process, and a forked one cannot use it again; expected no CUDA before "
+            '(restart the kernel and keep .cuda(), .to("cuda") and torch.cuda calls inside the function), or '
+            'start_method="spawn" for a function of an importable module'
         )
     return count
 
 
-def _rank(rank: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, place: dict[str, str]) -> None:
+def _rank(
+    rank: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, place: dict[str, str], forked: bool
+) -> None:
     """Run the function as one rank, and leave rank 0's result, or the exception, in the folder."""
     end_with_parent()
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
-    if "OMP_NUM_THREADS" not in os.environ:
+    if forked:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and to wait for them would take forever
+    elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(machine.own_cores()) // int(place["WORLD_SIZE"])))
     try:
         result = function(*args)
         if rank == 0:
-            torch.save(result, Path(folder, "result"))
+            _save(result, Path(folder, "result"))
     except Exception as error:
         record(folder, rank, error, error.__traceback__ and error.__traceback__.tb_next)
         sys.exit(1)  # nothing is printed: the parent raises what was recorded
+
+
+def _save(result: Any, path: Path) -> None:
+    try:
+        torch.save(result, path)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{_OP}: the function returned a {type(result).__name__} that cannot be copied to another process ({error}); "
+            "expected tensors and plain values, such as model.state_dict()"
+        ) from None
