@@ -96,7 +96,7 @@ def _tell(outcome: Outcome, one: NodePlan) -> int:
         cause = first(outcome.failures)
         text = report(outcome.failures, one.world_size, "shardcore run")
         if not cause.text and cause.code == 2 and one.local_rank:  # argparse's, most often
-            text += f" (if it does not know --local_rank={cause.rank}: shardcore run --no_local_rank)"
+            text += " (if the program does not take --local_rank: shardcore run --no_local_rank)"
         parts.append(text)
         status = status or cause.code
     if parts:

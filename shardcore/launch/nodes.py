@@ -143,6 +143,7 @@ class _Agent:
             self._command,
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
             env=os.environ | self._environment if self._here else None,
         )

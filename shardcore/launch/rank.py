@@ -90,7 +90,8 @@ def main() -> None:
     cores = options["cores"][local_rank]
     if cores:
         os.sched_setaffinity(0, cores)
-    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(options["threads"][local_rank])
+    if threads := options["threads"][local_rank]:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(options["restart"])
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(options["max_restarts"])
     if options["local_rank"]:
