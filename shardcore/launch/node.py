@@ -161,7 +161,8 @@ def _take_gpus(plan: NodePlan) -> None:
     """Show the ranks the GPUs of this node's slots."""
     count, slots = torch.cuda.device_count(), list(plan.own_slots)
     if count == 0:
-        print(f"shardcore run: torch finds no GPU on {plan.host}: {len(slots)} on its CPU, over gloo", file=sys.stderr)
+        if plan.restart == 0:
+            print(f"shardcore run: torch finds no GPU on {plan.host}: {len(slots)} on its CPU, over gloo", file=sys.stderr)
         return
     if absent := [slot for slot in slots if slot >= count]:
         raise ValueError(f"run: {plan.host} has {count} GPUs, but GPU {absent[0]} is asked for; expected 0 to {count - 1}")

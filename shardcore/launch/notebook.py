@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
@@ -127,6 +128,8 @@ def _rank(
     rank: int, function: Callable[..., Any], args: tuple[Any, ...], folder: str, place: dict[str, str], forked: bool
 ) -> None:
     """Run the function as one rank, and leave rank 0's result, or the exception, in the folder."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # a fork has the parent's handlers, which are about the parent
     end_with_parent()
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1")
     if sys.platform == "linux":

@@ -34,7 +34,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcom
     handlers = {number: signal.getsignal(number) for number in node.ENDING}
 
     def start(program: str, *arguments: str, ranks: int = 2, **plan: Any) -> Outcome:
-        (tmp_path / "program.py").write_text("import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(program))
+        (tmp_path / "program.py").write_text(
+            "import os, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(program)
+        )
         given = {"slots": [list(range(ranks))], "node_rank": 0, "local_rank": False} | plan
         start_s = time.monotonic()
         outcome = run_node(NodePlan(program=["program.py", *arguments], **given))
@@ -109,7 +111,9 @@ def test_a_used_port(run: Callable[..., Outcome]) -> None:
         other.listen()
         port = other.getsockname()[1]
         outcome = run("", master_port=port)
-    assert f"run: --master_port {port} cannot be used on localhost (Address already in use); expected a free port" in outcome.error
+    assert (
+        f"run: --master_port {port} cannot be used on localhost (Address already in use); expected a free port" in outcome.error
+    )
     assert run("", master_port=port) == Outcome(), "now it is free"
 
 

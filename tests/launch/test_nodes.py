@@ -15,7 +15,7 @@ from shardcore.launch import nodes
 from shardcore.launch.node import REPORT
 from tests.support.ranks import free_port
 
-SOON_S = 40.0
+SOON_S = 90.0  # for what takes five seconds on a quiet machine
 _SSH = """#!/bin/sh
 echo "$@" >> {log}
 while [ "${{1#-}}" != "$1" ]; do shift 2; done
@@ -116,9 +116,8 @@ def test_restarts_take_all_machines(start: Callable[..., Any], tmp_path: Path) -
     out, err = process.communicate(timeout=2 * SOON_S)
     assert process.returncode == 0, err
     assert sorted(out.split("\n")[:-1]) == ["0 0", "0 1", "1 0", "1 1"]
-    assert err.rstrip().splitlines()[-1].startswith("shardcore run: torch finds no GPU")
+    assert err.rstrip().splitlines()[-1] == "shardcore run: restart 1 of 2"
     assert err.count("ValueError: once") == 1
-    assert "shardcore run: restart 1 of 2" in err
 
 
 @pytest.mark.slow
@@ -143,11 +142,15 @@ def test_a_machine_without_shardcore(start: Callable[..., Any], monkeypatch: pyt
     (tmp_path / "bin" / "ssh").write_text("#!/bin/sh\nexec sh -c 'exit 127'\n")
     process = start("")
     _, err = process.communicate(timeout=SOON_S)
-    assert f"ended with status 127 without a report; expected {sys.executable}, shardcore and the folder {tmp_path} there" in err
+    assert (
+        f"ended with status 127 without a report; expected {sys.executable}, shardcore and the folder {tmp_path} there" in err
+    )
 
 
 def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *good*) echo "10.0.0.7 fd00::1" ;; *) echo "who?" >&2; exit 255 ;; esac\n')
+    (tmp_path / "ssh").write_text(
+        '#!/bin/sh\ncase "$*" in *good*) echo "10.0.0.7 fd00::1" ;; *) echo "who?" >&2; exit 255 ;; esac\n'
+    )
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert nodes.address_of("good", 2222) == "10.0.0.7"
@@ -170,5 +173,5 @@ def test_environment_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert found["PATH"] == os.environ["PATH"]
     (second / "other").write_text("Z=5\nno value\n")
     monkeypatch.setenv("DS_ENV_FILE", "other")
-    with pytest.raises(ValueError, match="line 2 of .*other is 'no value'; expected NAME=VALUE"):
+    with pytest.raises(ValueError, match=r"line 2 of .*other is 'no value'; expected NAME=VALUE"):
         nodes.passed_environment([first, second])

@@ -98,7 +98,9 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_results_that_cannot_come_back() -> None:
-    with pytest.raises(RuntimeError, match="TypeError: notebook_launcher: the function returned a function that cannot be copied"):
+    with pytest.raises(
+        RuntimeError, match="TypeError: notebook_launcher: the function returned a function that cannot be copied"
+    ):
         shardcore.notebook_launcher(lambda: lambda: 0)
 
 
@@ -111,7 +113,11 @@ def test_results_that_cannot_come_back() -> None:
         ({"num_processes": 0}, ValueError, "num_processes is 0; expected a whole number above 0"),
         ({"num_processes": True}, ValueError, "num_processes is True"),
         ({"start_method": "thread"}, ValueError, "start_method is 'thread'; expected one of fork"),
-        ({"start_method": "spawn"}, TypeError, "cannot be sent to another process .*expected a function of an importable module"),
+        (
+            {"start_method": "spawn"},
+            TypeError,
+            "cannot be sent to another process .*expected a function of an importable module",
+        ),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], kind: type[Exception], text: str) -> None:

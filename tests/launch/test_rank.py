@@ -30,9 +30,7 @@ def run(tmp_path: Path) -> Any:
         given = json.dumps(BASE | {"failures": str(tmp_path / "failures")} | options)
         known = {"PATH": os.environ["PATH"], "RANK": "1", "LOCAL_RANK": "1"} | (environment or {})
         command = [sys.executable, "-u", rank.__file__, given, *words, *arguments]
-        done: Any = subprocess.run(
-            command, env=known, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
-        )
+        done: Any = subprocess.run(command, env=known, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
         file = tmp_path / "failures" / "1.json"
         done.recorded = json.loads(file.read_text()) if file.exists() else None
         return done
@@ -140,7 +138,9 @@ def test_what_is_called_before(run: Any) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
-    code = "import os, sys; from shardcore.launch.rank import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
+    code = (
+        "import os, sys; from shardcore.launch.rank import end_with_parent; end_with_parent(); print(os.getpid(), flush=True); "
+    )
     code = code.replace("from shardcore.launch.rank import", "sys.path.insert(0, sys.argv[1]); from rank import")
     child = [sys.executable, "-c", code + "import time; time.sleep(60)", str(Path(rank.__file__).parent)]
     parent = f"import subprocess, sys; print(subprocess.Popen({child!r}, stdout=subprocess.PIPE).stdout.readline().decode())"
