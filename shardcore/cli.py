@@ -1,7 +1,7 @@
 """The command line: ``shardcore info``, ``run``, ``estimate``, ``consolidate`` and ``bench`` (or ``python -m shardcore``).
 
-Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that of
-the rank that failed first.
+Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that
+of the rank that failed first.
 Benchmarks are not installed with the package: they belong to a commit, and compare with libraries that only a developer has.
 ``bench`` runs those of the checkout that this package is imported from.
 """

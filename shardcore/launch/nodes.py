@@ -99,6 +99,8 @@ def run_nodes(plans: Sequence[NodePlan], environment: Mapping[str, str], ssh_por
             agent.end()
         for agent in agents:
             agent.wait()
+        if any(agent.in_a_line for agent in agents):
+            print(file=sys.stderr)
     first = outcomes[-1:] if not by_signal else []
     rest = [agent.outcome for agent in agents if all(agent.outcome is not one for one in first)]
     failures = without_ended([failure for outcome in (*first, *rest) for failure in outcome.failures])
@@ -114,15 +116,12 @@ def _raise(number: int, frame: FrameType | None) -> None:
     raise _Signal(number)
 
 
-def _show(text: bytes) -> None:
-    os.write(2, text)
-
-
 class _Agent:
     """The process that runs one node, here or at the other end of ssh."""
 
     def __init__(self, plan: NodePlan, environment: Mapping[str, str], ssh_port: int | None) -> None:
         self.outcome = Outcome()
+        self.in_a_line = False  # the last that it wrote was no whole line
         self._plan, self._environment = plan, environment
         self._here = is_here(plan.host)
         words = [sys.executable, "-m", "shardcore.launch.node"]
@@ -181,16 +180,21 @@ class _Agent:
             if end < 0:  # all is shown but what may be the start of it
                 start = held.rfind(REPORT[:1])
                 end = start if REPORT.startswith(held[start:]) and start >= 0 else len(held)
-            _show(held[:end])
+            self._show(held[:end])
             held = held[end:]
         status = process.wait()
         if held.startswith(REPORT):
             found = json.loads(held.removeprefix(REPORT))
             self.outcome = Outcome([Failure(**entry) for entry in found["failures"]], found["error"], found["signal"])
         else:
-            _show(held)
+            self._show(held)
             self.outcome = Outcome(error=self._lost(status))
         ended.put(self)
+
+    def _show(self, text: bytes) -> None:
+        sys.stderr.buffer.write(text)
+        sys.stderr.buffer.flush()
+        self.in_a_line = not text.endswith(b"\n") if text else self.in_a_line
 
     def _lost(self, status: int) -> str:
         if not self._here and status == 255:  # ssh(1): if an error occurred

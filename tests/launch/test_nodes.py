@@ -70,6 +70,7 @@ def test_ranks_of_two_machines(start: Callable[..., Any], tmp_path: Path, monkey
             print("\\x1e at work", file=sys.stderr, flush=True)
         dist.barrier()
         if dist.get_rank() == 1:
+            print("50%|#####", end="", file=sys.stderr, flush=True)
             raise ValueError("boom")
         dist.barrier()
     """)
@@ -83,6 +84,7 @@ def test_ranks_of_two_machines(start: Callable[..., Any], tmp_path: Path, monkey
     assert err.count("Traceback") == err.count("ValueError: boom") == 1
     assert err.endswith('    raise ValueError("boom")\nValueError: boom\n'), err
     assert REPORT.decode() not in err
+    assert "50%|#####\nshardcore run: " in err
     assert "TOKEN" not in (tmp_path / "ssh.log").read_text(), "a list of processes shows commands"
     assert "BatchMode=yes" in (tmp_path / "ssh.log").read_text()
 
