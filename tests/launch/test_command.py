@@ -333,6 +333,20 @@ def test_ctrl_c() -> None:
 
 
 @pytest.mark.slow
+def test_nohup_is_respected() -> None:
+    """torchrun ends at SIGHUP even where it is to be ignored."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        process = shardcore_run("import time; print('here', flush=True); time.sleep(2); print('there')", "--no_local_rank")
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(signal.SIGHUP)
+    out, err = process.communicate(timeout=SOON_S)
+    assert (process.returncode, out) == (0, "there\n"), err
+
+
+@pytest.mark.slow
 def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
     """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each attempt has a store of its own."""
     process = shardcore_run("""
