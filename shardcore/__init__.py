@@ -14,6 +14,7 @@ from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
+from shardcore.launch.notebook import notebook_launcher
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
 
@@ -35,6 +36,7 @@ __all__ = [
     "load_sharded_state_dict",
     "memory_report",
     "no_sync",
+    "notebook_launcher",
     "save",
     "shard",
     "sharded_state_dict",
