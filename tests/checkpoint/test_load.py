@@ -11,7 +11,7 @@ from torch import nn
 import shardcore
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net
-from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -117,6 +117,28 @@ def test_a_run_goes_on_in_another_world_bit_for_bit(tmp_path: Path, first: int, 
     run_ranks(first, _micro_steps_of_one, runs[first], str(tmp_path / "part"), 2, (0, 1))
     resumed = run_ranks(second, _micro_steps_of_one, runs[second], str(tmp_path / "part"), 2, (2, 3))
     assert set(resumed) == set(straight)
+
+
+def _rolled_back(rank: int, world_size: int, folder: str, before: str) -> str:
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2, precision="bf16"))
+    shardcore.save(folder, model, optimizer)
+    expected = hash_of_training(model, optimizer)
+    stepped(model, optimizer, rank, 7)
+    if before == "forward":
+        model(batch_of(8, 0, rank)[0])
+    elif before == "failed forward":
+        failing_forward(model, rank)
+    shardcore.load(folder, model, optimizer)
+    assert hash_of_training(model, optimizer) == expected
+    stepped(model, optimizer, rank, 2)
+    with shardcore.full_params(model):
+        assert "load: called inside full_params; expected it after the block" in error_of(lambda: shardcore.load(folder, model))
+    return hash_of_training(model, optimizer)
+
+
+def test_a_run_is_rolled_back_after_a_forward(tmp_path: Path) -> None:
+    cases = ("nothing", "forward", "failed forward")
+    assert len({hash_of for case in cases for hash_of in run_ranks(2, _rolled_back, str(tmp_path), case)}) == 1
 
 
 def _other_form(rank: int, world_size: int, first: str, second: str, folder: str) -> tuple[bool, list[str]]:
