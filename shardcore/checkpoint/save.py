@@ -111,11 +111,12 @@ class Content:
 
 
 def finish_saving(engine: Engine) -> None:
-    """Wait for a save in the background, and raise its error. Collective."""
-    if engine.saving is not None:
+    """Wait for a save in the background, and raise its error on every rank unless all have raised it. Collective."""
+    saving = engine.saving
+    if saving is not None:
         engine.comm.first_problem(None)  # a rank that has died would be waited for: this says so
         try:
-            engine.saving.wait()
+            _attempt_together(engine.comm, AS_BEFORE, lambda: saving.raised or saving.wait())
         except Exception:
             engine.saving = None
             raise
