@@ -66,7 +66,8 @@ def load(
 
     Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot keep exactly (8-bit and
     bfloat16 states, weights without masters) is rounded, with one warning. Random states are restored where the world has the
-    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise.
+    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise. With an optimizer, gradients
+    that wait for its step are dropped.
 
     Args:
         directory: What `save` was given (then "latest" names the checkpoint), or one checkpoint.
@@ -211,6 +212,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             group.update(new)
     if wanted.states:
         engine.go_on_from(source.loss_scale)
+        engine.zero_grad()
     if wanted.scheduler is not None:
         wanted.scheduler.load_state_dict(source.scheduler)
     for name, value in source.extra_state.items():

@@ -53,6 +53,7 @@ def save(
     When this returns (with wait=False: when the `wait()` of what it returns does) everything is on disk. A crash at any instant
     leaves the checkpoints that were there; one of the same tag is replaced when the new one is complete. Every rank writes what
     it owns, 4 MiB at a time. Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
+    Gradients are not saved, with a warning where some wait for a step: save after one.
 
     Args:
         directory: Of a file system that all ranks see.
@@ -141,6 +142,12 @@ def write_checkpoint(
 
     finish_saving(engine)
     engine.together("save", check)
+    if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
+        logger.warning(
+            "save: %s backward(s) came since the last step, and gradients are not saved: the run that loads this begins that "
+            "step anew (save after a step to go on bit for bit)",
+            engine.reducer.backwards,
+        )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
     beside = _attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
     lock = _attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
@@ -290,6 +297,8 @@ class _Beside:
             "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
         }
         first = engine.comm.rank == 0
+        if first and not isinstance(content.client_state, Mapping | None):
+            raise TypeError(f"save: client_state has type {type(content.client_state).__name__}; expected a dict, or None")
         self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
         scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
         self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")

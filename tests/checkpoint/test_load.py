@@ -128,6 +128,8 @@ def _rolled_back(rank: int, world_size: int, folder: str, before: str) -> str:
         model(batch_of(8, 0, rank)[0])
     elif before == "failed forward":
         failing_forward(model, rank)
+    elif before == "backward":
+        loss_of(model, batch_of(8, 0, rank)).backward()
     shardcore.load(folder, model, optimizer)
     assert hash_of_training(model, optimizer) == expected
     stepped(model, optimizer, rank, 2)
@@ -136,8 +138,8 @@ def _rolled_back(rank: int, world_size: int, folder: str, before: str) -> str:
     return hash_of_training(model, optimizer)
 
 
-def test_a_run_is_rolled_back_after_a_forward(tmp_path: Path) -> None:
-    cases = ("nothing", "forward", "failed forward")
+def test_a_run_is_rolled_back_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    cases = ("nothing", "forward", "failed forward", "backward")
     assert len({hash_of for case in cases for hash_of in run_ranks(2, _rolled_back, str(tmp_path), case)}) == 1
 
 
