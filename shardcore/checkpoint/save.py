@@ -117,7 +117,7 @@ def finish_saving(engine: Engine) -> None:
     if saving is not None:
         engine.comm.first_problem(None)  # a rank that has died would be waited for: this says so
         try:
-            _attempt_together(engine.comm, AS_BEFORE, lambda: saving.raised or saving.wait())
+            attempt_together(engine.comm, AS_BEFORE, lambda: saving.raised or saving.wait())
         except Exception:
             engine.saving = None
             raise
@@ -149,27 +149,27 @@ def write_checkpoint(
             engine.reducer.backwards,
         )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
-    beside = _attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
-    lock = _attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
+    beside = attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
+    lock = attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
     job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
-        _attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
+        attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             engine.saving = saving
             saving.start(mailbox)
             return saving
-        said = _attempt_together(comm, AS_BEFORE, job.write)
+        said = attempt_together(comm, AS_BEFORE, job.write)
         mailbox.put(said)
-        _attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
+        attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
         return saving
     finally:
         if saving.thread is None:
             job.end()
 
 
-def _attempt_together(comm: Comm, then: str, attempt: Callable[[], Any]) -> Any:
+def attempt_together(comm: Comm, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
     """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective."""
     result, problem = None, None
     try:
@@ -177,7 +177,7 @@ def _attempt_together(comm: Comm, then: str, attempt: Callable[[], Any]) -> Any:
     except Exception as error:
         problem = error
     try:
-        raise_together(comm, "save", problem, then)
+        raise_together(comm, op, problem, then)
     finally:
         problem = None  # else a cycle
     return result

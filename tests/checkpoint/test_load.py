@@ -1,5 +1,6 @@
 """Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,33 @@ def _one_for_each(rank: int, world_size: int, folder: str, saves: bool) -> str:
     said = error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler}))
     assert hash_of_training(model, optimizer) == before
     return said
+
+
+def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str]:
+    model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    shardcore.save(folder, model, optimizer, tag="there", stateful={"data": scheduler} if rank == 0 else {})
+    stepped(model, optimizer, rank, 1)
+    before = hash_of_training(model, optimizer)
+    said = (
+        error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"loader": scheduler})),
+        error_of(lambda: shardcore.load(folder, model, optimizer, tag="missing")),
+        error_of(lambda: shardcore.load(f"{folder}/missing", model, optimizer)),
+    )
+    assert hash_of_training(model, optimizer) == before
+    return said
+
+
+def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _wrong_names, str(tmp_path))
+    assert re.search(r"stateful has loader, which .*there does not have .* the names that save was given \(data\)", first[0])
+    assert "was given (none)" in second[0]
+    assert re.search(r"FileNotFoundError: .*no such checkpoint; expected tag= one that save has written \(there\)", first[1])
+    assert re.search(
+        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was changed", second[1]
+    )
+    assert "there is no 'latest'" in first[2]
+    assert "rank 0 failed: FileNotFoundError" in second[2]
 
 
 def test_positions_in_data_are_of_a_world(tmp_path: Path) -> None:
