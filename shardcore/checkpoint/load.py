@@ -349,7 +349,7 @@ def _reads_of(
         assign(weight, values.to(weight.device))
         if bucket.state_format.master is not None:
             store.write(bucket, "master", start, values)
-        elif weight.is_floating_point() and not torch.equal(weight.to("cpu", values.dtype), values):
+        elif weight.dtype != values.dtype and not torch.equal(weight.to("cpu", values.dtype), values):
             rounded.add(name)
 
     def use_state(key: str, values: torch.Tensor) -> None:

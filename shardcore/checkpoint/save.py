@@ -13,8 +13,9 @@ import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +138,12 @@ def write_checkpoint(
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None")
         engine.updater.accept_weight_edits()
-        shown = f"states={content.states} exclude_frozen={content.exclude_frozen} latest={save_latest} keep_last={keep_last}"
-        return f"{tag} in {folder} with {shown} wait={wait}{engine.updater.changed()}"
+        return f"a checkpoint{engine.updater.changed()}"
 
     finish_saving(engine)
     engine.together("save", check)
+    given = {"directory": str(folder), "tag": tag, "keep_last": keep_last, "exclude_frozen_parameters": content.exclude_frozen}
+    _check_same(comm, {**given, "an optimizer": content.states, "save_latest": bool(save_latest), "wait": bool(wait)})
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
             "save: %s backward(s) came since the last step, and gradients are not saved: the run that loads this begins that "
@@ -167,6 +169,14 @@ def write_checkpoint(
     finally:
         if saving.thread is None:
             job.end()
+
+
+def _check_same(comm: Comm, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that is not the same on every rank. Collective."""
+    every = comm.gather_json(given)
+    for rank, name in product(range(comm.world_size), given):
+        if every[rank][name] != every[0][name]:
+            raise ValueError(f"save: {name} is {every[rank][name]!r} on rank {rank}; expected {every[0][name]!r}, as on rank 0")
 
 
 def attempt_together(comm: Comm, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
@@ -356,7 +366,9 @@ class _Job:
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
         self._held, self._store = Held(), engine.store
-        self._numerics = {key: str(value) for key, value in engine.options.items()} | {"ranks": repr(engine.comm.topology)}
+        options = {**engine.options, "ranks": engine.comm.topology}
+        options = {name: asdict(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()}
+        self._numerics = plain.to_json(options, "save: numerics")
 
     def prepare(self, stages: bool) -> None:
         """List what is written; if `stages`, copy what does not stay where it is until the next step."""

@@ -108,7 +108,7 @@ def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], res
 def write_json(path: Path, held: bytes) -> dict[str, Any]:
     """Write a JSON file of `format.json_bytes`; returns its entry in the manifest."""
     directory.write_synced(path, held)
-    return {"name": path.name, "bytes": len(held), "head_bytes": 0, "head_crc32c": 0}
+    return {"name": path.name, "bytes": len(held)}
 
 
 class _Scratch:

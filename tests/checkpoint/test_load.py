@@ -158,6 +158,17 @@ def _other_form(rank: int, world_size: int, first: str, second: str, folder: str
     return equal, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
 
 
+def test_weights_that_are_not_finite_are_no_rounded_ones(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    with torch.no_grad():
+        model.gain.fill_(float("nan"))
+    shardcore.save(tmp_path, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        shardcore.load(tmp_path, model, optimizer)
+    assert model.state_dict()["gain"].isnan()
+
+
 @pytest.mark.parametrize(
     ("first", "second", "exact"),
     [
