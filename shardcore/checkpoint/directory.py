@@ -2,7 +2,8 @@
 
 Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that directory, then it is renamed (or
 exchanged with the directory that has the name), then "latest" is replaced by rename; each rename is synced, too. So a crash at
-any instant leaves the old checkpoint or the new one. What a dead save leaves has a name that begins with a dot, and the next
+any instant leaves the old checkpoint or the new one. Nothing but checkpoints of shardcore is replaced or removed, known by how
+their manifests begin, with the time that orders them. What a dead save leaves has a name that begins with a dot, and the next
 save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
 """
 

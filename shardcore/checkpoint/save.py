@@ -57,7 +57,7 @@ def save(
     Gradients are not saved, with a warning where some wait for a step: save after one.
 
     Args:
-        directory: Of a file system that all ranks see.
+        directory: Of a file system that all ranks see; of one model.
         model: What shard returned.
         optimizer: What shard returned beside it; None leaves its states out.
         tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has made.
@@ -68,7 +68,8 @@ def save(
         exclude_frozen_parameters: Leave out parameters that do not train.
         keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names.
         wait: If False, write in the background. This call copies what lies on the device to host memory; the next step copies
-            of the states in host memory what is not written by then. The next save waits for this one, and raises its error.
+            of the states in host memory what is not written by then. The next save waits for this one, and raises its error
+            on every rank, unless each has had it from `wait()`; call that before the program ends.
 
     Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in the background.
 
@@ -76,7 +77,8 @@ def save(
 
     Raises:
         ValueError, TypeError: On every rank, before anything is written.
-        BlockingIOError: If another process is saving into `directory`; it is named.
+        FileExistsError: If `directory`/`tag` is something else than a checkpoint or an empty directory.
+        BlockingIOError: If another process is saving into `directory`, or another model of this one; it is named.
         OSError: If a file cannot be written, with its path and offset, on the rank where that is so.
         RuntimeError: If another rank, or the save before this one, failed.
     """
