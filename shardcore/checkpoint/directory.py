@@ -214,7 +214,7 @@ class SaveLock:
             holder = os.pread(self._file, 4096, 0).decode(errors="replace").strip() or "unknown"
             who, expected = "another job is saving there", "one at a time (wait for it, or end it)"
             if holder.startswith(json.dumps(own)[:-1] + ","):
-                who, expected = "this process saves there in the background", "wait() of that save first (one folder a model)"
+                who, expected = "a save of this process goes on there", "its wait() first, or a folder for each model"
             raise BlockingIOError(
                 error.errno, f"save: {who}: {holder}; expected {expected}", str(self._folder / LOCK)
             ) from None

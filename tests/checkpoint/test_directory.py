@@ -241,7 +241,7 @@ def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
         write(tmp_path, "tag")
     (tmp_path / ".x.saving").mkdir()
     held = SaveLock(tmp_path, "tag")
-    with pytest.raises(BlockingIOError, match=r'this process saves there in the background: .*"tag".*expected wait\(\) of'):
+    with pytest.raises(BlockingIOError, match=r'a save of this process goes on there: .*"tag".*expected its wait\(\)'):
         SaveLock(tmp_path, "other")
     held.release()
     assert len(os.listdir("/proc/self/fd")) == len(before)
