@@ -34,18 +34,18 @@ class ShardedLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
         """Load the samples of `sampler`; `options` are DataLoader's."""
-        self._epoch = 0
+        self.epoch = 0  # of the next iteration
         super().__init__(dataset, sampler=sampler, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (to resume a run)."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __iter__(self) -> Any:
         """Start the next epoch."""
         sampler: Any = self.sampler
-        sampler.set_epoch(self._epoch)
-        self._epoch += 1
+        sampler.set_epoch(self.epoch)
+        self.epoch += 1
         return super().__iter__()
 
 
@@ -331,6 +331,8 @@ class TrainingEngine:
     ) -> bool:
         """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
 
+        Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
+        that was begun. The position within an epoch is yours to save (client_state) and to skip to.
         tag: default "global_step" and the optimizer steps so far. The other arguments, errors and what a crash leaves: see
         shardcore.save.
         """
@@ -344,6 +346,7 @@ class TrainingEngine:
                 "micro_steps": self.micro_steps,
                 "skipped_steps": self.skipped_steps,
                 "global_samples": self.global_samples,
+                **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
             },
         )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -389,6 +392,8 @@ class TrainingEngine:
             micro_steps = source.counters.get("micro_steps", self.micro_steps)
             self.micro_steps = micro_steps - micro_steps % self._sizes.accumulation  # gradients are not saved
             self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)
+            if self.training_dataloader is not None and "epoch" in source.counters:
+                self.training_dataloader.set_epoch(source.counters["epoch"])
         self.zero_grad()
         return str(loaded.path), dict(loaded.client_state)
 

@@ -87,6 +87,8 @@ class Plan:
 class BackgroundSave(Protocol):
     """A save that goes on (checkpoint/background.py)."""
 
+    raised: bool
+
     def wait(self) -> Any: ...
 
 

@@ -394,6 +394,27 @@ def test_steps_begin_with_their_first_micro_step(tmp_path: Path) -> None:
     engine.wait_for_checkpoint()
 
 
+def test_the_epoch_of_the_loader_goes_on(tmp_path: Path) -> None:
+    data = [(torch.full((10,), float(number)), torch.zeros(5)) for number in range(32)]
+
+    def epoch_of(engine: Any) -> list[float]:
+        return [value for x, _ in engine.training_dataloader for value in x[:, 0].tolist()]
+
+    engine = start(ds_config(), training_data=data)
+    epochs = [epoch_of(engine), epoch_of(engine)]
+    engine.save_checkpoint(tmp_path)
+    epochs.append(epoch_of(engine))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    resumed = start(ds_config(), training_data=data)
+    resumed.load_checkpoint(tmp_path, load_module_only=True)
+    assert epoch_of(resumed) == epochs[0]
+    resumed.load_checkpoint(tmp_path)
+    assert epoch_of(resumed) == epochs[2]
+    start(ds_config()).save_checkpoint(tmp_path)  # without a loader
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.training_dataloader.epoch == 3
+
+
 def _saves_16bit(rank: int, world_size: int, folder: str, stage: int) -> None:
     engine = _start(stage=stage)
     train(engine, rank, 1)
