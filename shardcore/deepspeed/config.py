@@ -232,7 +232,9 @@ def read_config(config: Any, args: Any = None) -> Config:
     given = _translated(given, found.problems)
     _walk(given, "", found)
     values = found.values
-    _raise_all(found.problems + list(_contradictions(values)))
+    problems = [*found.problems, *_contradictions(values)]
+    found.problems.clear()  # an error that this frame held would hold it, and all that call it, in a cycle
+    _raise_all(problems)
     fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
     for section in _AS_DICTS:
         fields[section] = {path.partition(".")[2]: values[path] for path in values if path.startswith(f"{section}.")}

@@ -9,11 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from shardcore.deepspeed.config import Config
 from shardcore.distributed.comm import Comm
@@ -55,7 +55,8 @@ class StepReport:
         if step != self._profiled:
             yield
             return
-        with FlopCounterMode(display=False) as counter:  # which counts from 0 whenever it is entered
+        mode = import_module("torch.utils.flop_counter").FlopCounterMode  # `import shardcore` leaves it out
+        with mode(display=False) as counter:  # which counts from 0 whenever it is entered
             yield
         for module, counts in counter.get_flop_counts().items():
             self._flops.setdefault(module, Counter()).update({str(op): count for op, count in counts.items()})

@@ -190,7 +190,7 @@ for epoch in range(2):
 engine.eval()
 with torch.no_grad():
     outputs = engine(trainset[0][0][None].to(device).to(dtype))
-print("steps", engine.global_steps, "of", torch.distributed.get_world_size(), tuple(outputs.shape))
+print(f"steps {engine.global_steps} of {torch.distributed.get_world_size()} {tuple(outputs.shape)}\\n", end="")
 """
 
 
