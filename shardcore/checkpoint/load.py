@@ -134,6 +134,17 @@ def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[st
     return open_path(op, find(op, folder, tag), names)
 
 
+def is_there(folder: Path) -> bool:
+    """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is none, or none without its tag."""
+    try:
+        open_checkpoint("load", folder, None).close()
+    except FileNotFoundError as error:
+        return str(error.filename) != str(folder)
+    except (OSError, ValueError):
+        pass  # loading says what is wrong with it
+    return True
+
+
 def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     """Open the checkpoint that `find` found. See open_checkpoint."""
     if (path / layout.MANIFEST).exists():
@@ -187,8 +198,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         if wanted.states:
             options = _options_of(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
-        if wanted.scheduler is not None and source.scheduler is None:
-            raise ValueError(f"load: {source.path} has no scheduler's state; expected one, or scheduler=None")
+        if wanted.scheduler is not None:
+            _check_scheduler(source, wanted.scheduler)
         return f"{source.path.name}, {len(named)} names"
 
     engine.together("load", check)
@@ -221,6 +232,24 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     return Loaded(source.path, client_state, missing, unexpected)
 
 
+def _check_scheduler(source: Source, scheduler: Any) -> None:
+    """Raise ValueError unless the source has a state of a scheduler of this kind: torch's take any dict, or fail half-way."""
+    if source.scheduler is None:
+        others = f" (it has {_in_short(list(map(str, source.client_state)))})" if source.client_state else ""
+        raise ValueError(f"load: {source.path} has no scheduler's state{others}; expected one, or scheduler=None")
+    # Private keys, and "verbose", come and go with torch's versions.
+    saved, here = (
+        {key for key in state if not str(key).startswith("_") and key != "verbose"}
+        for state in (source.scheduler, scheduler.state_dict())
+    )
+    if saved != here:
+        raise ValueError(
+            f"load: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; expected "
+            f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make the scheduler that was saved "
+            "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set it yourself"
+        )
+
+
 def _named(engine: Engine) -> dict[str, torch.Tensor]:
     return {**dict(named_parameters(engine.model, remove_duplicate=False)), **dict(named_buffers(engine.model))}
 
@@ -234,6 +263,12 @@ def _options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
     """Return the options that the checkpoint gives each group of the optimizer; None if it has no groups."""
     if source.groups is None:
         return None
+    sizes = [[len(group["params"]) for group in groups] for groups in (source.groups, engine.updater.groups)]
+    if source.numbered and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"load: {source.path} has parameters by number, in groups of {sizes[0]}; expected groups of {sizes[1]}, as this "
+            "optimizer: make the groups that it was saved with, in their order (or save param_names in each group)"
+        )
     names = {param: name for name, param in named_parameters(engine.model)}
     group_of = {name: group for group in source.groups for name in group["params"]}
     found = []

@@ -48,6 +48,7 @@ class Adam:
     states: dict[str, dict[str, Stored]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
+    numbered: bool = False
 
 
 def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> ForeignSource:
@@ -62,7 +63,7 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     for name, states in adam.states.items():
         tensors[name].update({"weight": states.get("master", weights[name]), **_without(states, ("master",))})
     source = ForeignSource(path, tensors)
-    source.steps, source.groups = adam.steps, adam.groups
+    source.steps, source.groups, source.numbered = adam.steps, adam.groups, adam.numbered
     source.extra_state = {
         key.removeprefix(prefix).rpartition(".")[0]: plain(model[key], f"{path}: {key}") for key in sorted(extra)
     }
@@ -202,9 +203,9 @@ def adam_of(found: Mapping[str, Any], weights: Mapping[str, Stored], names: Coll
     groups = [dict(group) for group in found["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(found["param_groups"]) or not all(isinstance(group.get("params"), list | tuple) for group in groups):
         raise ValueError(f'load: {where}.param_groups is no list of dicts with a list "params"; expected torch.optim\'s')
-    name_of = _names_of(groups, names, where)
+    name_of, numbered = _names_of(groups, names, where)
     named: list[dict[str, Any]] = []
-    adam = Adam(groups=named)
+    adam = Adam(groups=named, numbered=numbered)
     for index, group in enumerate(groups):
         options = plain(_without(group, ("params", "param_names")), f"{where}.param_groups[{index}]")
         named.append({**options, "params": [name_of[key].removeprefix(prefix) for key in group["params"]]})
@@ -241,8 +242,8 @@ def _state_of(state: Mapping[str, Any], where: str) -> tuple[int, dict[str, Stor
     return step_of(state["step"], f"{where}.step"), tensors
 
 
-def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where: str) -> dict[Any, str]:
-    """Return the name of each parameter that groups have, by what they call it."""
+def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where: str) -> tuple[dict[Any, str], bool]:
+    """Return the name of each parameter that groups have, by what they call it; and whether those are numbers alone."""
     found: dict[Any, str] = {}
     numbers: list[int] = []
     for group in groups:
@@ -262,7 +263,7 @@ def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where
             f"load: {where} has {len(numbers)} parameters by number, and {len(names)} names are given; expected as many: "
             "those of the optimizer's parameters, in the order of its param_groups (or save param_names in each group)"
         )
-    return found | dict(zip(numbers, names, strict=bool(numbers)))
+    return found | dict(zip(numbers, names, strict=bool(numbers))), bool(numbers)
 
 
 def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
