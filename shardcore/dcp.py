@@ -49,6 +49,7 @@ from torch.futures import Future
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.load import objects_of
 from shardcore.checkpoint.sharded import boxes_of
 from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_ranges
 
@@ -311,13 +312,7 @@ class Reader(StorageReader):
             size, dtype = torch.Size(shape), source.read(name, "weight", 0, 0).dtype
             box = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
             found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [box])
-        where = str(source.path / layout.MANIFEST)
-        own = source.manifest.get("dcp", {"objects": {}, "planner_data": None})
-        try:
-            self._objects = {str(name): plain.from_json(value, where) for name, value in own["objects"].items()}
-            planner_data = plain.from_json(own["planner_data"], where)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"load: {where} is no manifest ({error!r}); expected one by shardcore") from error
+        self._objects, planner_data = objects_of(source)
         found.update({name: BytesStorageMetadata() for name in self._objects})
         return Metadata(found, planner_data=planner_data)
 

@@ -315,6 +315,38 @@ def test_the_state_of_another_scheduler_is_refused_first(tmp_path: Path, saved: 
         shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
 
 
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 9, bias=False)
+        self.embed = nn.Embedding(9, 4)
+        self.embed.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("left_out", ["embed.weight", "head.weight", None])
+def test_a_tied_weight_may_have_any_of_its_names(tmp_path: Path, left_out: str | None, stage: int) -> None:
+    """Trainer and consolidate write one of them."""
+    torch.manual_seed(0)
+    plain = _Tied()
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    plain(torch.arange(9)).sum().backward()
+    adam.step()
+    weights = {name: value for name, value in plain.state_dict().items() if name != left_out}
+    torch.save({"model": weights, "optimizer": adam.state_dict()}, tmp_path / "last.pt")
+    model: Any = _Tied()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    loaded = shardcore.load(tmp_path / "last.pt", model, optimizer)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+    assert torch.equal(model.state_dict()["embed.weight"], plain.embed.weight)
+    state, expected = optimizer.state_dict()["state"][0], adam.state_dict()["state"][0]
+    assert all(torch.equal(state[key], expected[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def _through_an_engine(rank: int, world_size: int, folder: str) -> None:
     engine = start(ds_config(1))
     for nothing in ("nothing", "logs", "by tag"):
