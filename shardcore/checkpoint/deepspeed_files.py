@@ -205,7 +205,8 @@ def _source(
     source = ForeignSource(files.folder, {name: tensors[name] for name in _in_order(model["module"], tensors)})
     source.steps = {**steps, **{alias: steps[name] for alias, name in shared.items() if name in steps}}
     source.groups = groups
-    source.frozen = set(model.get("frozen_param_shapes") or {})
+    trained = (name for group in _shape_groups(files) for name in group)
+    source.frozen = set(model["module"]).difference(trained, shared, extra, model.get("buffer_names") or ())
     source.tied = {alias: name for alias, name in shared.items() if name in tensors}
     source.world_size = len(files.optims)
     source.loss_scale = _loss_scale(scaler, path)
