@@ -435,6 +435,29 @@ def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     assert _load_alone({"x": 0}, path) == {"x": 1}
 
 
+def _columns(rank: int, world_size: int, path: str) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    shardcore.dcp._MAX_RANGES, usual = 15, shardcore.dcp._MAX_RANGES
+    try:
+        rows, columns = (distribute_tensor(torch.ones(8, 8), mesh, [Shard(dim)]) for dim in (0, 1))
+        return _said({"x": rows}, path), _said({"x": columns}, path)
+    finally:
+        shardcore.dcp._MAX_RANGES = usual
+
+
+def test_too_many_ranges_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for rows, columns in run_ranks(2, _columns, str(tmp_path / "x")):
+        assert rows == "no error"
+        assert "16 ranges are too many for a manifest; expected at most 15" in columns
+        assert "shard dimension 0, or use FileSystemWriter" in columns
+
+
+def test_torchs_own_folder_is_named(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(dcp.CheckpointException, match=r"was written by FileSystemWriter; .* use FileSystemReader"):
+        _load_alone({"x": torch.zeros(3)}, tmp_path / "x")
+
+
 def test_a_path_that_is_no_checkpoint_is_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("")

@@ -317,12 +317,7 @@ class BoxTensor:
 
 
 class ForeignSource(Source):
-    """A checkpoint that others wrote. No file is kept open, and nothing is changed by reading, so threads may share it.
-
-    beneath: a source of which this one shows what it has, closed with this one.
-    """
-
-    beneath: Source | None = None
+    """A checkpoint that others wrote. No file is kept open, and nothing is changed by reading, so threads may share it."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Take tensors by name and key. Raise ValueError if a state has another number of elements than its weight."""
@@ -347,11 +342,6 @@ class ForeignSource(Source):
         if key not in of_name:
             raise ValueError(f"load: {self.path} has no {key} of {name}; expected one of {', '.join(of_name)}")
         return of_name[key].read(start, numel)
-
-    def close(self) -> None:
-        """See Source."""
-        if self.beneath is not None:
-            self.beneath.close()
 
     def _of(self, name: str) -> Mapping[str, Stored]:
         if name not in self._tensors:

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -166,37 +167,21 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     return source
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A tensor of a checkpoint of ours, as file_tensors.Stored."""
-
-    source: Source
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shapes[self.name]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.read(0, 0).dtype
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        return self.source.read(self.name, "weight", start, numel)
-
-
 def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
     """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict, which its planner had joined."""
     objects, ways = objects_of(own)
     if not isinstance(ways, dict):
         return own
-    items = {name: _Kept(own, name) for name in own.shapes} | objects
+    items: dict[str, Any] = objects
+    for name, shape in own.shapes.items():  # each as a file_tensors.Stored
+        dtype = own.read(name, "weight", 0, 0).dtype
+        items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=partial(own.read, name, "weight"))
     try:
         tree = tree_of((ways.get(name, (name,)), value) for name, value in items.items())
         source = source_of(own.path, tree, names)
     except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"load: {own.path} is damaged or of another form ({error!r}); expected one by shardcore") from error
-    source.beneath = own
+    source.close = own.close  # type: ignore[method-assign]
     return source
 
 
@@ -311,11 +296,7 @@ def _named(engine: Engine) -> dict[str, torch.Tensor]:
 
 def _names_in(source: Source, engine: Engine) -> dict[torch.Tensor, str]:
     """Return what a source has of the model, with the first name there of each: it may have a tied weight under one alone."""
-    found: dict[torch.Tensor, str] = {}
-    for name, tensor in _named(engine).items():
-        if name in source.shapes:
-            found.setdefault(tensor, name)
-    return found
+    return {tensor: name for name, tensor in reversed(_named(engine).items()) if name in source.shapes}
 
 
 def _in_short(names: Sequence[str]) -> str:

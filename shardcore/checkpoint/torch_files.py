@@ -90,7 +90,7 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     source.scheduler = _taken(path, beside, _SCHEDULER_KEYS, lambda found: True)
     scaler = _taken(path, beside, _SCALER_KEYS, lambda found: set(found) == _SCALER_STATE)
     source.loss_scale = None if scaler is None else _loss_scale(scaler, f"{path}: {_SCALER_KEYS[0]}")
-    large = [key for key, value in rest.items() if _nbytes(value, set()) > _MAX_BESIDE_BYTES]
+    large = [key for key, value in rest.items() if _nbytes(value) > _MAX_BESIDE_BYTES]
     if large:  # each rank would read all of it
         logger.warning(
             "load: %s: the tensors of %s are not used, and left out of client_state", path, ", ".join(map(str, large))
@@ -106,26 +106,17 @@ def _is_extra(key: object) -> bool:
 
 def _tied(tensors: Mapping[str, Mapping[str, Stored]]) -> dict[str, str]:
     """Return names whose weight is the memory of an earlier one's, by which."""
-    first: dict[Any, str] = {}
-    tied = {}
-    for name, of_name in tensors.items():
-        weight = of_name["weight"]
-        if isinstance(weight, FileTensor) and prod(weight.shape) > 0:
-            place = (weight.window, weight.dtype, weight.offset, weight.shape, weight.stride)
-            if first.setdefault(place, name) != name:
-                tied[name] = first[place]
-    return tied
+    weights = {name: of_name["weight"] for name, of_name in tensors.items() if prod(of_name["weight"].shape) > 0}
+    places = {name: tuple(vars(weight).values()) for name, weight in weights.items() if isinstance(weight, FileTensor)}
+    first = {place: name for name, place in reversed(places.items())}
+    return {name: first[place] for name, place in places.items() if first[place] != name}
 
 
-def _nbytes(tree: Any, seen: set[int]) -> int:
-    """Return the bytes of the tensors in plain data. seen: ids of what was counted before."""
-    if is_stored(tree):
-        return int(prod(tree.shape) * tree.dtype.itemsize)
-    items = tree.state.values() if isinstance(tree, StandIn) else tree.values() if isinstance(tree, dict) else tree
-    if id(tree) in seen or not isinstance(tree, dict | list | tuple | StandIn):
-        return 0
-    seen.add(id(tree))
-    return sum(_nbytes(item, seen) for item in items)
+def _nbytes(entry: Any) -> int:
+    """Return the bytes of the tensors in an entry of a tree."""
+    values = (value for _, branch in _branches({"": entry}) for value in branch.values())
+    tensors = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
+    return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if is_stored(tensor))
 
 
 def _taken(

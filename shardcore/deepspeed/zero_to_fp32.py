@@ -7,8 +7,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,21 +20,6 @@ from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.source import Source
 
 
-@dataclass(frozen=True)
-class LazyTensor:
-    """A weight that is read when `contiguous` is called."""
-
-    source: Source
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-    def contiguous(self) -> torch.Tensor:
-        """Return it, on the CPU. Raises OSError or ValueError."""
-        parts = read(self.source, self.name, torch.float32)
-        return torch.cat([torch.empty(0, dtype=self.dtype), *parts]).view(self.shape)
-
-
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
@@ -42,18 +28,25 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return the weights of a checkpoint in float32, on the CPU; tied ones are the same tensor under each name.
 
-    exclude_frozen_parameters: leave out parameters that did not train. lazy_mode: return LazyTensors.
-    Raises OSError or ValueError.
+    exclude_frozen_parameters: leave out parameters that did not train. lazy_mode: each is read when its
+    `contiguous()` is called. Raises OSError or ValueError.
     """
     source = open_checkpoint("zero_to_fp32", Path(checkpoint_dir), tag)
     found: dict[str, Any] = {
-        name: LazyTensor(source, name, torch.Size(tensor.shape), tensor.dtype)
+        name: SimpleNamespace(
+            shape=torch.Size(tensor.shape), dtype=tensor.dtype, contiguous=partial(_whole, source, name, tensor)
+        )
         for name, tensor in _tensors(source, exclude_frozen_parameters).items()
     }
     if not lazy_mode:
         with source:
             found = {name: tensor.contiguous() for name, tensor in found.items()}
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
+
+
+def _whole(source: Source, name: str, tensor: Tensor) -> torch.Tensor:
+    parts = read(source, name, torch.float32)
+    return torch.cat([torch.empty(0, dtype=tensor.dtype), *parts]).view(tensor.shape)
 
 
 def _tensors(source: Source, exclude_frozen: bool) -> dict[str, Tensor]:
