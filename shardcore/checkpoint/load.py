@@ -20,7 +20,7 @@ from torch import nn
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.deepspeed_files import open_foreign
-from shardcore.checkpoint.directory import find
+from shardcore.checkpoint.directory import LATEST, find
 from shardcore.checkpoint.save import check_pair, finish_saving, named_buffers, named_parameters, raise_together
 from shardcore.checkpoint.source import Source
 from shardcore.checkpoint.torch_files import source_of, tree_of
@@ -142,6 +142,8 @@ def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[st
 
 def is_there(folder: Path) -> bool:
     """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is none, or none without its tag."""
+    if (folder / LATEST).is_file():
+        return True
     try:
         open_checkpoint("load", folder, None).close()
     except FileNotFoundError as error:
