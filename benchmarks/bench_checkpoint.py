@@ -73,10 +73,6 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        """What peers load into: the tensors themselves, with the values that they have."""
-        return self.tensors
-
     # --- saving ---
 
     def save_shardcore(self) -> None:
@@ -106,10 +102,10 @@ class Job:
             self.tensors[name].copy_(value)
 
     def load_dcp(self) -> None:
-        dcp.load(self.targets(), storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=True)
+        dcp.load(self.tensors, storage_reader=dcp.FileSystemReader(self.folder / "dcp"), no_dist=True)
 
     def load_huggingface(self) -> None:
-        dcp.load(self.targets(), storage_reader=dcp.HuggingFaceStorageReader(str(self.folder / "hf")), no_dist=True)
+        dcp.load(self.tensors, storage_reader=dcp.HuggingFaceStorageReader(str(self.folder / "hf")), no_dist=True)
 
     def cases(self, what: str) -> dict[str, Callable[[], None]]:
         """Return what to time by name; what: "save" or "load"."""
@@ -208,6 +204,19 @@ def _status(key: str) -> int:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) << 10
 
 
+def shortfalls(result: dict[str, Any]) -> list[str]:
+    """Return what falls short of its target, in words."""
+    found = []
+    for what in ("save", "load"):
+        for peer, ratio in result[what]["times_faster_than"].items():
+            target = TARGET_OF_FIO if peer == "fio" else 1.0
+            if ratio["median"] < target:
+                found.append(f"{what}: {ratio['median']:.2f} of the speed of {peer}; expected {target:g}")
+    if result["pause"]["ratio"] > TARGET_PAUSE:
+        found.append(f"pause: {result['pause']['ratio']:.2f} of async_save's; expected {TARGET_PAUSE:g}")
+    return found
+
+
 def main() -> int:
     parser = suite.make_parser("checkpoint", __doc__, rounds=5, pause=0.0)
     parser.add_argument("--mib", type=positive, nargs="+", default=[1024], help="MiB of states (default: 1024)")
@@ -237,6 +246,7 @@ def main() -> int:
             f"{pause['ratio']:.3f}), with what the next step takes longer {pause['with_next_step_ms']}; memory: save "
             f"{result['grown_mib']['save']:.0f} MiB, load {result['grown_mib']['load']:.0f} MiB"
         )
+        print("\n".join(shortfalls(result) or ["every target is met"]))
     print("how many times faster than each (fio: a fraction of its rate)")
     print(harness.table(rows))
     harness.write_json(options.out / "checkpoint.json", report)

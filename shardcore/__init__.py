@@ -1,13 +1,20 @@
-"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks."""
+"""Sharded, offloaded training on torch.distributed: weights, gradients and optimizer states partitioned over ranks.
+
+DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...): see shardcore.deepspeed.names.
+"""
+
+import sys
 
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.checkpoint.background import Saving
 from shardcore.checkpoint.consolidate import consolidate
 from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
+from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
+from shardcore.launch.notebook import notebook_launcher
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
 
@@ -29,7 +36,11 @@ __all__ = [
     "load_sharded_state_dict",
     "memory_report",
     "no_sync",
+    "notebook_launcher",
     "save",
     "shard",
     "sharded_state_dict",
 ]
+
+names.install(sys.modules[__name__])
+del names, sys

@@ -163,7 +163,8 @@ def shard(
             "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
-        loss_scale: Of float16 weights: a LossScale, or a fixed number. None: `LossScale()` with "fp16", else no scaling.
+        loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
+            `LossScale()` with "fp16", else no scaling.
         keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
         cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype.
         grad_dtype: "fp32" or "bf16", of the reduced gradient.

@@ -1,6 +1,7 @@
-"""The command line: ``shardcore info``, ``estimate``, ``consolidate`` and ``bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info``, ``run``, ``estimate``, ``consolidate`` and ``bench`` (or ``python -m shardcore``).
 
-Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own.
+Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that
+of the rank that failed first.
 Benchmarks are not installed with the package: they belong to a commit, and compare with libraries that only a developer has.
 ``bench`` runs those of the checkout that this package is imported from.
 """
@@ -18,6 +19,7 @@ import torch
 from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.estimate import command as estimate
+from shardcore.launch import command as launch
 from shardcore.options import DTYPES
 from shardcore.version import __version__
 
@@ -62,8 +64,11 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default) and return the exit status."""
     parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | estimate | consolidate | bench")
+    parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | run | estimate | consolidate | bench")
     commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
+    runner = commands.add_parser("run", help="start a training program's ranks, with the options of DeepSpeed's launcher")
+    launch.add_arguments(runner)
     estimator = commands.add_parser(
         "estimate", help="bytes that each rank keeps and sends, for a model, stages and numbers of ranks; trains nothing"
     )
@@ -80,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
         return _info()
+    if parsed.command == "run":
+        try:
+            return launch.run(parsed)
+        except (ValueError, OSError) as error:
+            runner.error(str(error))
     if parsed.command == "estimate":
         try:
             return estimate.run(parsed, _columns)

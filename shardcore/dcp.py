@@ -126,10 +126,6 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: lock the directory, and make the one that is written to. Raises OSError."""
         path, folder = self._path, self._path.parent
-        if path.exists() and not (path / layout.MANIFEST).exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise FileExistsError(
-                f"save: {path} is no checkpoint of shardcore's; expected one, which is replaced, or a path where nothing is"
-            )
         if folder in _locks:
             _locks[folder]._end_failed()
         self._thread = threading.current_thread()

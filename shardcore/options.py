@@ -108,11 +108,11 @@ class ShardOptions:
         """Raise TypeError or ValueError for a `loss_scale` that cannot be followed with weights of these dtypes."""
         if self.loss_scale is None:
             return
-        if self.precision != "fp16" and torch.float16 not in dtypes:
+        if self.precision != "fp16" and not {torch.float16, torch.float32} & set(dtypes):
             given = "None" if self.precision is None else f'"{self.precision}"'
             raise ValueError(
-                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight is float16; expected None, or "
-                "float16 weights"
+                f"shard: loss_scale is {self.loss_scale!r} with precision={given}, and no weight is float16, or float32 for "
+                "a forward under torch.autocast; expected None, or such weights"
             )
         if isinstance(self.loss_scale, LossScale):
             return
@@ -192,11 +192,8 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             others = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
-    if tier is None and offload.get("params") is not None:
-        raise NotImplementedError(
-            'shard: offload has "params" without "optimizer", which is not built yet; expected {"optimizer": "cpu", "params": '
-            '"cpu"}'
-        )
+    if tier is None and offload.get("params") is not None and "ratio" not in offload:  # all states on the device
+        tier, offload = "cpu", {**offload, "ratio": 0.0}
     if tier == "nvme":
         raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
     if tier != "cpu":

@@ -38,7 +38,6 @@ from tests.support.ranks import run_ranks
             "is 1 with the ratio 1.0; expected",
         ),
         ({"offload": {"optimizer": "cpu", "params": "cpu"}, "stage": 2}, ValueError, "at stage 2, which keeps full weights"),
-        ({"offload": {"params": "cpu"}, "stage": 3}, NotImplementedError, '"params" without "optimizer"'),
         ({"offload": {"optimizer": "cpu", "gradients": True}}, ValueError, "gradients.* is True; expected .cpu. or None"),
         ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "stage": 0}, ValueError, "at stage 0, where p.grad shows them"),
         ({"offload": {"gradients": "cpu"}}, ValueError, 'optimizer.* is None; expected "cpu"'),

@@ -1,6 +1,6 @@
-"""Writes docs/reference.md from the docstrings of shardcore's public names.
+"""Writes docs/reference.md from the docstrings of shardcore's public names, and docs/deepspeed_keys.md from DeepSpeed's keys.
 
-Run: python -m tools.make_reference [--check]. With --check it writes nothing, and fails if the file is not what it would be.
+Run: python -m tools.make_reference [--check]. With --check it writes nothing, and fails if a file is not what it would be.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import shardcore
 import shardcore.dcp
 from shardcore.deepspeed.engine import TrainingEngine
+from shardcore.deepspeed.keys import ALIASES, KEYS
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
 HEAD = """# Reference
 
 Every public name, with its docstring. Made by `python -m tools.make_reference`; [guide.md](guide.md) shows how they are used.
@@ -81,15 +82,48 @@ def page() -> str:
     return "\n".join(parts)
 
 
+KINDS = {
+    "honoured": "**Honoured**: what each becomes here.",
+    "accepted": "**Accepted**, without effect: `initialize` logs these reasons, once.",
+    "refused": '**Refused**, unless they are off (`false`, `null`, `{"enabled": false}`): what to do instead.',
+    "removed": "**Removed by DeepSpeed itself**, and refused here, too, unless they are off.",
+}
+KEYS_HEAD = """# Keys of a DeepSpeed configuration
+
+Made by `python -m tools.make_reference` from the table in `shardcore/deepspeed/keys.py`, which configurations are checked with.
+Any other key is an error that names it, with the nearest known one; keys that begin with `_` or `comment`, `comms_config` and
+`monitor_config` are notes. Keys of `zero_optimization` may be written with `stage3_` in front, a whole number as `5e8`, and the
+old `cpu_offload`, `cpu_offload_params` and `zero_optimization: true` are understood. `"auto"` is for a trainer to fill in
+([Hugging Face](huggingface.md)).
+"""
+
+
+def keys_page() -> str:
+    """Return the text of the page of DeepSpeed's keys."""
+    parts = [KEYS_HEAD]
+    for kind, title in KINDS.items():
+        notes: dict[str, list[str]] = {}
+        for path, key in KEYS.items():
+            if key.kind == kind:
+                notes.setdefault(key.note, []).append(f"`{path}`")
+        rows = [f"| {', '.join(paths)} | {note} |" for note, paths in notes.items()]
+        parts.append("\n".join([title, "", "| key | |", "|---|---|", *rows, ""]))
+    others = ", ".join(f"`{old}` for `{new}`" for old, new in ALIASES.items())
+    return "\n".join(parts) + f"\nOther spellings: {others}.\n"
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns 1 if --check finds another text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    if not parser.parse_args(arguments).check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print(f"{PAGE.name} is not what the docstrings say; run python -m tools.make_reference")
-        return 1
+    check = parser.parse_args(arguments).check
+    for name, text in (("reference.md", page()), ("deepspeed_keys.md", keys_page())):
+        path = DOCS / name
+        if not check:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            print(f"{name} is not what the code says; run python -m tools.make_reference")
+            return 1
     return 0
 
 

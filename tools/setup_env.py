@@ -35,6 +35,7 @@ OPTIONAL = {
     "hypothesis": "property tests",
     "lightning": "tests with Lightning",
     "matplotlib": "plots",
+    "pytorch-lightning": "tests with Lightning, as its other package",
     "rich": "progress bars",
     "transformers": "tests on real architectures",
 }

@@ -11,13 +11,12 @@ import json
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,17 +150,13 @@ class Mailbox:
         if self._size == 1:
             self._said = said
         else:
-            self._store.set(f"rank{self.rank}", zlib.compress(json.dumps(said).encode(), 1))
+            self._store.set(f"rank{self.rank}", json.dumps(said))
 
     def take_all(self) -> list[Any]:
         """Return, on rank 0, what each rank said; waits for it."""
         if self.rank != 0:
             return []
-        return (
-            [self._said]
-            if self._size == 1
-            else [json.loads(zlib.decompress(self._take(f"rank{rank}"))) for rank in range(self._size)]
-        )
+        return [self._said] if self._size == 1 else [json.loads(self._take(f"rank{rank}")) for rank in range(self._size)]
 
     def answer(self, problem: str) -> None:
         """Say to the other ranks how it went; "" is well. Waits until they have read it: this process may serve the store."""
@@ -191,23 +186,16 @@ class Mailbox:
         return value
 
 
-class Job(Protocol):
-    """The save of one rank (checkpoint/save.py)."""
-
-    def write(self) -> dict[str, Any]: ...
-    def commit(self, said: Sequence[Any]) -> None: ...
-    def end(self) -> None: ...
-
-
 class Saving:
-    """A save: `path` is the checkpoint's, once it is complete."""
+    """A save: `path` is the checkpoint's, once it is complete. raised: wait() has raised its error on this rank."""
 
-    def __init__(self, path: Path, job: Job) -> None:
-        """See `save`."""
+    def __init__(self, path: Path, job: Any) -> None:
+        """See `save`. job: what this rank does, save._Job."""
         self.path, self._job = path, job
         self.thread: threading.Thread | None = None
         self._ended = threading.Event()  # joining a thread is not safe to interrupt
         self._problem: Exception | None = None
+        self.raised = False
 
     def __repr__(self) -> str:
         """Say where, and whether it is there."""
@@ -260,10 +248,10 @@ class Saving:
         return self.thread is None or self._ended.is_set()
 
     def wait(self) -> Path:
-        """Wait until it is on disk; returns its path. OSError or RuntimeError, once, if it failed. Not collective."""
+        """Wait until it is on disk; returns its path. RuntimeError, each time, if it failed. Not collective."""
         if self.thread is not None:
             self._ended.wait()
-        problem, self._problem = self._problem, None
-        if problem is not None:
-            raise RuntimeError(f"save: {self.path} was not saved in the background: {problem}") from problem
+        if self._problem is not None:
+            self.raised = True
+            raise RuntimeError(f"save: {self.path} was not saved in the background: {self._problem}") from self._problem
         return self.path

@@ -21,7 +21,7 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import write_synced
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.load import open_checkpoint
-from shardcore.checkpoint.save import buffers_of, raise_together
+from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters, raise_together
 from shardcore.checkpoint.source import Source
 from shardcore.engine.engine import Engine, engine_behind
 
@@ -222,6 +222,24 @@ def of_engine(engine: Engine, dtype: torch.dtype | None) -> dict[str, Tensor]:
     return {name: Tensor(tuple(t.shape), _as(_dtype_of(engine, t), dtype)) for name, t in in_order(engine).items()}
 
 
+def as_trained(engine: Engine, exclude_frozen: bool = False) -> dict[str, Tensor]:
+    """Return what a sharded model has by name, tied weights once, in the dtypes that weights train in."""
+    return {
+        name: Tensor(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in in_order(engine).items()
+        if not (exclude_frozen and isinstance(tensor, nn.Parameter) and not engine.trains(tensor))
+    }
+
+
+def state_dict_of(engine: Engine, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an ordinary state dict, tied weights under each name, on the CPU, from the `values` that on_first_rank passes."""
+    found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
+    name_of = {tensor: name for name, tensor in in_order(engine).items()}
+    model = engine.model
+    named = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
+    return {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
+
+
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:
     """Return parameters and buffers in the order in which they are gathered: bucket by bucket, then what is in none."""
     sharded = {plain_name(managed.name): managed.param for bucket in engine.buckets for managed in bucket.params}
@@ -237,12 +255,12 @@ def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
 @torch.no_grad()
 def _values(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[torch.Tensor]:
     """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`. Collective: every rank takes all."""
-    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets)
-    sharded = set()
-    for bucket, full in zip(engine.buckets, fulls, strict=True):
+    buckets = [bucket for bucket in engine.buckets if any(plain_name(managed.name) in tensors for managed in bucket.params)]
+    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in buckets)
+    sharded = {plain_name(managed.name) for bucket in engine.buckets for managed in bucket.params}
+    for bucket, full in zip(buckets, fulls, strict=True):
         for managed in bucket.params:
             name = plain_name(managed.name)
-            sharded.add(name)
             if name in tensors:
                 yield managed.slice_of(full).to("cpu", tensors[name].dtype).contiguous().view(-1)
     for name, tensor in in_order(engine).items():

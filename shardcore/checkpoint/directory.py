@@ -2,7 +2,8 @@
 
 Note [Commit]. Files are written to ".TAG.saving" beside the others; each is synced, then that directory, then it is renamed (or
 exchanged with the directory that has the name), then "latest" is replaced by rename; each rename is synced, too. So a crash at
-any instant leaves the old checkpoint or the new one. What a dead save leaves has a name that begins with a dot, and the next
+any instant leaves the old checkpoint or the new one. Nothing but checkpoints of shardcore is replaced or removed, known by how
+their manifests begin, with the time that orders them. What a dead save leaves has a name that begins with a dot, and the next
 save removes it. Rank 0 holds a lock (flock) on ".lock" meanwhile, which ends with its process.
 """
 
@@ -11,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import time
@@ -19,19 +21,29 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardcore._native import _C
-from shardcore.checkpoint.format import MANIFEST
+from shardcore.checkpoint.format import FORMAT, MANIFEST
 
 logger = logging.getLogger("shardcore")
 
 LATEST, LOCK = "latest", ".lock"
 _SAVING, _REPLACED, _REMOVED = ".saving", ".replaced", ".removed"
+_BEGIN = re.compile(rf'{{"format": "{FORMAT}", "time": (\d+\.?\d*)'.encode())  # of a manifest, as write_manifest writes it
 
 
 def check_tag(op: str, tag: object) -> None:
     """Raise ValueError for a tag that is no name of a directory."""
-    if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST:
+    if (
+        not isinstance(tag, str)
+        or not tag.isprintable()  # so that UTF-8 has it, too
+        or tag in ("", LATEST)
+        or tag.startswith(".")
+        or tag != tag.strip()
+        or "/" in tag
+        or len(tag.encode()) > 200
+    ):
         raise ValueError(
-            f"{op}: tag has {tag!r}; expected the name of a directory, without / and not beginning with a dot (nor {LATEST!r})"
+            f"{op}: tag has {tag!r}; expected the name of a directory, at most 200 bytes, without /, not beginning with a dot "
+            f"(nor {LATEST!r}), without blanks at its ends or unprintable characters"
         )
 
 
@@ -41,9 +53,30 @@ def unfinished(folder: Path, tag: str) -> Path:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a directory, in the order in which they were written."""
-    found = [one for one in folder.iterdir() if not one.name.startswith(".") and (one / MANIFEST).exists()]
-    return sorted(found, key=lambda one: ((one / MANIFEST).stat().st_mtime_ns, one.name))
+    """Return shardcore's checkpoints in a directory, in the order in which they were written."""
+    found = [(saved_at(one), one) for one in folder.iterdir() if not one.name.startswith(".")]
+    return [one for time, one in sorted(found) if time > 0]
+
+
+def saved_at(path: Path) -> float:
+    """Return when a checkpoint of shardcore's was saved (seconds since 1970, UTC); 0 for anything else, which is not ours."""
+    try:
+        with open(path / MANIFEST, "rb") as file:
+            found = _BEGIN.match(file.read(100))
+    except OSError:
+        found = None
+    return 0.0 if found is None else float(found[1])
+
+
+def check_ours(path: Path) -> None:
+    """Raise FileExistsError unless a save may replace what is there: a checkpoint, an empty directory or nothing."""
+    if os.path.lexists(path) and not saved_at(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise FileExistsError(
+            errno.EEXIST,
+            "save: this is no checkpoint of shardcore's; expected one, which is replaced, or a path where nothing is (give "
+            "another tag)",
+            str(path),
+        )
 
 
 def find(op: str, folder: Path, tag: str | None) -> Path:
@@ -51,17 +84,17 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
 
     Raises FileNotFoundError or ValueError.
     """
+    given = tag
     if tag is None and (folder / LATEST).is_file():
         tag = (folder / LATEST).read_text().strip()
     if tag is None:
         others = folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder))
         if (folder / MANIFEST).exists() or others:
             return folder
-        there = ", ".join(one.name for one in checkpoints(folder)) if folder.is_dir() else ""
         raise FileNotFoundError(
             errno.ENOENT,
             f"{op}: there is no {LATEST!r} and no {MANIFEST}; expected a directory that save was given, or tag= one of its "
-            f"checkpoints ({there or 'there are none'})",
+            f"checkpoints ({_names(folder)})",
             str(folder),
         )
     check_tag(op, tag)
@@ -69,10 +102,17 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
     if not path.exists() and (replaced / MANIFEST).exists():  # see Note [Commit], `commit`
         return replaced
     if not path.exists():
+        named = f", which {LATEST!r} names" if given is None else ""
         raise FileNotFoundError(
-            errno.ENOENT, f"{op}: there is no such checkpoint; expected one that save has written", str(path)
+            errno.ENOENT,
+            f"{op}: there is no such checkpoint{named}; expected tag= one that save has written ({_names(folder)})",
+            str(path),
         )
     return path
+
+
+def _names(folder: Path) -> str:
+    return ", ".join(one.name for one in (checkpoints(folder) if folder.is_dir() else ())) or "there are none"
 
 
 @contextmanager
@@ -108,8 +148,9 @@ def replacing(path: Path) -> Iterator[Path]:
 def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> None:
     """Give what was written its name: Note [Commit]. keep_last: then remove all but so many, the newest."""
     path, written, replaced = folder / tag, unfinished(folder, tag), folder / f".{tag}{_REPLACED}"
+    check_ours(path)  # somebody may have put something there meanwhile
     _C.sync_directory(str(written))
-    if not path.exists():
+    if not os.path.lexists(path):
         os.rename(written, path)
     elif not _C.exchange_paths(str(written), str(path)):  # a file system without that: `find` looks for what is replaced
         os.rename(path, replaced)
@@ -149,8 +190,9 @@ class SaveLock:
     def __init__(self, folder: Path, tag: str) -> None:
         """Lock, remove what dead saves left, and make the directory to write to.
 
-        BlockingIOError if another process holds it, which is named.
+        BlockingIOError if another save holds it, which is named. FileExistsError: see check_ours.
         """
+        check_ours(folder / tag)
         self._folder, self._tag = folder, tag
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             missing.mkdir(exist_ok=True)
@@ -165,14 +207,16 @@ class SaveLock:
             raise
 
     def _take(self) -> None:
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(self._file, 4096, 0).decode(errors="replace").strip()
+            holder = os.pread(self._file, 4096, 0).decode(errors="replace").strip() or "unknown"
+            who, expected = "another job is saving there", "one at a time (wait for it, or end it)"
+            if holder.startswith(json.dumps(own)[:-1] + ","):
+                who, expected = "a save of this process goes on there", "its wait() first, or a folder for each model"
             raise BlockingIOError(
-                error.errno,
-                f"save: another job is saving there: {holder or 'unknown'}; expected one at a time (wait for it, or end it)",
-                str(self._folder / LOCK),
+                error.errno, f"save: {who}: {holder}; expected {expected}", str(self._folder / LOCK)
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
@@ -182,7 +226,7 @@ class SaveLock:
                 self._folder,
                 error,
             )
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "tag": self._tag, "since": time.ctime()})
+        holder = json.dumps({**own, "tag": self._tag, "since": time.ctime()})
         with _naming(self._folder / LOCK):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, holder.encode(), 0)

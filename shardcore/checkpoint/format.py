@@ -58,7 +58,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.
 
 
 def file_engine() -> _C.FileEngine:
-    """Return what reads and writes files in this process; it keeps 16 MiB of memory."""
+    """Return what reads and writes files in this process; it keeps 32 MiB of memory."""
     return _engine_of(os.getpid())
 
 
@@ -100,7 +100,10 @@ def cut(start: int, numel: int) -> Iterator[tuple[int, int]]:
 def dtype_name(dtype: torch.dtype, where: str) -> str:
     """Return the format's name of a dtype. TypeError if it has none."""
     if dtype not in _NAMES:
-        raise TypeError(f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has ({', '.join(DTYPES)})")
+        raise TypeError(
+            f"save: {where} is a tensor of {dtype}; expected a dtype that safetensors has ({', '.join(DTYPES)}; or a buffer "
+            "with persistent=False, which is not saved)"
+        )
     return _NAMES[dtype]
 
 
@@ -198,7 +201,7 @@ class Checkpoint(Source):
                 f"version {VERSION} (a newer shardcore may read it)"
             )
         self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
-        self._heads = [(_count(file["head_bytes"]), _count(file["head_crc32c"])) for file in m["files"]]
+        self._heads = [(_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0))) for file in m["files"]]
         for name, size in self.files:
             if not _FILE.fullmatch(name):
                 raise ValueError(f"load: {self.path / MANIFEST} names the file {name!r}; expected names such as {data_file(0)}")

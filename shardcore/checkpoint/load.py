@@ -21,7 +21,14 @@ from shardcore.checkpoint import format as layout
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.deepspeed_files import open_foreign
 from shardcore.checkpoint.directory import LATEST, find
-from shardcore.checkpoint.save import check_pair, finish_saving, named_buffers, named_parameters, raise_together
+from shardcore.checkpoint.save import (
+    attempt_together,
+    check_pair,
+    finish_saving,
+    named_buffers,
+    named_parameters,
+    raise_together,
+)
 from shardcore.checkpoint.source import Source
 from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Traffic, wait_all
@@ -69,7 +76,8 @@ def load(
 
     Each rank reads what it keeps, 4 MiB at a time, and checks checksums. What this optimizer cannot keep exactly (8-bit and
     bfloat16 states, weights without masters) is rounded, with one warning. Random states are restored where the world has the
-    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise.
+    size that it had, if an optimizer is given. Weights and states are used bit for bit otherwise. With an optimizer, gradients
+    that wait for its step are dropped.
 
     Args:
         directory: What `save` was given (then "latest" names the checkpoint), or one checkpoint.
@@ -101,18 +109,16 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
     problem: Exception | None = None
     source: Source | None = None
-    path = folder.absolute()
+    comm, folder = engine.comm, folder.absolute()
+    then = "nothing was changed"
+    path = attempt_together(comm, then, lambda: find("load", folder, tag) if comm.rank == 0 else folder, "load")
+    path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
     try:
-        path = find("load", path, tag) if engine.comm.rank == 0 else path
+        source = open_path("load", path, names_of_optimizer(engine))
     except Exception as error:
         problem = error
-    path = Path(engine.comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
     try:
-        source = None if problem is not None else open_path("load", path, names_of_optimizer(engine))
-    except Exception as error:
-        problem = error
-    try:
-        raise_together(engine.comm, "load", problem, "nothing was changed")
+        raise_together(comm, "load", problem, then)
     except BaseException:
         if source is not None:
             source.close()
@@ -225,18 +231,25 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 raise ValueError(
                     f"load: {name} has shape {source.shapes[name]} in {source.path}; expected {tuple(tensor.shape)}"
                 )
-        if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
-            raise ValueError("load: called while weights are unsharded; expected it outside full_params and after backward")
+        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
+            raise ValueError("load: called inside full_params; expected it after the block")
         if wanted.states and wanted.strict and source.groups is None and not source.steps and engine.updater.buckets:
             raise ValueError(
                 f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "
                 "its states as they are), or strict=False (which resets them)"
             )
-        if wanted.stateful and (source.world_size != comm.world_size or source.of_rank(comm.rank) is None):
-            raise ValueError(
-                f"load: stateful has {', '.join(wanted.stateful)}, but {source.path} was saved by {source.world_size} ranks, "
-                f"each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
-            )
+        if wanted.stateful:
+            of_rank = source.of_rank(comm.rank) if source.world_size == comm.world_size else None
+            if of_rank is None:
+                raise ValueError(
+                    f"load: stateful has {', '.join(wanted.stateful)}, but {source.path} was saved by {source.world_size} "
+                    f"ranks, each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
+                )
+            if lacks := ", ".join(name for name in wanted.stateful if name not in of_rank["stateful"]):
+                raise ValueError(
+                    f"load: stateful has {lacks}, which {source.path} does not have for this rank; expected the names that "
+                    f"save was given ({', '.join(of_rank['stateful']) or 'none'})"
+                )
         if wanted.states:
             options = _options_of(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
@@ -264,6 +277,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             group.update(new)
     if wanted.states:
         engine.go_on_from(source.loss_scale)
+        engine.zero_grad()
     if wanted.scheduler is not None:
         wanted.scheduler.load_state_dict(source.scheduler)
     for name, value in source.extra_state.items():
@@ -420,7 +434,7 @@ def _reads_of(
         assign(weight, values.to(weight.device))
         if bucket.state_format.master is not None:
             store.write(bucket, "master", start, values)
-        elif weight.is_floating_point() and not torch.equal(weight.to("cpu", values.dtype), values):
+        elif weight.dtype != values.dtype and not torch.equal(weight.to("cpu", values.dtype), values):
             rounded.add(name)
 
     def use_state(key: str, values: torch.Tensor) -> None:
@@ -455,8 +469,6 @@ def _restore_rank(source: Source, engine: Engine, wanted: Wanted) -> None:
             if wanted.states:
                 _restore_random(of_rank["random"], engine.device)
             for name, value in wanted.stateful.items():
-                if name not in of_rank["stateful"]:
-                    raise ValueError(f"load: {source.path} has no stateful[{name!r}]; expected what save was given")
                 value.load_state_dict(of_rank["stateful"][name])
     except Exception as error:
         problem = error

@@ -7,7 +7,6 @@ value], ...]} for keys that are no strings (or begin with "$"), {"$tensor": base
 
 import base64
 import ctypes
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -45,11 +44,6 @@ def from_json(value: Any, where: str) -> Any:
         return _decode(value, 0)
     except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
         raise ValueError(f"{where}: a value is damaged or was not written by shardcore ({error})") from error
-
-
-def dumps(value: Any, where: str) -> str:
-    """Return `value` as JSON text."""
-    return json.dumps(to_json(value, where), allow_nan=False)
 
 
 def _encode(value: Any, where: str, depth: int) -> Any:

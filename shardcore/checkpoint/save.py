@@ -13,8 +13,9 @@ import random
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,10 @@ def save(
     When this returns (with wait=False: when the `wait()` of what it returns does) everything is on disk. A crash at any instant
     leaves the checkpoints that were there; one of the same tag is replaced when the new one is complete. Every rank writes what
     it owns, 4 MiB at a time. Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
+    Gradients are not saved, with a warning where some wait for a step: save after one.
 
     Args:
-        directory: Of a file system that all ranks see.
+        directory: Of a file system that all ranks see; of one model.
         model: What shard returned.
         optimizer: What shard returned beside it; None leaves its states out.
         tag: The name of the checkpoint; default "global_step" and how many steps the optimizer has made.
@@ -66,7 +68,8 @@ def save(
         exclude_frozen_parameters: Leave out parameters that do not train.
         keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names.
         wait: If False, write in the background. This call copies what lies on the device to host memory; the next step copies
-            of the states in host memory what is not written by then. The next save waits for this one, and raises its error.
+            of the states in host memory what is not written by then. The next save waits for this one, and raises its error
+            on every rank, unless each has had it from `wait()`; call that before the program ends.
 
     Returns a Saving, with the `path`, which may be used as a path; `wait()` and `done` of a save in the background.
 
@@ -74,7 +77,8 @@ def save(
 
     Raises:
         ValueError, TypeError: On every rank, before anything is written.
-        BlockingIOError: If another process is saving into `directory`; it is named.
+        FileExistsError: If `directory`/`tag` is something else than a checkpoint or an empty directory.
+        BlockingIOError: If another process is saving into `directory`, or another model of this one; it is named.
         OSError: If a file cannot be written, with its path and offset, on the rank where that is so.
         RuntimeError: If another rank, or the save before this one, failed.
     """
@@ -111,11 +115,12 @@ class Content:
 
 
 def finish_saving(engine: Engine) -> None:
-    """Wait for a save in the background, and raise its error. Collective."""
-    if engine.saving is not None:
+    """Wait for a save in the background, and raise its error on every rank unless all have raised it. Collective."""
+    saving = engine.saving
+    if saving is not None:
         engine.comm.first_problem(None)  # a rank that has died would be waited for: this says so
         try:
-            engine.saving.wait()
+            attempt_together(engine.comm, AS_BEFORE, lambda: saving.raised or saving.wait())
         except Exception:
             engine.saving = None
             raise
@@ -135,33 +140,48 @@ def write_checkpoint(
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ValueError(f"save: keep_last has {keep_last!r}; expected a number of at least 1, or None")
         engine.updater.accept_weight_edits()
-        shown = f"states={content.states} exclude_frozen={content.exclude_frozen} latest={save_latest} keep_last={keep_last}"
-        return f"{tag} in {folder} with {shown} wait={wait}{engine.updater.changed()}"
+        return f"a checkpoint{engine.updater.changed()}"
 
     finish_saving(engine)
     engine.together("save", check)
+    given = {"directory": str(folder), "tag": tag, "keep_last": keep_last, "exclude_frozen_parameters": content.exclude_frozen}
+    _check_same(comm, {**given, "an optimizer": content.states, "save_latest": bool(save_latest), "wait": bool(wait)})
+    if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
+        logger.warning(
+            "save: %s backward(s) came since the last step, and gradients are not saved: the run that loads this begins that "
+            "step anew (save after a step to go on bit for bit)",
+            engine.reducer.backwards,
+        )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
-    beside = _attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
-    lock = _attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
+    beside = attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
+    lock = attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
     job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
     try:
-        _attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
+        attempt_together(comm, AS_BEFORE, lambda: job.prepare(stages=not wait))
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             engine.saving = saving
             saving.start(mailbox)
             return saving
-        said = _attempt_together(comm, AS_BEFORE, job.write)
+        said = attempt_together(comm, AS_BEFORE, job.write)
         mailbox.put(said)
-        _attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
+        attempt_together(comm, AS_BEFORE, lambda: job.commit(mailbox.take_all()))
         return saving
     finally:
         if saving.thread is None:
             job.end()
 
 
-def _attempt_together(comm: Comm, then: str, attempt: Callable[[], Any]) -> Any:
+def _check_same(comm: Comm, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for an argument that is not the same on every rank. Collective."""
+    every = comm.gather_json(given)
+    for rank, name in product(range(comm.world_size), given):
+        if every[rank][name] != every[0][name]:
+            raise ValueError(f"save: {name} is {every[rank][name]!r} on rank {rank}; expected {every[0][name]!r}, as on rank 0")
+
+
+def attempt_together(comm: Comm, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
     """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective."""
     result, problem = None, None
     try:
@@ -169,7 +189,7 @@ def _attempt_together(comm: Comm, then: str, attempt: Callable[[], Any]) -> Any:
     except Exception as error:
         problem = error
     try:
-        raise_together(comm, "save", problem, then)
+        raise_together(comm, op, problem, then)
     finally:
         problem = None  # else a cycle
     return result
@@ -289,6 +309,8 @@ class _Beside:
             "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
         }
         first = engine.comm.rank == 0
+        if first and not isinstance(content.client_state, Mapping | None):
+            raise TypeError(f"save: client_state has type {type(content.client_state).__name__}; expected a dict, or None")
         self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
         scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
         self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
@@ -346,7 +368,9 @@ class _Job:
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
         self._held, self._store = Held(), engine.store
-        self._numerics = {key: str(value) for key, value in engine.options.items()} | {"ranks": repr(engine.comm.topology)}
+        options = {**engine.options, "ranks": engine.comm.topology}
+        options = {name: asdict(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()}
+        self._numerics = plain.to_json(options, "save: numerics")
 
     def prepare(self, stages: bool) -> None:
         """List what is written; if `stages`, copy what does not stay where it is until the next step."""

@@ -199,8 +199,8 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
                 _check_ranges(name, bucket, engine.managed[tensor], state[name])  # type: ignore[index]
             elif not isinstance(state[name], torch.Tensor) or state[name].shape != tensor.shape:
                 raise ValueError(f"{_OP}: {name} has {state[name]!r}; expected a tensor of shape {tuple(tensor.shape)}")
-        if engine.unsharder is not None and any(unit.unsharded for unit in engine.unsharder.units):
-            raise ValueError(f"{_OP}: called while weights are unsharded; expected it outside full_params and after backward")
+        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
+            raise ValueError(f"{_OP}: called inside full_params; expected it after the block")
         return "that of the model"
 
     engine.together(_OP, check)

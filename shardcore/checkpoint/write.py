@@ -1,5 +1,6 @@
 """What a rank writes of a checkpoint: ranges of tensors into its data file, and on rank 0 the manifest of what all wrote."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], res
             part["ranges"].sort()
     manifest = {
         "format": layout.FORMAT,
+        "time": time.time(),
         "version": layout.VERSION,
         "written_by": {"shardcore": __version__, "torch": torch.__version__},
         "world_size": len(said),
@@ -106,7 +108,7 @@ def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], res
 def write_json(path: Path, held: bytes) -> dict[str, Any]:
     """Write a JSON file of `format.json_bytes`; returns its entry in the manifest."""
     directory.write_synced(path, held)
-    return {"name": path.name, "bytes": len(held), "head_bytes": 0, "head_crc32c": 0}
+    return {"name": path.name, "bytes": len(held)}
 
 
 class _Scratch:

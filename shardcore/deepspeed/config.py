@@ -1,6 +1,6 @@
 """Reads and checks a DeepSpeed configuration, and reports all its problems in one error.
 
-Invariants: a key outside the table below is refused by its dotted path, so that no setting is ignored; checking needs no
+Invariants: a key outside the table (keys.py) is refused by its dotted path, so that no setting is ignored; checking needs no
 process group and changes nothing. Only `Config.batch_sizes` depends on the number of ranks.
 Source: the keys, defaults and batch arithmetic of https://www.deepspeed.ai/docs/config-json.
 """
@@ -9,18 +9,16 @@ import difflib
 import json
 import math
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardcore.deepspeed.keys import KEYS, OP, SECTIONS, Key, canonical, has, is_note
 from shardcore.engine.loss_scale import LossScale
 
-_OP = "initialize"
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
-
-# (dotted path, value as given) -> checked value; raises one of _PROBLEMS
-Check = Callable[[str, Any], Any]
+ZERO = "zero_optimization"
+_STATES, _WEIGHTS = f"{ZERO}.offload_optimizer", f"{ZERO}.offload_param"
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ class Config:
 
     gradient_clipping: global norm, 0 for none. optimizer: FusedAdam's options, None without an optimizer. loss_scale: fixed or
     dynamic, None without fp16. offload: "cpu" or None, for states; ratio: their share; params: the same for weights.
-    steps_per_print: None for never. given: dotted paths that the user wrote.
+    scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none. steps_per_print: None
+    for never. tensorboard and so on: these sections; None if not enabled. given: dotted paths that the user wrote. accepted:
+    of the keys that mean nothing here, a line for each reason.
     """
 
     train_batch_size: int | None = None
@@ -49,23 +49,40 @@ class Config:
     bf16: bool = False
     fp16: bool = False
     auto_cast: bool = False
+    autocast: str | None = None
     loss_scale: LossScale | float | None = None
     communication_data_type: str | None = None
+    grad_dtype: str | None = None
     stage: int = 0
+    hpz_partition_size: int = 1
+    gathers_to_save: bool = True
     offload: str | None = None
     ratio: float = 1.0
     params: str | None = None
-    pin_memory: bool = False
+    pin_memory: bool = True
     optimizer: Mapping[str, Any] | None = None
-    steps_per_print: int | None = 10
+    scheduler: tuple[str, Mapping[str, Any]] | None = None
+    cpu_checkpointing: bool = False
+    dataloader_drop_last: bool = False
+    steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    tensorboard: Mapping[str, Any] | None = None
+    csv_monitor: Mapping[str, Any] | None = None
+    wandb: Mapping[str, Any] | None = None
+    comms_logger: Mapping[str, Any] = field(default_factory=dict)
+    flops_profiler: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
+    accepted: tuple[str, ...] = field(default=(), compare=False)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Derive the missing batch sizes; ValueError if they contradict each other or are too few."""
         train, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
         if train is None and micro is None:
             raise ValueError(
-                f"{_OP}: config has neither train_batch_size nor train_micro_batch_size_per_gpu; expected at least one of them"
+                f"{OP}: config has neither train_batch_size nor train_micro_batch_size_per_gpu; expected at least one of them"
             )
         if train is not None and micro is not None:
             steps = train // (micro * world_size) if steps is None else steps
@@ -80,194 +97,119 @@ class Config:
             product = math.prod([size for size in given if size is not None]) * world_size
             expected = f"a multiple of {product}" if None in given else product
             raise ValueError(
-                f"{_OP}: config train_batch_size has {train}; expected {expected}, the product of "
+                f"{OP}: config train_batch_size has {train}; expected {expected}, the product of "
                 f"train_micro_batch_size_per_gpu, gradient_accumulation_steps (where given) and world_size ({world_size})"
             )
         return BatchSizes(train, micro, steps)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-def _has(where: str, value: Any, expected: str) -> str:
-    if isinstance(value, str) and value == "auto":
-        return f'{_OP}: config {where} has "auto", which a trainer must fill in first; expected {expected}'
-    return f"{_OP}: config {where} has {value!r}; expected {expected}"
-
-
-def _integer(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
-    def check(where: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(_has(where, value, kind))
-        if not least <= value <= most:
-            raise ValueError(_has(where, value, expected))
-        return value
-
-    return check
-
-
-def _word(*known: str, expected: str, otherwise: str = "") -> Check:
-    def check(where: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise TypeError(_has(where, value, expected))
-        if value.lower() not in known:
-            raise ValueError(_has(where, value, expected + otherwise))
-        return value.lower()
-
-    return check
-
-
-def _or_none(check: Check) -> Check:
-    return lambda where, value: None if value is None else check(where, value)
-
-
-def _number(where: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(_has(where, value, "a number"))
-    if not 0.0 <= value <= sys.float_info.max:  # of an int, too, which may be larger
-        raise ValueError(_has(where, value, "a finite number of at least 0"))
-    return float(value)
-
-
-def _positive(where: str, value: Any) -> float:
-    if _number(where, value) == 0.0:
-        raise ValueError(_has(where, value, "a finite number above 0"))
-    return float(value)
-
-
-def _share(where: str, value: Any) -> float:
-    if _number(where, value) > 1.0:
-        raise ValueError(_has(where, value, "a number from 0 to 1 (the share that the CPU updates)"))
-    return float(value)
-
-
-def _betas(where: str, value: Any) -> tuple[float, float]:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(_has(where, value, "two numbers [beta1, beta2]"))
-    for i, beta in enumerate(value):
-        if _number(f"{where}[{i}]", beta) >= 1.0:
-            raise ValueError(_has(f"{where}[{i}]", beta, "a number in [0, 1)"))
-    return float(value[0]), float(value[1])
-
-
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(_has(where, value, "true or false"))
-    return value
-
-
-def _offload_device(where: str, value: Any) -> str | None:
-    if value == "nvme":
-        raise NotImplementedError(f'{_OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
-    if value not in ("cpu", "none"):
-        raise (ValueError if isinstance(value, str) else TypeError)(_has(where, value, '"cpu" or "none"'))
-    return "cpu" if value == "cpu" else None
-
-
-def _refused(why: str) -> Check:
-    def check(where: str, value: Any) -> None:
-        raise ValueError(f"{_OP}: config {where} is not supported; expected it to be absent ({why})")
-
-    return check
-
-
-_count = _integer(1, math.inf, "at least 1")
-_power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
-_stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
-_dtype = _word("fp32", "bf16", "fp16", expected='"fp32", "bf16" or "fp16"')
-_adam = _word("adam", "adamw", expected='"Adam" or "AdamW"', otherwise=" (shardcore trains with no other optimizer)")
-
-Section = Mapping[str, "Check | Section"]
-
-_SECTIONS: Section = {
-    "train_batch_size": _count,
-    "train_micro_batch_size_per_gpu": _count,
-    "gradient_accumulation_steps": _count,
-    "gradient_clipping": _number,
-    "communication_data_type": _or_none(_dtype),
-    "bf16": {"enabled": _flag},
-    "fp16": {
-        "enabled": _flag,
-        "auto_cast": _flag,
-        "loss_scale": _number,
-        "initial_scale_power": _power,
-        "loss_scale_window": _count,
-        "hysteresis": _count,
-        "min_loss_scale": _positive,
-        "consecutive_hysteresis": _flag,
-    },
-    "zero_optimization": {
-        "stage": _stage,
-        "offload_optimizer": {"device": _offload_device, "pin_memory": _flag, "ratio": _share},
-        "offload_param": {"device": _offload_device, "pin_memory": _flag},
-    },
-    "optimizer": {
-        "type": _adam,
-        "params": {
-            "lr": _number,
-            "betas": _betas,
-            "eps": _number,
-            "weight_decay": _number,
-            "bias_correction": _flag,
-            "adam_w_mode": _flag,
-            "torch_adam": _refused("shardcore always runs its own Adam, which follows torch.optim's formula"),
-            "max_grad_norm": _refused("clip with gradient_clipping"),
-        },
-    },
-    "steps_per_print": _or_none(_count),
-}
-
+# --- walking through it -------------------------------------------------------------------------------------------------
 
 # The keys that are fields of Config as they are.
-_FIELDS = {key: key for key, entry in _SECTIONS.items() if not isinstance(entry, Mapping)} | {
+_FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path in Config.__dataclass_fields__} | {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
     "fp16.auto_cast": "auto_cast",
-    "zero_optimization.stage": "stage",
-    "zero_optimization.offload_optimizer.device": "offload",
-    "zero_optimization.offload_optimizer.ratio": "ratio",
-    "zero_optimization.offload_optimizer.pin_memory": "pin_memory",
-    "zero_optimization.offload_param.device": "params",
+    "data_types.grad_accum_dtype": "grad_dtype",
+    f"{ZERO}.stage": "stage",
+    f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
+    f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
+    f"{_STATES}.device": "offload",
+    f"{_STATES}.ratio": "ratio",
+    f"{_WEIGHTS}.device": "params",
+    "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
 }
+# Sections that are fields of Config, as dicts of what was given.
+_AS_DICTS = ("comms_logger", "flops_profiler")
 
 
-def _paths(section: Section, prefix: str = "") -> Iterator[str]:
-    for key, entry in section.items():
-        yield prefix + key
-        if isinstance(entry, Mapping):
-            yield from _paths(entry, prefix + key + ".")
+@dataclass
+class _Found:
+    """What a configuration has. values: of honoured keys, by dotted path; sections as True, invalid values as None.
+
+    accepted: the accepted keys by why they mean nothing. seen: all keys.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    accepted: dict[str, list[str]] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+    problems: list[Exception] = field(default_factory=list)
 
 
-def _unknown(where: str, key: str, section: Section) -> ValueError:
+def _unknown(where: str) -> ValueError:
     """Name the unknown key, and the key that was probably meant: a similar one here, or the same one in another section."""
-    near = difflib.get_close_matches(key, list(section), n=1, cutoff=0.75)
-    prefix = where.removesuffix(key)
-    elsewhere = [path for path in _paths(_SECTIONS) if path.rsplit(".", 1)[-1] == key]
-    meant = [prefix + near[0]] if near else elsewhere
-    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(sorted(section))}"
-    return ValueError(f"{_OP}: config {where} is not supported; expected it to be absent ({hint})")
+    prefix, _, name = where.rpartition(".")
+    here = sorted({path.removeprefix(f"{prefix}." if prefix else "").split(".")[0] for path in KEYS if path.startswith(prefix)})
+    near = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
+    elsewhere = [path for path in (*KEYS, *SECTIONS) if path.rpartition(".")[2] == name]
+    meant = [f"{prefix}.{near[0]}" if prefix else near[0]] if near else elsewhere
+    hint = f"did you mean {' or '.join(meant)}?" if meant else f"known keys here: {', '.join(here)}"
+    return ValueError(f"{OP}: config {where} is not supported; expected it to be absent ({hint})")
 
 
-def _walk(given: Any, section: Section, where: str, values: dict[str, Any], problems: list[Exception]) -> None:
-    """Check `given` against the table, adding to `values` by dotted path: sections as True, invalid values as None."""
+def _walk(given: Any, where: str, found: _Found) -> None:
+    """Check `given`, a section, against the table."""
     if not isinstance(given, Mapping):
-        problems.append(TypeError(_has(where, given, "an object with keys")))
+        found.problems.append(TypeError(has(where, given, "an object with keys")))
         return
-    for key, value in given.items():
-        path = f"{where}.{key}" if where else str(key)
-        entry = section.get(key)
-        if entry is None:
-            problems.append(_unknown(path, str(key), section))
-        elif isinstance(entry, Mapping):
+    of_other = where == "optimizer.params" and found.values.get("optimizer.type", "") is None  # another optimizer's
+    for name, value in given.items():
+        path = canonical(f"{where}.{name}" if where else str(name))
+        if of_other and path not in KEYS:
+            continue
+        if is_note(str(name)):
+            continue
+        if path in found.seen:
+            found.problems.append(ValueError(f"{OP}: config {path} is given in two spellings; expected one"))
+            continue
+        found.seen.add(path)
+        if path in KEYS:
+            _take(path, KEYS[path], value, found)
+        elif path in SECTIONS:
             if isinstance(value, Mapping):
-                values[path] = True
-            _walk(value, entry, path, values, problems)
+                found.values[path] = True
+            _walk(value, path, found)
         else:
-            values[path] = None
-            try:
-                values[path] = entry(path, value)
-            except _PROBLEMS as problem:
-                problems.append(problem.with_traceback(None))  # which would hold this frame, and all that call it, in a cycle
+            found.problems.append(_unknown(path))
+
+
+def _take(path: str, key: Key, value: Any, found: _Found) -> None:
+    if key.kind == "accepted":
+        found.accepted.setdefault(key.note, []).append(path)
+        return
+    if key.kind != "honoured" and key.is_off(value):
+        return
+    try:
+        if key.kind == "honoured" or path == "optimizer.params.max_grad_norm":
+            found.values[path] = None
+            found.values[path] = key.check(path, value)
+            return
+        removed = " (DeepSpeed removed it, too)" if key.kind == "removed" else ""
+        raise ValueError(f"{OP}: config {path} is not supported{removed}; expected it to be absent, or off: {key.note}")
+    except _PROBLEMS as problem:
+        found.problems.append(problem.with_traceback(None))  # which would hold this frame, and all that call it, in a cycle
+
+
+def _translated(given: Any, problems: list[Exception]) -> Any:
+    """Return the configuration with zero_optimization in its present form: not a bool, nor cpu_offload keys."""
+    zero = given.get("zero_optimization")
+    if isinstance(zero, bool):
+        return {**given, "zero_optimization": {"stage": int(zero)}}
+    if not isinstance(zero, Mapping):
+        return given
+    zero = dict(zero)
+    old = {"cpu_offload": _STATES, "cpu_offload_param": _WEIGHTS, "cpu_offload_params": _WEIGHTS}
+    wanted = {name: zero.pop(name) for name in old if name in zero}
+    pinned = zero.pop("cpu_offload_use_pin_memory", None)
+    for name, value in wanted.items():
+        section = old[name].rpartition(".")[2]
+        if value not in (True, False, None):
+            problems.append(TypeError(has(f"{ZERO}.{name}", value, f"true or false, or {old[name]} in its place")))
+        elif section in zero:
+            problems.append(ValueError(f"{OP}: config has {ZERO}.{name} and {old[name]}; expected the latter alone"))
+        else:
+            zero[section] = {"device": "cpu" if value else "none"} | ({} if pinned is None else {"pin_memory": pinned})
+    return {**given, "zero_optimization": zero}
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -280,54 +222,62 @@ def read_config(config: Any, args: Any = None) -> Config:
     """
     from_args = getattr(args, "deepspeed_config", None)
     if config is not None and from_args is not None:
-        raise ValueError(f"{_OP}: config is given twice, as config and as args.deepspeed_config; expected one of them")
+        raise ValueError(f"{OP}: config is given twice, as config and as args.deepspeed_config; expected one of them")
     given = from_args if config is None else config
     if isinstance(given, str | os.PathLike):
-        given = _read_json(given)
+        given = read_json(given)
     if not isinstance(given, Mapping):
-        raise TypeError(f"{_OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
-    values: dict[str, Any] = {}
-    problems: list[Exception] = []
-    _walk(given, _SECTIONS, "", values, problems)
-    problems += _contradictions(values)
-    _raise_all(problems)
+        raise TypeError(f"{OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
+    found = _Found()
+    given = _translated(given, found.problems)
+    _walk(given, "", found)
+    values = found.values
+    _raise_all(found.problems + list(_contradictions(values)))
     fields = {name: values[path] for path, name in _FIELDS.items() if path in values}
+    for section in _AS_DICTS:
+        fields[section] = {path.partition(".")[2]: values[path] for path in values if path.startswith(f"{section}.")}
+    if fields.get("stage", 0) != 3 and fields.get("params"):
+        fields["params"] = None
+        found.accepted.setdefault("weights are offloaded at stage 3 only, as in DeepSpeed", []).append(_WEIGHTS)
+    pinned = [values.get(f"{section}.pin_memory", True) for section in (_STATES, _WEIGHTS) if values.get(f"{section}.device")]
+    if len(set(pinned)) == 2:
+        found.accepted["there is one setting for states and weights, and one of them is not to be pinned"] = [
+            f"{section}.pin_memory" for section in (_STATES, _WEIGHTS)
+        ]
     return Config(
         **fields,
+        pin_memory=all(pinned),
+        autocast=(values.get("torch_autocast.dtype") or "bf16") if values.get("torch_autocast.enabled") else None,
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
         optimizer=_adam_options(values) if "optimizer" in values else None,
         given=frozenset(values),
+        accepted=tuple(f"{', '.join(paths)}: {why}" for why, paths in found.accepted.items()),
     )
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
     if "optimizer" in values and "optimizer.type" not in values:
-        yield ValueError(f'{_OP}: config optimizer.type is missing; expected "Adam" or "AdamW"')
+        yield ValueError(f'{OP}: config optimizer.type is missing; expected "Adam" or "AdamW"')
     if values.get("optimizer.type") == "adamw" and values.get("optimizer.params.adam_w_mode") is False:
         yield ValueError(
-            f'{_OP}: config optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type "Adam", or true'
+            f'{OP}: config optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type "Adam", or true'
         )
     if values.get("fp16.enabled") and values.get("bf16.enabled"):
-        yield ValueError(f"{_OP}: config fp16.enabled and bf16.enabled are both true; expected one of them")
+        yield ValueError(f"{OP}: config fp16.enabled and bf16.enabled are both true; expected one of them")
     power, least = values.get("fp16.initial_scale_power", 16), values.get("fp16.min_loss_scale", 1.0)
     if not values.get("fp16.loss_scale") and power is not None and least is not None and least > 2.0**power:
         yield ValueError(
-            f"{_OP}: config fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, {2.0**power:g}"
+            f"{OP}: config fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, {2.0**power:g}"
         )
-    states, weights = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
-    for section in (states, weights):
+    for section in (_STATES, _WEIGHTS):
         if section in values and section + ".device" not in values:
-            yield ValueError(f'{_OP}: config {section}.device is missing; expected "cpu" or "none"')
-    if values.get(weights + ".device") == "cpu":
-        if values.get("zero_optimization.stage", 0) != 3:
-            yield ValueError(f'{_OP}: config {weights}.device has "cpu"; expected "none", or zero_optimization.stage 3')
-        if values.get(states + ".device") != "cpu":
-            yield NotImplementedError(
-                f'{_OP}: config {weights}.device has "cpu" without {states}.device "cpu", which is not built yet; expected both'
-            )
-        pinned = [values.get(section + ".pin_memory", False) for section in (states, weights)]
-        if pinned[0] != pinned[1]:
-            yield ValueError(f"{_OP}: config {weights}.pin_memory has {pinned[1]}; expected {pinned[0]}, as {states} has")
+            yield ValueError(f'{OP}: config {section}.device is missing; expected "cpu" or "none"')
+    if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
+        yield NotImplementedError(
+            f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'
+        )
+    if values.get("torch_autocast.enabled") and values.get("fp16.enabled"):
+        yield ValueError(f"{OP}: config torch_autocast.enabled and fp16.enabled are both true; expected one of them")
 
 
 def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
@@ -340,11 +290,15 @@ def _loss_scale(values: Mapping[str, Any]) -> LossScale | float:
 
 def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return FusedAdam's arguments. "Adam" means AdamW, too, unless adam_w_mode is false, as in DeepSpeed."""
-    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    return {
-        key: values.get(f"optimizer.params.{key}", default)
-        for key, default in (defaults | {"bias_correction": True, "adam_w_mode": True}).items()
-    }
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "bias_correction": True}
+    defaults |= {"adam_w_mode": True, "amsgrad": False, "maximize": False}
+    options = {key: values.get(f"optimizer.params.{key}", default) for key, default in defaults.items()}
+    low = values.get("bf16.enabled", False)
+    if (low and values.get("bf16.bf16_optimizer_states")) or values.get("optimizer.params.fp32_optimizer_states") is False:
+        options["state_dtype"] = "bf16"
+    if low and values.get("bf16.bf16_master_weights_and_grads"):
+        options["master"] = "split"
+    return options
 
 
 def _raise_all(problems: list[Exception]) -> None:
@@ -353,17 +307,18 @@ def _raise_all(problems: list[Exception]) -> None:
     if problems:
         kinds = {type(problem) for problem in problems}
         kind = kinds.pop() if len(kinds) == 1 else ValueError
-        lines = [str(problem).removeprefix(f"{_OP}: config ") for problem in problems]
-        raise kind(f"{_OP}: config has {len(problems)} problems:\n  " + "\n  ".join(lines))
+        lines = [str(problem).removeprefix(f"{OP}: config ") for problem in problems]
+        raise kind(f"{OP}: config has {len(problems)} problems:\n  " + "\n  ".join(lines))
 
 
-def _read_json(path: str | os.PathLike[str]) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what a JSON file has. OSError, or ValueError for another text, and for a key that is there twice."""
     with open(path, "rb") as file:
         text = file.read()
     try:
         return json.loads(text, object_pairs_hook=_once)
     except ValueError as problem:
-        raise ValueError(f"{_OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
+        raise ValueError(f"{OP}: config file {os.fspath(path)} is not valid: {problem}; expected JSON") from problem
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,23 +1,29 @@
 """The engine object of a DeepSpeed-style loop: engine(x), engine.backward(loss), engine.step(); and its data loader."""
 
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, Tensor, in_order, on_first_rank, write_model
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, write_model
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
-from shardcore.checkpoint.save import Content, finish_saving, named_buffers, named_parameters, write_checkpoint
+from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
 from shardcore.deepspeed.config import BatchSizes, Config
+from shardcore.deepspeed.monitor import MonitorMaster, step_events
+from shardcore.deepspeed.step_report import StepReport
 from shardcore.engine.engine import Engine
 from shardcore.optim import AdamOptimizer
+from shardcore.options import DTYPES
 
 logger = logging.getLogger("shardcore")
 
@@ -27,25 +33,32 @@ class ShardedLoader(DataLoader[Any]):
 
     def __init__(self, dataset: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
         """Load the samples of `sampler`; `options` are DataLoader's."""
-        self._epoch = 0
+        self.epoch = 0  # of the next iteration
         super().__init__(dataset, sampler=sampler, **options)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration (to resume a run)."""
-        self._epoch = epoch
+        self.epoch = epoch
 
     def __iter__(self) -> Any:
         """Start the next epoch."""
         sampler: Any = self.sampler
-        sampler.set_epoch(self._epoch)
-        self._epoch += 1
+        sampler.set_epoch(self.epoch)
+        self.epoch += 1
         return super().__iter__()
+
+
+_engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 
 class TrainingEngine:
     """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
 
     global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
+
+    Note [Plain backward]: a loss's own `backward()` (and one loss over several engines) is allowed in place of
+    `engine.backward(loss)`. Its gradients are divided by the accumulation steps in `step()` instead of before backward, since
+    only there it is known that nothing divided the loss. With fp16 the loss must be that of `engine.scale(loss)`.
     """
 
     def __init__(
@@ -56,6 +69,7 @@ class TrainingEngine:
         training_dataloader: ShardedLoader | None,
         config: Config,
         sizes: BatchSizes,
+        monitor: MonitorMaster,
     ) -> None:
         """Wrap what `shard` returned; see initialize."""
         core = optimizer._engine
@@ -66,7 +80,15 @@ class TrainingEngine:
         self.global_steps = self.micro_steps = 0
         self._skipped_before = optimizer.skipped_steps
         self._core, self._config, self._sizes = core, config, sizes
-        self._backwards = 0  # since the last step()
+        self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
+        self._ran = False  # backward() was called since then
+        self._divided = 0  # how many of them since the last boundary were by engine.backward, this engine's or another's
+        self._scaled = 0  # how many times scale() or backward() has scaled a loss since then
+        self._is_boundary: bool | None = None  # what set_gradient_accumulation_boundary said
+        self._stepped = False  # the last step() was at a boundary
+        _engines.add(self)
+        self._report = StepReport(config, module, core.comm, self.device)
+        self.monitor = monitor
         self._loss: torch.Tensor | None = None  # sum of the scaled losses since the last boundary
         self._inside_no_sync = False
 
@@ -77,12 +99,15 @@ class TrainingEngine:
         return getattr(self.module, name)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, with its hooks."""
-        return self.module(*inputs, **kwargs)
+        """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
+        low = self._config.autocast
+        cast = nullcontext() if low is None else torch.autocast(self.device.type, DTYPES[low])
+        with self._report.part("forward"), self._report.operations(self.global_steps + 1), cast:
+            return self.module(*inputs, **kwargs)
 
     forward = __call__
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Divide `loss` (one element) by the accumulation steps, run backward and return the divided loss. Collective.
 
         scale_wrt_gas: whether to divide. With fp16 backward runs on the scaled loss.
@@ -95,10 +120,19 @@ class TrainingEngine:
             raise ValueError("backward: loss does not require a gradient; expected one computed by engine(...) outside no_grad")
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
-        self.optimizer.scale_loss(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        self._backwards += 1
+        before = {engine: engine._core.reducer.backwards for engine in _engines}
+        with self._report.part("backward"), self._report.operations(self.global_steps + 1):
+            self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        for engine, count in before.items():
+            engine._divided += engine._core.reducer.backwards - count
+        self._ran = True
         self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times fp16's loss scale (unchanged without fp16), for its own `backward()`."""
+        self._scaled += 1
+        return self.optimizer.scale_loss(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-step; at an accumulation boundary clip, update, zero the gradients and step the scheduler.
@@ -109,28 +143,57 @@ class TrainingEngine:
         """
         if self._inside_no_sync:
             raise ValueError("step: called inside no_sync(); expected it after the block (gradients there are not reduced)")
-        if self._backwards == 0:
+        backwards = self._core.reducer.backwards
+        if backwards == self._seen and not self._ran:
             raise ValueError(
-                "step: there was no engine.backward(loss) since the last step(); expected one for every micro-step"
+                "step: there was no backward since the last step(); expected engine.backward(loss), or loss.backward(), for "
+                "every micro-step"
             )
-        if self.is_gradient_accumulation_boundary():
-            self._step_at_boundary(lr_kwargs)
+        plain = backwards - self._divided
+        if self._config.fp16 and self._scaled < backwards:
+            raise ValueError(
+                "step: a backward since the last step was not of a scaled loss, which fp16 needs; expected "
+                "engine.backward(loss), or engine.scale(loss).backward() (call zero_grad() before the next one)"
+            )
+        self._stepped = self.is_gradient_accumulation_boundary()
+        if self._stepped:
+            if plain > 0 and self._divided > 0 and self._sizes.accumulation > 1:
+                raise ValueError(
+                    f"step: {self._divided} backwards of this step were engine.backward(loss), which divides by the "
+                    f"accumulation steps, and {plain} were not; expected one way for all (call zero_grad() before the next one)"
+                )
+            self._step_at_boundary(lr_kwargs, 1.0 / self._sizes.accumulation if plain > 0 else 1.0)
         self.micro_steps += 1
-        self._backwards = 0
+        self._seen, self._ran = self._core.reducer.backwards, False
 
-    def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+    def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self._report.part("step"):
+            self.optimizer.step(grad_scale=None if grad_scale == 1.0 else grad_scale)
+        loss = self._loss
+        self.zero_grad()
         self.global_steps += 1
         if before is not None and self.optimizer.skipped_steps == before:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         every = self._config.steps_per_print
         if self._core.comm.rank == 0 and every is not None and self.global_steps % every == 0:
-            loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"  # waits for the device
+            shown = "unknown" if loss is None else f"{loss.item():.6g}"  # waits for the device
             scale = f" loss_scale={self.optimizer.loss_scale:g}" if self._config.fp16 else ""
-            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={loss}{scale}", flush=True)
-        self._loss = None
+            print(f"step={self.global_steps} skipped={self.skipped_steps} lr={self.get_lr()} loss={shown}{scale}", flush=True)
+        self._report.end_step(self.global_steps, every)
+        if self.monitor.enabled and self._core.comm.rank == 0:
+            loss_scale = self.optimizer.loss_scale if self._config.fp16 else None
+            events = step_events(self.global_samples, train_loss=loss, lr=self.get_lr()[0], loss_scale=loss_scale)
+            self.monitor.write_events(events)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() updated the weights: it was at a boundary, and its norm was finite. Waits for that norm."""
+        norm = self.get_global_grad_norm() if self._stepped else None
+        return norm is not None and math.isfinite(norm)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what was only added locally so far. Collective. (Backward does so by itself; bucket_size means nothing.)"""
+        self._core.reducer.reduce_pending()
 
     @property
     def skipped_steps(self) -> int:
@@ -153,6 +216,8 @@ class TrainingEngine:
         """Clear the gradients of the micro-steps so far."""
         self.optimizer.zero_grad(set_to_none)
         self._loss = None
+        self._seen = self._divided = self._scaled = 0
+        self._ran = False
 
     def train(self, mode: bool = True) -> "TrainingEngine":
         """Set the module's training mode."""
@@ -165,11 +230,25 @@ class TrainingEngine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() updates the weights."""
-        return (self.micro_steps + 1) % self._sizes.accumulation == 0
+        counted = (self.micro_steps + 1) % self._sizes.accumulation == 0
+        return counted if self._is_boundary is None else self._is_boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide whether the next step() updates the weights, instead of counting; None: count again."""
+        self._is_boundary = is_boundary
 
     def get_lr(self) -> list[Any]:
         """Return the learning rate of each param_group."""
         return [group["lr"] for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float | Sequence[float]) -> None:
+        """Set the learning rate of all param_groups, or of each. ValueError for another number of them."""
+        groups = self.optimizer.param_groups
+        rates = list(lr) if isinstance(lr, Sequence) else [lr] * len(groups)
+        if len(rates) != len(groups):
+            raise ValueError(f"set_lr: lr has {len(rates)} values; expected one, or {len(groups)}, one per param_group")
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the averaged gradients at the last step, before clipping; None before the first. Waits for it."""
@@ -191,6 +270,51 @@ class TrainingEngine:
         """Return the ZeRO stage."""
         return self._config.stage
 
+    def fp16_enabled(self) -> bool:
+        """Whether weights train in float16."""
+        return self._config.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights train in bfloat16."""
+        return self._config.bf16
+
+    def gradient_clipping(self) -> float:
+        """Return the global norm that gradients are clipped to; 0 for none."""
+        return self._config.gradient_clipping
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train."""
+        return self._core.comm.world_size
+
+    @property
+    def global_samples(self) -> int:
+        """How many samples all ranks have trained on."""
+        return self.global_steps * self._sizes.train
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the full state dict of the model, from the masters. Collective."""
+        full = self.module.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
+            full = {name: value for name, value in full.items() if name not in frozen}
+        return dict(full)
+
+    def destroy(self) -> None:
+        """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
+        finish_saving(self._core)
+        self.optimizer.synchronize()
+
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -206,6 +330,8 @@ class TrainingEngine:
     ) -> bool:
         """Save model, optimizer, scheduler, counters and random states to `save_dir`/`tag`; returns True. Collective.
 
+        Of the data loader that initialize made, its epoch is saved: after a load its next iteration is the epoch after the one
+        that was begun. The position within an epoch is yours to save (client_state) and to skip to.
         tag: default "global_step" and the optimizer steps so far. The other arguments, errors and what a crash leaves: see
         shardcore.save.
         """
@@ -218,7 +344,8 @@ class TrainingEngine:
                 "global_steps": self.global_steps,
                 "micro_steps": self.micro_steps,
                 "skipped_steps": self.skipped_steps,
-                "global_samples": self.global_steps * self._sizes.train,
+                "global_samples": self.global_samples,
+                **({} if self.training_dataloader is None else {"epoch": self.training_dataloader.epoch}),
             },
         )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
@@ -264,7 +391,8 @@ class TrainingEngine:
             micro_steps = source.counters.get("micro_steps", self.micro_steps)
             self.micro_steps = micro_steps - micro_steps % self._sizes.accumulation  # gradients are not saved
             self._skipped_before = self.optimizer.skipped_steps - source.counters.get("skipped_steps", 0)
-        self._backwards = 0
+            if self.training_dataloader is not None and "epoch" in source.counters:
+                self.training_dataloader.set_epoch(source.counters["epoch"])
         self.zero_grad()
         return str(loaded.path), dict(loaded.client_state)
 
@@ -276,25 +404,25 @@ class TrainingEngine:
     ) -> bool:
         """Save the weights, in the dtypes that they train in, to one file for plain torch; returns True. Collective.
 
+        At stage 3 it returns False, and saves nothing, if the configuration says that weights are not to be gathered for it.
+
         A name that ends with .safetensors gets that format, and any other a file of torch.save's, for which rank 0 holds all
         weights in host memory. Tied weights: in a file of safetensors once.
         """
-        tensors = {
-            name: Tensor(tuple(tensor.shape), tensor.dtype)
-            for name, tensor in in_order(self._core).items()
-            if not (exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not self._core.trains(tensor))
-        }
+        if not self._config.gathers_to_save and self._config.stage == 3:
+            logger.warning(
+                "save_16bit_model: nothing was saved, as the configuration has stage3_gather_16bit_weights_on_model_save false"
+            )
+            return False
+        tensors = as_trained(self._core, exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
             write_model(self._core, path, tensors, MAX_SHARD_BYTES)
             return True
 
         def save(values: Iterator[torch.Tensor]) -> list[Path]:
-            found = {name: next(values).view(tensor.shape).clone() for name, tensor in tensors.items()}
-            name_of = {tensor: name for name, tensor in in_order(self._core).items()}
-            named = {**dict(named_parameters(self.module, remove_duplicate=False)), **dict(named_buffers(self.module))}
+            held = state_dict_of(self._core, tensors, values)
             path.parent.mkdir(parents=True, exist_ok=True)
-            held = {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
             with replacing(path) as unfinished:
                 torch.save(held, unfinished)
             return [path]

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from shardcore.api import agree, shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed.config import BatchSizes, Config, read_config
 from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
+from shardcore.deepspeed.lr_schedules import make as make_scheduler
+from shardcore.deepspeed.monitor import SECTIONS as MONITORS
+from shardcore.deepspeed.monitor import MonitorMaster
+from shardcore.deepspeed.options import shard_options
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
@@ -33,26 +38,36 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def initialize(
-    *,
-    model: nn.Module,
-    model_parameters: Any = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    args: Any = None,
+    model: Any = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    args: Any = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
     materialize: Materialize | None = None,
 ) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
     """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader, lr_scheduler). Collective.
 
+    The arguments are DeepSpeed's, in its order; most callers give them by name. model: required.
     model_parameters: what to optimize, a list of parameters or of param_groups; default: all trainable parameters.
-    config: a dict or the path of a JSON file (or `args.deepspeed_config`). Unknown keys are refused.
+    config: a dict or the path of a JSON file (or `args.deepspeed_config`, or `config_params`). docs/deepspeed_keys.md has its
+        keys; unknown ones are refused.
     optimizer: FusedAdam, CPUAdam, torch's Adam or AdamW, or a function that makes one from the parameters. Default: the one in
         the configuration.
     training_data: a dataset with a length. The loader yields this rank's micro-batches, in a new order each epoch.
         collate_fn: the loader's.
-    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer.
+    lr_scheduler: a scheduler of the given optimizer, or a function that makes one from the optimizer. Default: the one in the
+        configuration, if any.
+    distributed_port: MASTER_PORT, where the environment has none. dist_init_required: False if the process group has to be
+        started already. mpu, mesh_param: model and sequence parallelism, which have to be of 1 rank.
     materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
 
     The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
@@ -63,20 +78,29 @@ def initialize(
     Raises on every rank, with nothing changed but that the process group is started: ValueError, TypeError,
     NotImplementedError for settings that are not supported yet, OSError for the file.
     """
+    if config is not None and config_params is not None:
+        raise ValueError(f"{_OP}: config and config_params are both given; expected config alone")
+    config = config_params if config is None else config
     if dist.is_available() and not dist.is_initialized():
         read_config(config, args)  # before a group is started
-        _start_process_group()
+        if dist_init_required is False:
+            raise ValueError(f"{_OP}: dist_init_required is False, but no process group is started; expected None, or one")
+        start_process_group(_OP, distributed_port)
     comm = Comm()
     problem: Exception | None = None
     entries: list[str] = []
     try:
         settings = read_config(config, args)
+        _check_parallelism(mpu, mesh_param)
         sizes = settings.batch_sizes(comm.world_size)
-        _check_model(model, settings)
+        check_model(model, settings)
         given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
-        loader = _loader(training_data, collate_fn, sizes, comm)
+        loader = _loader(training_data, collate_fn, sizes, comm, settings.dataloader_drop_last)
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
+        if scheduler is None and settings.scheduler is not None:
+            scheduler = make_scheduler(*settings.scheduler, given)
+        monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
         entries.append(f"training_data of {len(samples)} samples")
@@ -86,52 +110,68 @@ def initialize(
         agree(comm, problem, entries, _OP)
     finally:
         problem = None  # as in shard
-    if "gradient_clipping" not in settings.given and comm.rank == 0:
+    if settings.log_level is not None:
+        logger.setLevel(settings.log_level.upper())
+    if comm.rank == 0:
+        _explain(settings, lr_scheduler)
+    model, adam = shard(
+        model,
+        given,
+        **shard_options(settings),
+        clip_grad_norm=settings.gradient_clipping or None,
+        accumulate=sizes.accumulation,
+        materialize=materialize,
+    )
+    return TrainingEngine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
+
+
+def _explain(settings: Config, lr_scheduler: Any) -> None:
+    """Log what a reader of the configuration may not expect."""
+    for line in settings.accepted:
+        logger.warning("initialize: config has no effect here: %s", line)
+    if "gradient_clipping" not in settings.given:
         logger.warning(
             "initialize: config has no gradient_clipping, so the global norm is clipped to %s, DeepSpeed's default (in older "
             "releases 0.0, off); set the limit, or 0.0",
             settings.gradient_clipping,
         )
-    tiers = {
-        "optimizer": settings.offload,
-        "params": settings.params,
-        "ratio": settings.ratio,
-        "pin_memory": settings.pin_memory,
-    }
-    model, adam = shard(
-        model,
-        given,
-        settings.stage,
-        offload=None if settings.offload is None else tiers,
-        precision="fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
-        loss_scale=settings.loss_scale,
-        reduce_dtype=settings.communication_data_type,
-        cast_inputs=settings.auto_cast or not settings.fp16,
-        clip_grad_norm=settings.gradient_clipping or None,
-        accumulate=sizes.accumulation,
-        materialize=materialize,
-    )
-    return TrainingEngine(model, adam, scheduler, loader, settings, sizes), adam, loader, scheduler
+    if lr_scheduler is not None and settings.scheduler is not None:
+        logger.warning("initialize: config has a scheduler, and lr_scheduler= takes its place, as in DeepSpeed")
+    if settings.dump_state:
+        shown = {f.name: getattr(settings, f.name) for f in fields(settings) if f.compare}
+        logger.warning("initialize: config is %s", shown)
 
 
-def _start_process_group() -> None:
-    """Start torch.distributed if the environment describes a world."""
-    follow_launcher(_OP)
+def start_process_group(op: str, port: int, timeout: timedelta | None = None) -> None:
+    """Start torch.distributed if the environment describes a world. port: MASTER_PORT, where it has none."""
+    if ("RANK" in os.environ or launched_world_size()[1] > 1) and "MASTER_ADDR" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(port))
+    follow_launcher(op)
     device = use_own_gpu()  # bound to the group, else NCCL guesses it from the rank
     if "RANK" not in os.environ and launched_world_size()[1] == 1:
         return
     missing = [name for name in _RENDEZVOUS if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{_OP}: the environment has no {' and no '.join(missing)}; expected all of {', '.join(_RENDEZVOUS)} "
+            f"{op}: the environment has no {' and no '.join(missing)}; expected all of {', '.join(_RENDEZVOUS)} "
             "(start with torchrun), or neither RANK nor WORLD_SIZE for a single process"
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         env_int(name)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", device_id=device)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout, device_id=device)
 
 
-def _check_model(model: Any, settings: Config) -> None:
+def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
+    """Raise ValueError for model or sequence parallelism over several ranks."""
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_pipe_parallel_world_size"):
+        if mpu is not None and callable(getattr(mpu, name, None)) and getattr(mpu, name)() > 1:
+            raise ValueError(f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1 (weights are sharded by ZeRO alone)")
+    if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
+        raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
+
+
+def check_model(model: Any, settings: Config) -> None:
+    """Raise TypeError or ValueError for a model that the configuration cannot be followed with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model has type {type(model).__name__}; expected a torch.nn.Module")
     if settings.bf16 or settings.fp16:
@@ -201,7 +241,7 @@ def _check_scheduler(lr_scheduler: Any, chosen: torch.optim.Optimizer, optimizer
         )
 
 
-def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm) -> ShardedLoader | None:
+def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm, drop_last: bool) -> ShardedLoader | None:
     if data is None:
         if collate_fn is not None:
             raise ValueError(f"{_OP}: collate_fn is given without training_data; expected both or neither")
@@ -214,4 +254,4 @@ def _loader(data: Any, collate_fn: Any, sizes: BatchSizes, comm: Comm) -> Sharde
         )
     sampler: DistributedSampler[Any] = DistributedSampler(data, num_replicas=comm.world_size, rank=comm.rank)
     pin = torch.cuda.is_available()
-    return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin)
+    return ShardedLoader(data, sampler, batch_size=sizes.micro, collate_fn=collate_fn, pin_memory=pin, drop_last=drop_last)

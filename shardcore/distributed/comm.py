@@ -210,6 +210,10 @@ class Comm:
         """The ranks whose shards, in this order, are a full buffer."""
         return self.topology.shard_ranks(self.rank)
 
+    def collectives(self) -> dict[str, int]:
+        """Return how many collectives this rank has started on the process group, by name."""
+        return {} if self._log is None else dict(self._log.counts)
+
     @property
     def backend_sums(self) -> bool:
         """Whether `reduce_scatter` is available: with NCCL, or on one rank."""

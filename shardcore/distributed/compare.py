@@ -18,6 +18,7 @@ READS = (
     "load_sharded_state_dict",
     "save",
     "load",
+    "detach",
 )
 
 

@@ -93,9 +93,42 @@ def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, roo
     sharing = [other for other, cores in enumerate(of_ranks) if set(cores) == own]
     if any(own & set(cores) for other, cores in enumerate(of_ranks) if other not in sharing):
         return []
-    index, cores = sharing.index(rank), sorted(own, key=lambda core: _topology_of(core, root))
-    share = cores[index * len(cores) // len(sharing) : (index + 1) * len(cores) // len(sharing)]
-    return sorted(share) if len(share) > threads else []
+    share = cores_of_share(sorted(own), sharing.index(rank), len(sharing), root)
+    return share if len(share) > threads else []
+
+
+def cores_of_share(cores: Sequence[int], index: int, shares: int, root: Path = Path("/")) -> list[int]:
+    """Return the index-th of equal shares of cores; neighbors (by package, then by physical core) stay together."""
+    ordered = sorted(cores, key=lambda core: _topology_of(core, root))
+    return sorted(ordered[index * len(cores) // shares : (index + 1) * len(cores) // shares])
+
+
+def physical_cores(cores: Sequence[int], root: Path = Path("/")) -> int:
+    """Return how many physical cores these cores are: hardware threads of one count once."""
+    firsts = (read_text(root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").strip() for core in cores)
+    return len({first or str(core) for core, first in zip(cores, firsts, strict=True)})
+
+
+def parse_cores(text: str) -> list[int]:
+    """Return the numbers of a list such as "0-3,8,10-11", in order. Raises ValueError."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ValueError(f"{text!r} has {part!r}; expected numbers and ranges, such as 0-3,8")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return sorted(found)
+
+
+def near_cores(pci_address: str, root: Path = Path("/")) -> list[int]:
+    """Return the cores of the NUMA node that a PCI device (such as 0000:3b:00.0) is attached to.
+
+    [] where the machine has one node, or the device's is unknown (virtual machines, Linux alone).
+    """
+    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
+    node = read_text(root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").strip()
+    cores = read_text(root / f"sys/devices/system/node/node{node}/cpulist") if node.isdigit() and len(nodes) > 1 else ""
+    return parse_cores(cores) if cores.strip() else []
 
 
 def _topology_of(core: int, root: Path) -> tuple[int, int, int]:

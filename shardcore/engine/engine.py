@@ -87,6 +87,8 @@ class Plan:
 class BackgroundSave(Protocol):
     """A save that goes on (checkpoint/background.py)."""
 
+    raised: bool
+
     def wait(self) -> Any: ...
 
 
@@ -142,6 +144,7 @@ class Engine:
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(plan.model)
+        self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()  # of the model's modules, which keep them
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None

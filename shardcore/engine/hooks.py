@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardcore.engine.engine import Engine
+from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import Unsharder
 
@@ -46,11 +46,44 @@ def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) ->
             module.register_load_state_dict_post_hook(load.after)
 
 
+@torch.no_grad()
+def detach(model: nn.Module) -> None:
+    """Make a sharded model an ordinary one, which can be sharded anew. Collective; the optimizer is of no use afterwards.
+
+    Its modules get new Parameters with full weights, from the masters (in float32 where `precision` made the masters, else in
+    the dtype that they train in): in host memory if they were sharded, else on the device. `engine_of(model)` is None then.
+    """
+    engine = engine_behind("detach", model)
+    engine.read_all("detach", "the model")
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for _, param in engine.unmanaged:
+        made[param] = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
+    fulls = engine.full_tensors.of_buckets((bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets)
+    for bucket, full in zip(engine.buckets, fulls, strict=True):
+        for managed in bucket.params:
+            dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
+            device = engine.device if engine.unsharder is None else torch.device("cpu")
+            value = managed.slice_of(full).to(device, dtype, copy=True)
+            made[managed.param] = nn.Parameter(value, requires_grad=managed.param.requires_grad)
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held in made:
+                module._parameters[name] = made[held]
+    for hook in [*engine.hooks]:
+        hook.engine = None
+        if isinstance(hook, _BeforeForward):
+            hook.input_dtype = None
+    for name in ("_shardcore_engine", "zero_grad", "train"):
+        model.__dict__.pop(name, None)
+
+
 class _EngineHook:
     """A hook that a copy of the model keeps without the engine: `self.engine` is None there, and the hook does nothing."""
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
+        if engine is not None:
+            engine.hooks.add(self)
 
 
 class _Method(_EngineHook):

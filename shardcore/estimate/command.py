@@ -22,7 +22,12 @@ _GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of estimate to its parser."""
-    parser.add_argument("model", metavar="MODULE:FUNCTION", help="a function without arguments that builds the model")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="MODULE:FUNCTION, a function without arguments that builds the model; or, with transformers, a config.json, a "
+        "folder with one, or the id of a model in the local cache",
+    )
     parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: a table of all")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
     parser.add_argument(
@@ -82,10 +87,10 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
 
 
 def build(name: str) -> nn.Module:
-    """Call `module:function` with the meta device as default; returns the model."""
+    """Return the model that is meant, on the meta device: of `module:function`, or of a configuration of transformers."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
-        raise ValueError(f"estimate: MODULE:FUNCTION is {name!r}; expected a module and a function in it, as models:build")
+        return _of_transformers(name)
     sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -100,6 +105,23 @@ def build(name: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module")
     return model
+
+
+def _of_transformers(name: str) -> nn.Module:
+    """Build the model of a config.json, of a folder that has one, or of an id in the cache of Hugging Face's hub."""
+    expected = "expected MODULE:FUNCTION, a config.json, a folder with one, or the id of a model in the local cache"
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(f"estimate: MODEL is {name!r}, for which transformers is needed ({error}); {expected}") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+        with torch.device("meta"):
+            model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"estimate: MODEL is {name!r}, of which transformers makes no model ({error}); {expected}") from error
+    return model  # type: ignore[no-any-return]
 
 
 def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, stage: int) -> Prediction:

@@ -23,7 +23,10 @@ OPTIONAL = (
     "transformers",
     "accelerate",
     "lightning",
+    "pytorch_lightning",
     "safetensors",
+    "peft",
+    "trl",
 )
 
 

@@ -104,6 +104,32 @@ def test_an_error_in_the_background_is_raised_by_the_next_save(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "third"]
 
 
+def _heard_by_one(rank: int, world_size: int, folder: str) -> tuple[list[str], str]:
+    """The save in the background fails on rank 1; rank 0 alone waits for it, and goes on."""
+    model, optimizer, _ = train(rank, Run(stage=2, steps=1))
+    write.file_engine = (lambda: _C.FileEngine(faults="write:EIO@0")) if rank == 1 else layout.file_engine
+    saving = shardcore.save(folder, model, optimizer, tag="first", wait=False)
+    said = [error_of(saving.wait) for _ in range(2 * (rank == 0))]
+    while not saving.done:
+        time.sleep(0.01)
+    write.file_engine = layout.file_engine
+    said.append(error_of(lambda: shardcore.save(folder, model, optimizer, tag="second")))
+    stepped(model, optimizer, rank, 1)
+    saving = shardcore.save(folder, model, optimizer, tag="third", wait=False)
+    saving.wait()
+    shardcore.save(folder, model, optimizer, tag="fourth")
+    return said, Path(folder, "latest").read_text()
+
+
+def test_ranks_stay_together_when_one_waits_for_a_save_that_failed(tmp_path: Path) -> None:
+    (first, latest), (second, _) = run_ranks(2, _heard_by_one, str(tmp_path))
+    assert ["first was not saved in the background" in text for text in first] == [True, True, True]
+    assert ["first was not saved in the background" in text for text in second] == [True]
+    assert "rank 1 failed" in first[2]
+    assert latest == "fourth"
+    assert sorted(os.listdir(tmp_path)) == [".lock", "fourth", "latest", "third"]
+
+
 def _many(rank: int, world_size: int, folder: str) -> None:
     model, optimizer, _ = train(rank, Run(stage=1, steps=1, shard=CPU))
     for number in range(5):

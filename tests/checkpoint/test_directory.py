@@ -1,8 +1,10 @@
 """Names on disk: what is complete has its name, the old or the new is there at any instant, one job saves at a time."""
 
 import errno
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -14,9 +16,9 @@ import pytest
 from shardcore._native import _C
 from shardcore.checkpoint import directory
 from shardcore.checkpoint.directory import SaveLock, check_tag, checkpoints, commit, find, unfinished
-from shardcore.checkpoint.format import MANIFEST
+from shardcore.checkpoint.format import FORMAT, MANIFEST
 
-BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "/abs", "a\0b", "latest", 3]
+BAD_TAGS = ["", ".", "..", ".hidden", "a/b", "/abs", "a\0b", "latest", 3, "a ", " a", "a\nb", "\udcff", "x" * 201, "ü" * 101]
 
 
 @pytest.mark.parametrize("tag", BAD_TAGS)
@@ -25,14 +27,25 @@ def test_a_tag_is_a_name(tag: Any) -> None:
         check_tag("save", tag)
 
 
-def write(folder: Path, tag: str, content: str = "new") -> None:
+@pytest.mark.parametrize("tag", ["a b", "ü", "x" * 200, "-rf"])
+def test_other_tags_are_found(tmp_path: Path, tag: str) -> None:
+    write(tmp_path, tag)
+    assert find("load", tmp_path, None) == find("load", tmp_path, tag) == tmp_path / tag
+
+
+def write(folder: Path, tag: str, content: str = "new", keep_last: int | None = None, latest: bool = True) -> None:
     """What a save does before it commits."""
     lock = SaveLock(folder, tag)
     try:
-        (unfinished(folder, tag) / MANIFEST).write_text(content)
-        commit(folder, tag, save_latest=True, keep_last=None)
+        manifest = {"format": FORMAT, "time": time.time(), "content": content}
+        (unfinished(folder, tag) / MANIFEST).write_text(json.dumps(manifest))
+        commit(folder, tag, latest, keep_last)
     finally:
         lock.release()
+
+
+def content_of(checkpoint: Path) -> str:
+    return str(json.loads((checkpoint / MANIFEST).read_text())["content"])
 
 
 def names(folder: Path) -> set[str]:
@@ -55,8 +68,11 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "latest").unlink()
     with pytest.raises(FileNotFoundError, match=r"no 'latest'.*expected .* tag= one of its checkpoints \(one\)"):
         find("load", tmp_path, None)
-    with pytest.raises(FileNotFoundError, match=r"no such checkpoint.*two"):
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint; expected tag= one that save has written \(one\).*two"):
         find("load", tmp_path, "two")
+    (tmp_path / "latest").write_text("two")
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint, which 'latest' names; expected .*\(one\).*two"):
+        find("load", tmp_path, None)
     (tmp_path / "latest").write_text("../outside")
     with pytest.raises(ValueError, match=r"tag has '\.\./outside'"):
         find("load", tmp_path, None)
@@ -68,7 +84,7 @@ def test_a_tag_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exch
         monkeypatch.setattr(_C, "exchange_paths", lambda a, b: False)
     write(tmp_path, "tag", "old")
     write(tmp_path, "tag", "new")
-    assert (tmp_path / "tag" / MANIFEST).read_text() == "new"
+    assert content_of(tmp_path / "tag") == "new"
     assert names(tmp_path) == {"tag", "latest"}
 
 
@@ -133,30 +149,65 @@ def test_a_crash_at_any_instant_leaves_the_old_or_the_new(
                 finished = True
             except Died:
                 finished = False
-        found = (find("load", folder, "tag") / MANIFEST).read_text()
+        found = content_of(find("load", folder, "tag"))
         assert found in ("old", "new"), done
         assert find("load", folder, None).name in ("tag", ".tag.replaced")
         assert (folder / "before" / MANIFEST).exists()
         write(folder, "next")  # which removes what was left
         assert names(folder) == {"before", "tag", "next", "latest"}, done
-        assert (folder / "tag" / MANIFEST).read_text() in ("old", "new")
+        assert content_of(folder / "tag") in ("old", "new")
         if finished:
-            assert (folder / "tag" / MANIFEST).read_text() == "new"
+            assert content_of(folder / "tag") == "new"
             break
     assert finished, "a save makes fewer changes"
     assert at > 5, "dying was tried at each of them"
 
 
 def test_old_ones_are_removed_when_the_new_one_is_there(tmp_path: Path) -> None:
-    for number in range(5):
-        lock = SaveLock(tmp_path, f"step{number}")
-        (unfinished(tmp_path, f"step{number}") / MANIFEST).write_text("")
-        commit(tmp_path, f"step{number}", save_latest=True, keep_last=2)
-        lock.release()
-        time.sleep(0.01)  # file systems count time in ticks
     (tmp_path / "somebody's").mkdir()
-    assert [path.name for path in checkpoints(tmp_path)] == ["step3", "step4"]
-    assert names(tmp_path) == {"step3", "step4", "latest", "somebody's"}
+    (tmp_path / "somebody's" / MANIFEST).write_text('{"name": "a web page", "format": "shardcore checkpoint", "time": 1}')
+    (tmp_path / "a file").write_text("")
+    for number in (3, 1, 4, 2):  # names and times have other orders
+        write(tmp_path, f"step{number}", keep_last=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step4", "step2"]
+    assert names(tmp_path) == {"step4", "step2", "latest", "somebody's", "a file"}
+
+
+def test_the_newest_of_copies_is_kept(tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / "first", f"step{number}")
+    for tag in ("step2", "step1", "step0"):  # in an order of cp -r's
+        shutil.copytree(tmp_path / "first" / tag, tmp_path / "second" / tag, copy_function=shutil.copy)
+        time.sleep(0.01)  # file systems count time in ticks
+    write(tmp_path / "second", "step3", keep_last=2)
+    assert names(tmp_path / "second") == {"step2", "step3", "latest"}
+
+
+def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "train.log").write_text("x")
+    (tmp_path / "page").mkdir()
+    (tmp_path / "page" / MANIFEST).write_text("{}")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("nowhere")
+    before = set(tmp_path.rglob("*"))
+    for tag in ("theirs", "page", "file", "link"):
+        with pytest.raises(FileExistsError, match=rf"no checkpoint of shardcore's; expected .*another tag\).*{tag}'"):
+            write(tmp_path, tag)
+    assert set(tmp_path.rglob("*")) == before, "not even a lock"
+    (tmp_path / "empty").mkdir()
+    write(tmp_path, "empty")
+    assert find("load", tmp_path, None) == tmp_path / "empty"
+
+
+def test_what_comes_while_it_is_saved_is_kept(tmp_path: Path) -> None:
+    lock = SaveLock(tmp_path, "tag")
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / "train.log").write_text("x")
+    with pytest.raises(FileExistsError):
+        commit(tmp_path, "tag", save_latest=True, keep_last=None)
+    lock.release()
+    assert os.listdir(tmp_path / "tag") == ["train.log"]
 
 
 HOLDER = """
@@ -190,7 +241,7 @@ def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
         write(tmp_path, "tag")
     (tmp_path / ".x.saving").mkdir()
     held = SaveLock(tmp_path, "tag")
-    with pytest.raises(BlockingIOError):
-        SaveLock(tmp_path, "tag")
+    with pytest.raises(BlockingIOError, match=r'a save of this process goes on there: .*"tag".*expected its wait\(\)'):
+        SaveLock(tmp_path, "other")
     held.release()
     assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -1,6 +1,7 @@
 """Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
 
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from shardcore.deepspeed import lr_schedules
 from tests.support.choice import combinations
 from tests.support.deepspeed import ds_config, start
 from tests.support.meta import frozen_net
-from tests.support.models import Run, batch_of, error_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -122,6 +123,30 @@ def test_a_run_goes_on_in_another_world_bit_for_bit(tmp_path: Path, first: int, 
     assert set(resumed) == set(straight)
 
 
+def _rolled_back(rank: int, world_size: int, folder: str, before: str) -> str:
+    model, optimizer, _ = train(rank, Run(stage=3, steps=2, precision="bf16"))
+    shardcore.save(folder, model, optimizer)
+    expected = hash_of_training(model, optimizer)
+    stepped(model, optimizer, rank, 7)
+    if before == "forward":
+        model(batch_of(8, 0, rank)[0])
+    elif before == "failed forward":
+        failing_forward(model, rank)
+    elif before == "backward":
+        loss_of(model, batch_of(8, 0, rank)).backward()
+    shardcore.load(folder, model, optimizer)
+    assert hash_of_training(model, optimizer) == expected
+    stepped(model, optimizer, rank, 2)
+    with shardcore.full_params(model):
+        assert "load: called inside full_params; expected it after the block" in error_of(lambda: shardcore.load(folder, model))
+    return hash_of_training(model, optimizer)
+
+
+def test_a_run_is_rolled_back_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    cases = ("nothing", "forward", "failed forward", "backward")
+    assert len({hash_of for case in cases for hash_of in run_ranks(2, _rolled_back, str(tmp_path), case)}) == 1
+
+
 def _other_form(rank: int, world_size: int, first: str, second: str, folder: str) -> tuple[bool, list[str]]:
     model, optimizer, _ = train(rank, run_of(2, "device", first, steps=3))
     shardcore.save(folder, model, optimizer)
@@ -134,6 +159,17 @@ def _other_form(rank: int, world_size: int, first: str, second: str, folder: str
     for number, state in its.state_dict()["state"].items():
         equal &= all(torch.equal(state[key].float(), states[number][key].float()) for key in ("exp_avg", "exp_avg_sq", "step"))
     return equal, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+def test_weights_that_are_not_finite_are_no_rounded_ones(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    with torch.no_grad():
+        model.gain.fill_(float("nan"))
+    shardcore.save(tmp_path, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        shardcore.load(tmp_path, model, optimizer)
+    assert model.state_dict()["gain"].isnan()
 
 
 @pytest.mark.parametrize(
@@ -198,6 +234,33 @@ def _one_for_each(rank: int, world_size: int, folder: str, saves: bool) -> str:
     said = error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"data": scheduler}))
     assert hash_of_training(model, optimizer) == before
     return said
+
+
+def _wrong_names(rank: int, world_size: int, folder: str) -> tuple[str, str, str]:
+    model, optimizer, _ = train(rank, run_of(2, "device", "masters"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    shardcore.save(folder, model, optimizer, tag="there", stateful={"data": scheduler} if rank == 0 else {})
+    stepped(model, optimizer, rank, 1)
+    before = hash_of_training(model, optimizer)
+    said = (
+        error_of(lambda: shardcore.load(folder, model, optimizer, stateful={"loader": scheduler})),
+        error_of(lambda: shardcore.load(folder, model, optimizer, tag="missing")),
+        error_of(lambda: shardcore.load(f"{folder}/missing", model, optimizer)),
+    )
+    assert hash_of_training(model, optimizer) == before
+    return said
+
+
+def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _wrong_names, str(tmp_path))
+    assert re.search(r"stateful has loader, which .*there does not have .* the names that save was given \(data\)", first[0])
+    assert "was given (none)" in second[0]
+    assert re.search(r"FileNotFoundError: .*no such checkpoint; expected tag= one that save has written \(there\)", first[1])
+    assert re.search(
+        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was changed", second[1]
+    )
+    assert "there is no 'latest'" in first[2]
+    assert "rank 0 failed: FileNotFoundError" in second[2]
 
 
 def test_positions_in_data_are_of_a_world(tmp_path: Path) -> None:

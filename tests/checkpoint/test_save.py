@@ -1,6 +1,7 @@
 """Saving: what fails changes nothing and is named on every rank; what runs in the background saves what was there before."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 import shardcore
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.format import read_json
-from tests.support.models import Run, error_of, make_net, stepped, train
+from tests.support.models import Run, batch_of, error_of, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 CPU = {"offload": {"optimizer": "cpu"}}
@@ -29,6 +30,7 @@ def _refusals(rank: int, world_size: int, folder: str) -> list[str]:
         error_of(lambda: shardcore.save(folder, model, optimizer, tag="b" if odd else "a")),
         error_of(lambda: shardcore.save(folder, model, optimizer, keep_last=0)),
         error_of(lambda: shardcore.save(folder, model, optimizer, client_state={"x": [object()]})),
+        error_of(lambda: shardcore.save(folder, model, optimizer, client_state=[1] if rank == 0 else None)),
         error_of(lambda: shardcore.save(folder, model, optimizer, scheduler=3)),
         error_of(lambda: shardcore.save(folder, model, optimizer, stateful={"data": 3})),
         error_of(lambda: shardcore.save(folder if not odd else f"{folder}/other", model, optimizer)),
@@ -43,14 +45,30 @@ def test_bad_arguments_are_refused_on_every_rank(tmp_path: Path) -> None:
     assert "optimizer is a FusedAdam that is not model's" in first[1]
     assert "tag has 'a/b'; expected the name of a directory" in second[2]
     assert "rank 1 refused" in first[2]
-    assert "rank 1 reads something else than a in" in first[3]
+    assert first[3] == second[3] == "ValueError: save: tag is 'b' on rank 1; expected 'a', as on rank 0"
     assert "keep_last has 0; expected a number of at least 1" in first[4]
     assert "client_state['x'][0] has type object; expected plain data" in first[5]
     assert "rank 0 failed" in second[5]
-    assert "scheduler has type int; expected something with state_dict()" in first[6]
-    assert "stateful['data'] has type int" in first[7]
-    assert "reads something else" in first[8]
-    assert first[9] in ("[]", "['.lock']")
+    assert "client_state has type list; expected a dict, or None" in first[6]
+    assert "rank 0 failed" in second[6]
+    assert "scheduler has type int; expected something with state_dict()" in first[7]
+    assert "stateful['data'] has type int" in first[8]
+    assert re.match(r"ValueError: save: directory is '.*/other' on rank 1; expected '.*', as on rank 0", first[9])
+    assert first[10] in ("[]", "['.lock']")
+
+
+def test_gradients_that_are_not_saved_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = train(0, Run(stage=2, steps=1))
+    caplog.clear()
+    shardcore.save(tmp_path, model, optimizer)
+    assert not caplog.messages
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    shardcore.save(tmp_path, model)  # weights alone
+    assert not caplog.messages
+    shardcore.save(tmp_path, model, optimizer)
+    optimizer.step()
+    shardcore.save(tmp_path, model, optimizer)
+    assert ["1 backward(s) came since the last step, and gradients are not saved" in said for said in caplog.messages] == [True]
 
 
 class Kept:
@@ -94,8 +112,18 @@ def test_a_manifest_says_how_it_was_trained(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, Run(stage=1, steps=1, shard=CPU))
     path = shardcore.save(tmp_path, model, optimizer).path
     numerics = read_json(path / "manifest.json")["numerics"]
-    assert (numerics["stage"], numerics["reduction"], numerics["grad_dtype"]) == ("1", "ordered", "fp32")
-    assert "optimizer='cpu'" in numerics["offload"]
+    assert (numerics["stage"], numerics["reduction"], numerics["grad_dtype"]) == (1, "ordered", "fp32")
+    assert (numerics["offload"]["optimizer"], numerics["overlap_step"], numerics["clip_grad_norm"]) == ("cpu", False, None)
+    assert numerics["ranks"] == {"world_size": 1, "ranks_per_node": 1, "replicate": False}
+
+
+def test_a_buffer_of_another_dtype_is_named(tmp_path: Path) -> None:
+    model = make_net()
+    model.register_buffer("freqs", torch.zeros(3, dtype=torch.complex64))
+    model, optimizer, _ = train(0, Run(stage=2, steps=1), model)
+    with pytest.raises(TypeError, match=r"freqs is a tensor of torch\.complex64; expected .* a buffer with persistent=False"):
+        shardcore.save(tmp_path, model, optimizer)
+    assert os.listdir(tmp_path) == [".lock"]
 
 
 def _excluded(rank: int, world_size: int, folder: str, stage: int) -> None:

@@ -13,7 +13,7 @@ import shardcore
 from shardcore.checkpoint.sharded import Shards, boxes_of
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net
-from tests.support.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
+from tests.support.models import Net, Run, batch_of, failing_forward, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 
@@ -152,6 +152,19 @@ def test_a_step_count_that_is_none_is_refused_before_anything_changes(step: Any)
     assert "rank 1 refused" in other
     assert as_before
     assert own_as_before
+
+
+def test_shards_are_loaded_after_a_forward() -> None:
+    model, _, _ = train(0, Run(stage=3, steps=1))
+    saved, expected = shardcore.sharded_state_dict(model), model.state_dict()
+    for leave in (lambda: model(batch_of(8, 0, 0)[0]), lambda: failing_forward(model, 0)):
+        with shardcore.full_params(model), torch.no_grad():
+            model.head.weight.zero_()
+        leave()
+        shardcore.load_sharded_state_dict(model, saved)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    with shardcore.full_params(model), pytest.raises(ValueError, match="called inside full_params; expected it after"):
+        shardcore.load_sharded_state_dict(model, saved)
 
 
 class Counting(nn.Linear):

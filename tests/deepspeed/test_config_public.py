@@ -1,14 +1,18 @@
-"""The public configurations of tests/support/ds_configs.py: plain JSON, the keys that they use, and `ready`."""
+"""The public configurations of tests/support/ds_configs.py: plain JSON, the keys that they use; and each of them trains."""
 
 import copy
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardcore
+from tests.support.deepspeed import start
 from tests.support.ds_configs import CONFIGS, ready
+from tests.support.models import batch_of, hash_of
 
 # Every key that the configurations use, by section
 KEYS = {
@@ -119,3 +123,30 @@ def test_a_ready_one_has_numbers_that_agree(name: str) -> None:
     assert set(enabled) <= {True, False}
     kept = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}
     assert set(config) | kept == set(before) | kept
+
+
+# --- they train -------------------------------------------------------------------------------------------------------
+
+
+def _uses_nvme(config: Mapping[str, Any]) -> bool:
+    return any(key == "device" and value == "nvme" for _, key, value in _items(config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_configuration_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write there
+    config = ready(name, str(tmp_path))
+    if _uses_nvme(config):
+        with pytest.raises(NotImplementedError, match=r"offload_\w+\.device has \"nvme\""):
+            start(config)
+        return
+    engine = start(config, optimizer=None if "optimizer" in config else shardcore.FusedAdam)
+    before = hash_of(engine.module.state_dict().values())
+    for micro_step in range(4 * engine.gradient_accumulation_steps()):  # the first two steps of a warm-up have lr 0
+        x, y = batch_of(micro_step, 0, 0)
+        engine.backward(((engine(x.half() if engine.fp16_enabled() else x).float() - y) ** 2).mean())
+        engine.step()
+    assert engine.global_steps == 4
+    assert (hash_of(engine.module.state_dict().values()) != before) == (engine.skipped_steps < 3)
+    zero = config.get("zero_optimization", {})
+    assert engine.zero_optimization_stage() == (zero.get("stage", 0) if isinstance(zero, dict) else int(zero))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shardcore
+from shardcore.deepspeed.lr_schedules import WarmupDecayLR
 from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.models import Net, batch_of, hash_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
@@ -274,7 +275,7 @@ def test_a_boundary_after_no_sync_reduces_what_is_there() -> None:
 
 def test_misuse() -> None:
     engine = start(ds_config(2))
-    with pytest.raises(ValueError, match=r"step: there was no engine\.backward"):
+    with pytest.raises(ValueError, match=r"step: there was no backward since the last step"):
         engine.step()
     with pytest.raises(ValueError, match=r"loss has shape \(4, 5\); expected one element"):
         engine.backward(engine(batch_of(0, 0, 0)[0]))
@@ -285,7 +286,7 @@ def test_misuse() -> None:
     assert (engine.micro_steps, engine.global_steps) == (0, 0)
     engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     engine.step()
-    with pytest.raises(ValueError, match=r"step: there was no engine\.backward"):
+    with pytest.raises(ValueError, match=r"step: there was no backward since the last step"):
         engine.step()
     with engine.no_sync():
         engine.backward(loss_of(engine, batch_of(0, 1, 0)))
@@ -393,6 +394,27 @@ def test_steps_begin_with_their_first_micro_step(tmp_path: Path) -> None:
     engine.wait_for_checkpoint()
 
 
+def test_the_epoch_of_the_loader_goes_on(tmp_path: Path) -> None:
+    data = [(torch.full((10,), float(number)), torch.zeros(5)) for number in range(32)]
+
+    def epoch_of(engine: Any) -> list[float]:
+        return [value for x, _ in engine.training_dataloader for value in x[:, 0].tolist()]
+
+    engine = start(ds_config(), training_data=data)
+    epochs = [epoch_of(engine), epoch_of(engine)]
+    engine.save_checkpoint(tmp_path)
+    epochs.append(epoch_of(engine))
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    resumed = start(ds_config(), training_data=data)
+    resumed.load_checkpoint(tmp_path, load_module_only=True)
+    assert epoch_of(resumed) == epochs[0]
+    resumed.load_checkpoint(tmp_path)
+    assert epoch_of(resumed) == epochs[2]
+    start(ds_config()).save_checkpoint(tmp_path)  # without a loader
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.training_dataloader.epoch == 3
+
+
 def _saves_16bit(rank: int, world_size: int, folder: str, stage: int) -> None:
     engine = _start(stage=stage)
     train(engine, rank, 1)
@@ -411,6 +433,136 @@ def _saves_16bit(rank: int, world_size: int, folder: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_weights_are_saved(tmp_path: Path, stage: int) -> None:
     run_ranks(2, _saves_16bit, str(tmp_path), stage)
+
+
+# --- backward by other ways -------------------------------------------------------------------------------------------
+
+
+def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """(hash, that of engine.backward) with plain backward, with a gradient, with scale, and one loss over two engines."""
+    found = []
+    for stage, more in ((0, {}), (2, {}), (3, {}), (2, {"fp16": FP16})):
+        engine, other = start(ds_config(2, stage, **more)), start(ds_config(2, stage, **more))
+        train(engine, rank, 2)
+        for micro in range(4):
+            x, y = batch_of(micro // 2, micro % 2, rank)
+            out = other(x).float()
+            if more or micro % 2:
+                other.scale(((out - y) ** 2).mean()).backward()
+            else:
+                out.backward((out - y).detach() * 2 * (torch.ones(()) / y.numel()))  # as of the mean of squares
+            other.step()
+        found.append((hash_of_training(other.module, other.optimizer), hash_of_training(engine.module, engine.optimizer)))
+    apart, both = [start(ds_config(2), make_net(seed)) for seed in (0, 1)], [start(ds_config(2), make_net(s)) for s in (0, 1)]
+    for micro in range(4):
+        batch = batch_of(micro // 2, micro % 2, rank)
+        for engine in apart:
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+        loss = loss_of(both[0], batch) + loss_of(both[1], batch)
+        both[0].backward(loss) if micro < 2 else loss.backward()
+        for engine in both:
+            engine.step()
+    found += [
+        (hash_of_training(a.module, a.optimizer), hash_of_training(b.module, b.optimizer))
+        for a, b in zip(both, apart, strict=True)
+    ]
+    return found
+
+
+def test_other_ways_of_backward_give_the_bits_of_the_engines() -> None:
+    for hashes in run_ranks(2, _plainly):
+        for found, expected in hashes:
+            assert found == expected
+        assert len({found for found, _ in hashes}) > 3, "they are different trainings"
+
+
+def test_ways_of_backward_that_cannot_be_right_are_refused() -> None:
+    engine = start(ds_config(fp16=FP16))
+    loss_of(engine, batch_of(0, 0, 0)).backward()
+    with pytest.raises(ValueError, match=r"not of a scaled loss, which fp16 needs; .*engine\.scale\(loss\)"):
+        engine.step()
+    engine.zero_grad()
+    engine.scale(loss_of(engine, batch_of(0, 0, 0))).backward()
+    engine.step()
+    engine = start(ds_config(2))
+    engine.backward(loss_of(engine, batch_of(0, 0, 0)))
+    engine.step()
+    loss_of(engine, batch_of(0, 1, 0)).backward()
+    with pytest.raises(ValueError, match=r"1 backwards of this step were engine\.backward\(loss\)"):
+        engine.step()
+
+
+def test_a_boundary_that_is_set_takes_the_place_of_the_count() -> None:
+    expected, engine = start(ds_config(3)), start(ds_config(3))
+    train(expected, 0, 1)
+    for micro in range(3):
+        engine.set_gradient_accumulation_boundary(micro == 2)
+        engine.backward(loss_of(engine, batch_of(0, micro, 0)))
+    engine.step()
+    assert engine.was_step_applied()
+    assert hash_of_training(engine.module, engine.optimizer) == hash_of_training(expected.module, expected.optimizer)
+    engine.set_gradient_accumulation_boundary(None)
+    engine.backward(loss_of(engine, batch_of(1, 0, 0)))
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps, engine.was_step_applied()) == (1, 2, False)
+
+
+def test_autocast_runs_forward_in_the_low_dtype() -> None:
+    engine = start(ds_config(torch_autocast={"enabled": True, "dtype": "bfloat16"}))
+    plain = start(ds_config())
+    x = batch_of(0, 0, 0)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x)
+    assert torch.equal(engine(x), expected)
+    assert not torch.equal(engine(x).float(), plain(x))
+    assert all(param.dtype == torch.float32 for param in engine.module.parameters())
+
+
+def _scheduled(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
+    section = {"type": "WarmupDecayLR", "params": {"total_num_steps": 8, "warmup_num_steps": 4, "warmup_max_lr": 0.1}}
+    engine = start(ds_config(2, scheduler=section))
+    rates = []
+    for step in range(6):
+        train(engine, rank, 1)
+        rates += engine.get_lr()
+        if step == 2:
+            engine.save_checkpoint(folder)
+    other = start(ds_config(2, scheduler=section))
+    other.load_checkpoint(folder)
+    resumed = other.get_lr()
+    for _ in range(3):
+        train(other, rank, 1)
+        resumed += other.get_lr()
+    return rates, resumed
+
+
+def test_a_schedule_of_the_configuration_is_followed_and_resumed(tmp_path: Path) -> None:
+    (rates, resumed), other = run_ranks(2, _scheduled, str(tmp_path))
+    assert (rates, resumed) == other
+    assert rates[2:] == resumed
+    plain = torch.optim.SGD([torch.zeros(1)])
+    schedule = WarmupDecayLR(plain, total_num_steps=8, warmup_num_steps=4, warmup_max_lr=0.1)
+    expected = [(schedule.step(), plain.param_groups[0]["lr"])[1] for _ in rates]
+    assert rates == expected
+    assert len(set(rates)) > 3
+
+
+def test_dtypes_of_states_and_gradients_are_followed() -> None:
+    low = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    engine = start(ds_config(bf16=low, data_types={"grad_accum_dtype": "bf16"}))
+    train(engine, 0, 2)
+    full, split = (shardcore.memory_report(one.module).by_kind for one in (start(ds_config(bf16={"enabled": True})), engine))
+    assert split["master"] == full["master"] / 2, "2 bytes per parameter beside the weight"
+    param = next(engine.module.parameters())
+    assert shardcore.full_state(param, "exp_avg").dtype == torch.bfloat16
+
+
+def test_weights_are_not_gathered_to_save_where_that_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    assert start(ds_config(zero_optimization=zero)).save_16bit_model(tmp_path) is False
+    assert "nothing was saved" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- what can be asked ------------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def test_without_a_launcher_the_world_is_this_process(environment: pytest.Monkey
 def test_a_world_of_one_from_the_environment(environment: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
         environment.setenv(name, value)
-    _refused(ValueError, "config amp is not supported", ds_config(amp={}))
+    _refused(ValueError, "config amp is not supported", ds_config(amp=True))
     assert not dist.is_initialized()
     _refused(TypeError, "optimizer has type str", without("optimizer"), optimizer="AdamW")
     group = dist.group.WORLD

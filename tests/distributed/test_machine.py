@@ -18,7 +18,17 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.machine import free_bytes, own_cores, quota, worker_cores, worker_threads
+from shardcore.distributed.machine import (
+    cores_of_share,
+    free_bytes,
+    near_cores,
+    own_cores,
+    parse_cores,
+    physical_cores,
+    quota,
+    worker_cores,
+    worker_threads,
+)
 from shardcore.engine import cpu_store as offload
 from shardcore.engine.bucket import BufferPool, ReducePolicy
 from shardcore.engine.host_gradients import HostGrads
@@ -55,6 +65,31 @@ def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
         (folder / "physical_package_id").write_text(f"{core % 2}\n")
         (folder / "thread_siblings_list").write_text(f"{core % 4},{core % 4 + 4}\n")
     assert cores([eight] * 4, 1) == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert [cores_of_share(eight, index, 2, tmp_path) for index in range(2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert physical_cores([0, 4, 1], tmp_path) == 2
+    assert physical_cores([0, 4, 1], tmp_path / "unknown") == 3
+
+
+def test_lists_of_cores() -> None:
+    assert parse_cores("8,0-2, 1".replace(" ", "")) == [0, 1, 2, 8]
+    for bad in ("", "3-1", "a", "1,,2", "-1"):
+        with pytest.raises(ValueError, match="expected numbers and ranges, such as 0-3,8"):
+            parse_cores(bad)
+
+
+def test_cores_near_a_device(tmp_path: Path) -> None:
+    device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    for node, cores in enumerate(["0-3,8-11\n", "4-7,12-15\n"]):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        assert near_cores("0000:3B:00.0", tmp_path) == [], "one node: nothing to choose"
+        (folder / "cpulist").write_text(cores)
+    assert near_cores("0000:3B:00.0", tmp_path) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert near_cores("0000:01:00.0", tmp_path) == [], "an unknown device"
+    (device / "numa_node").write_text("-1\n")
+    assert near_cores("0000:3b:00.0", tmp_path) == [], "a virtual machine"
 
 
 def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:

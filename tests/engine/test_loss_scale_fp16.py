@@ -425,9 +425,8 @@ def test_torchs_grad_scaler_at_stage_0_scales_instead() -> None:
         (
             {"precision": "bf16", "loss_scale": 2.0},
             ValueError,
-            'is 2.0 with precision="bf16", and no weight is float16; expected',
+            'is 2.0 with precision="bf16", and no weight is float16, or float32 for a forward under torch.autocast; expected',
         ),
-        ({"loss_scale": 2.0}, ValueError, "is 2.0 with precision=None, and no weight is float16; expected None, or"),
         ({"precision": "fp16", "loss_scale": 0}, ValueError, "loss_scale is 0; expected a positive number"),
         ({"precision": "fp16", "loss_scale": float("inf")}, ValueError, "loss_scale is inf"),
         ({"precision": "fp16", "loss_scale": True}, TypeError, "loss_scale is True; expected a number"),

@@ -45,10 +45,24 @@ def test_estimate(capsys):
     assert "gather weights in backward, of parts kept" in {transfer["purpose"] for transfer in entry["transfers"]}
 
 
+def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    numel = sum(param.numel() for param in transformers.GPT2LMHeadModel(config).parameters())
+    for name in (tmp_path, tmp_path / "config.json"):
+        assert cli.main(["estimate", str(name), "--stage", "3", "--offload-params", "--json"]) == 0
+        (entry,) = json.loads(capsys.readouterr().out)
+        assert entry["parameters"] == numel
+        assert set(entry["bytes"]) == {"cpu", "device"}, "weights alone are in host memory"
+        assert entry["bytes"]["cpu"]["states"] == 0 < entry["bytes"]["device"]["states"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "MODULE:FUNCTION is 'nope'; expected a module and a function in it"),
+        (["nope"], "MODEL is 'nope', "),
         (["nope:f"], "nope:f was not found from"),
         (["examples.llama:nope"], "has no attribute 'nope'"),
         (["builtins:list"], "builtins:list returned a list; expected a torch.nn.Module"),

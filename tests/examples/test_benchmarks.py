@@ -104,6 +104,16 @@ def test_checkpoint(tmp_path, run_main, no_fio):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"], "its files are gone"
 
 
+def test_checkpoints_that_fall_short_are_named():
+    times = {"fio": {"median": 0.8}, "dcp": {"median": 1.2}, "huggingface": {"median": 0.9}}
+    result = {"save": {"times_faster_than": times}, "load": {"times_faster_than": {}}, "pause": {"ratio": 0.2}}
+    assert bench_checkpoint.shortfalls(result) == [
+        "save: 0.80 of the speed of fio; expected 0.9",
+        "save: 0.90 of the speed of huggingface; expected 1",
+        "pause: 0.20 of async_save's; expected 0.1",
+    ]
+
+
 def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
     checksums = iter([1, 2])
     monkeypatch.setattr(bench_io._C, "crc32c", lambda tensor: next(checksums))

@@ -1,4 +1,4 @@
-"""The Python example of the README; and those of the guide and the page about DeepSpeed, which are one script, as they say."""
+"""The Python example of the README; those of the guide and the page about DeepSpeed, which are one script; Hugging Face's."""
 
 import os
 import re
@@ -24,8 +24,17 @@ def python_blocks(*pages):
     ]
 
 
-@pytest.mark.parametrize(("pages", "count"), [(["README.md"], 1), (["docs/guide.md", "docs/deepspeed.md"], 9)])
+@pytest.mark.parametrize(
+    ("pages", "count"),
+    [
+        (["README.md"], 1),
+        (["docs/guide.md", "docs/deepspeed.md"], 9),
+        pytest.param(["docs/huggingface.md"], 2, marks=pytest.mark.slow),
+    ],
+)
 def test_examples_run_over_two_ranks(pages, count, tmp_path):
+    if "docs/huggingface.md" in pages:
+        pytest.importorskip("transformers", reason="the page's examples need transformers")
     blocks = python_blocks(*pages)
     assert len(blocks) == count
     script = tmp_path / "train.py"

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,14 @@ def stepped(model: Any, optimizer: Any, rank: int, step: int) -> list[float]:
     optimizer.step()
     optimizer.zero_grad()
     return losses
+
+
+def failing_forward(model: Any, rank: int) -> None:
+    """Run a forward that ends in an error inside its second block."""
+    handle = model.blocks[1].down.register_forward_pre_hook(lambda *_: 1 / 0)
+    with suppress(ZeroDivisionError):
+        model(batch_of(9, 0, rank)[0])
+    handle.remove()
 
 
 def error_of(function: Any) -> str:

@@ -1,0 +1,508 @@
+"""The keys of a DeepSpeed configuration: what each becomes here, why it means nothing, or why it is refused.
+
+The one table that configurations are checked with (config.py) and that docs/deepspeed_keys.md is made from. A key is
+- honoured: its value is checked, and used;
+- accepted: it means nothing here, and the log says why, once;
+- refused, or removed by DeepSpeed itself: an error that says what to do instead, unless its value turns the thing off.
+Every other key is refused, with the nearest known one. Source: DeepSpeed 0.19.8's configuration classes, and
+https://www.deepspeed.ai/docs/config-json.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardcore.deepspeed.lr_schedules import check_scheduler
+from shardcore.deepspeed.monitor import check_section
+
+OP = "initialize"
+
+# (dotted path, value as given) -> checked value; raises TypeError, ValueError or NotImplementedError
+Check = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key. kind: "honoured", "accepted", "refused" or "removed". note: what it becomes, why it means nothing, what to do.
+
+    check: of honoured keys. harmless: values of refused keys that turn the thing off, beside null and false. switch: what turns
+    a refused section off if it is false or absent; None: being there turns it on, unless "enabled" is there and false in it.
+    """
+
+    kind: str
+    note: str
+    check: Check = lambda where, value: value
+    harmless: tuple[Any, ...] = ()
+    switch: str | None = "enabled"
+
+    def is_off(self, value: Any) -> bool:
+        """Whether a value turns off what is refused."""
+        if isinstance(value, Mapping) and self.switch is not None and value not in self.harmless:
+            value = value.get(self.switch, False)
+        elif isinstance(value, Mapping) and value not in self.harmless:
+            value = _enables(value)
+        return value is None or value is False or any(value == one for one in self.harmless)
+
+
+def _enables(section: Mapping[str, Any]) -> bool:
+    """Whether a section turns anything on: it has no "enabled" in it, at any depth, or one that is true."""
+    found: list[Any] = []
+    sections = [section]
+    while sections:
+        one = sections.pop()
+        found += [one["enabled"]] if "enabled" in one else []
+        sections += [value for value in one.values() if isinstance(value, Mapping)]
+    return bool(section) and (not found or any(value is not False for value in found))
+
+
+# --- checks of values -------------------------------------------------------------------------------------------------
+
+
+def has(where: str, value: Any, expected: str) -> str:
+    """Return the text of an error: what a key has, and what is expected."""
+    if isinstance(value, str) and value == "auto":
+        return f'{OP}: config {where} has "auto", which a trainer must fill in first; expected {expected}'
+    return f"{OP}: config {where} has {value!r}; expected {expected}"
+
+
+def _integer(least: int, most: float, expected: str, kind: str = "a whole number") -> Check:
+    def check(where: str, value: Any) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # 5e8
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(has(where, value, kind))
+        if not least <= value <= most:
+            raise ValueError(has(where, value, expected))
+        return value
+
+    return check
+
+
+def _word(*known: str, expected: str, otherwise: str = "") -> Check:
+    def check(where: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(has(where, value, expected))
+        if value.lower() not in known:
+            raise ValueError(has(where, value, expected + otherwise))
+        return value.lower()
+
+    return check
+
+
+def _or_none(check: Check) -> Check:
+    return lambda where, value: None if value is None else check(where, value)
+
+
+def _number(where: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(has(where, value, "a number"))
+    if not 0.0 <= value <= sys.float_info.max:  # of an int, too, which may be larger
+        raise ValueError(has(where, value, "a finite number of at least 0"))
+    return float(value)
+
+
+def _positive(where: str, value: Any) -> float:
+    if _number(where, value) == 0.0:
+        raise ValueError(has(where, value, "a finite number above 0"))
+    return float(value)
+
+
+def _share(where: str, value: Any) -> float:
+    if _number(where, value) > 1.0:
+        raise ValueError(has(where, value, "a number from 0 to 1 (the share that the CPU updates)"))
+    return float(value)
+
+
+def _betas(where: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(has(where, value, "two numbers [beta1, beta2]"))
+    for i, beta in enumerate(value):
+        if _number(f"{where}[{i}]", beta) >= 1.0:
+            raise ValueError(has(f"{where}[{i}]", beta, "a number in [0, 1)"))
+    return float(value[0]), float(value[1])
+
+
+def _flag(where: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(has(where, value, "true or false"))
+    return value
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(has(where, value, "text"))
+    return value
+
+
+def _device(where: str, value: Any) -> str | None:
+    if value == "nvme":
+        raise NotImplementedError(f'{OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
+    if value not in ("cpu", "none"):
+        raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu" or "none"'))
+    return "cpu" if value == "cpu" else None
+
+
+def _dtype(*known: str) -> Check:
+    """Check the name of a dtype, in each of its spellings, and return ours."""
+    spelled = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
+    check = _word(*known, expected=" or ".join(f'"{name}"' for name in known))
+
+    def checked(where: str, value: Any) -> Any:
+        if isinstance(value, str):
+            name = value.lower().removeprefix("torch.")
+            value = spelled.get(name, name)
+        return check(where, value)
+
+    return checked
+
+
+_count = _integer(1, math.inf, "at least 1")
+_size = _integer(0, math.inf, "at least 0")
+_power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
+_stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+_adam = _word(
+    "adam",
+    "adamw",
+    expected='"Adam" or "AdamW"',
+    otherwise=" (shardcore trains with no other optimizer; DeepSpeed has Lamb, Lion, Adagrad, Muon and 1-bit ones)",
+)
+
+
+def _print(where: str, value: Any) -> int | None:
+    """Check steps_per_print, which Accelerate sets to infinity for never."""
+    checked: int | None = None if value is None or value == math.inf else _count(where, value)
+    return checked
+
+
+def _managed(where: str, value: Any) -> bool:
+    if value is not True:
+        raise ValueError(
+            has(where, value, "true (call engine.set_gradient_accumulation_boundary(True), and engine.step() once per step)")
+        )
+    return True
+
+
+def _refuse_norm(where: str, value: Any) -> None:
+    raise ValueError(f"{OP}: config {where} is not supported; expected it to be absent (clip with gradient_clipping)")
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _honoured(check: Check, note: str) -> Key:
+    return Key("honoured", note, check)
+
+
+def _accepted(note: str) -> Key:
+    return Key("accepted", note)
+
+
+def _refused(note: str, *harmless: Any, switch: str | None = "enabled") -> Key:
+    return Key("refused", note, harmless=harmless, switch=switch)
+
+
+def _removed(note: str, *harmless: Any, switch: str | None = "enabled") -> Key:
+    return Key("removed", note, harmless=harmless, switch=switch)
+
+
+def _below(section: str, keys: Mapping[str, Key]) -> dict[str, Key]:
+    return {f"{section}.{name}": key for name, key in keys.items()}
+
+
+_ALWAYS_OVERLAPS = "communication always overlaps with backward, with the same bits"
+_BY_UNIT = "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
+_WHOLE_UNITS = "at stage 3 two units are unsharded at a time, the one in use and the next, however small their weights"
+_ORDERED = "gradients are averaged in float32 and in rank order, where no factor can overflow"
+_OWN_BUFFERS = "offload sizes its own buffers"
+_ALWAYS_CHECKED = "checks are always made"
+_ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any number of them"
+_ZERO = "zero_optimization"
+
+KEYS: dict[str, Key] = {
+    "train_batch_size": _honoured(_count, "samples per optimizer step over all ranks"),
+    "train_micro_batch_size_per_gpu": _honoured(_count, "samples per backward on one rank"),
+    "gradient_accumulation_steps": _honoured(_count, "backwards per optimizer step"),
+    "gradient_clipping": _honoured(_number, "global norm to clip to; 0 for none"),
+    "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
+    "dataloader_drop_last": _honoured(_flag, "drop the last, smaller batch of an epoch"),
+    "communication_data_type": _honoured(_or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"),
+    "wall_clock_breakdown": _honoured(_flag, "log the time of forward, backward and step"),
+    "memory_breakdown": _honoured(_flag, "log the memory of weights, gradients and states"),
+    "dump_state": _honoured(_flag, "log the configuration"),
+    "log_level": _honoured(
+        _or_none(_word("debug", "info", "warning", "error", "critical", expected="the name of a level of logging")),
+        "level of the logger shardcore",
+    ),
+    **_below(
+        "optimizer",
+        {
+            "type": _honoured(_adam, 'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false'),
+            "legacy_fusion": _accepted("there is one fused Adam"),
+        },
+    ),
+    **_below(
+        "optimizer.params",
+        {
+            "lr": _honoured(_number, "FusedAdam(lr=)"),
+            "betas": _honoured(_betas, "FusedAdam(betas=)"),
+            "eps": _honoured(_number, "FusedAdam(eps=)"),
+            "weight_decay": _honoured(_number, "FusedAdam(weight_decay=)"),
+            "bias_correction": _honoured(_flag, "FusedAdam(bias_correction=)"),
+            "adam_w_mode": _honoured(_flag, "FusedAdam(adam_w_mode=)"),
+            "amsgrad": _honoured(_flag, "FusedAdam(amsgrad=)"),
+            "maximize": _honoured(_flag, "FusedAdam(maximize=)"),
+            "fp32_optimizer_states": _honoured(_flag, 'false: FusedAdam(state_dtype="bf16")'),
+            **dict.fromkeys(
+                ("torch_adam", "foreach", "fused", "set_grad_none"),
+                _accepted("Adam has one implementation here, which follows torch.optim's formula"),
+            ),
+            "max_grad_norm": Key("refused", "clip with gradient_clipping", _refuse_norm),
+        },
+    ),
+    "scheduler": _honoured(
+        check_scheduler,
+        "type: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest or one of torch's; params: its arguments",
+    ),
+    **_below(
+        "fp16",
+        {
+            "enabled": _honoured(_flag, "train in float16, with float32 masters"),
+            "auto_cast": _honoured(_flag, "cast inputs of forward to float16"),
+            "loss_scale": _honoured(_number, "a fixed loss scale; 0 for a dynamic one"),
+            "initial_scale_power": _honoured(_power, "the first loss scale is 2 to this power"),
+            "loss_scale_window": _honoured(_count, "steps without overflow before it doubles"),
+            "hysteresis": _honoured(_count, "overflows before it halves"),
+            "min_loss_scale": _honoured(_positive, "the smallest loss scale"),
+            "consecutive_hysteresis": _honoured(_flag, "count hysteresis anew after a step without overflow"),
+            "fp16_master_weights_and_grads": _refused("masters are float32"),
+        },
+    ),
+    **_below(
+        "bf16",
+        {
+            "enabled": _honoured(_flag, "train in bfloat16, with float32 masters"),
+            "bf16_optimizer_states": _honoured(_flag, 'FusedAdam(state_dtype="bf16")'),
+            "bf16_master_weights_and_grads": _honoured(
+                _flag,
+                'shard(grad_dtype="bf16"), FusedAdam(master="split"): masters stay exact, 2 bytes beside the bfloat16 weight',
+            ),
+            "immediate_grad_update": _accepted("gradients are always reduced during backward"),
+            "check_grad_overflow": _accepted("every step is checked for non-finite gradients, at no cost"),
+        },
+    ),
+    **_below(
+        "data_types",
+        {
+            "grad_accum_dtype": _honoured(_or_none(_dtype("fp32", "bf16")), "shard(grad_dtype=)"),
+            "param_dtype": _accepted("fp16 and bf16 decide on it"),
+            "keep_in_fp32_modules": _accepted("buffers keep their dtype"),
+            "buffer_dtype": _refused("buffers keep their dtype; cast them before initialize"),
+        },
+    ),
+    **_below(
+        "torch_autocast",
+        {
+            "enabled": _honoured(_flag, "run forward under torch.autocast, with float32 weights"),
+            "dtype": _honoured(_or_none(_dtype("bf16", "fp16")), "autocast's dtype; bfloat16 by default"),
+            "lower_precision_safe_modules": _accepted("ranks send gradients in communication_data_type"),
+        },
+    ),
+    **dict.fromkeys(("prescale_gradients", "gradient_predivide_factor"), _accepted(_ORDERED)),
+    "gradient_allreduce_op": _refused("gradients are averaged; multiply the loss by the number of ranks for a sum", "mean"),
+    "disable_allgather": _accepted("DeepSpeed does not read it either"),
+    "managed_gradient_accumulation": _honoured(
+        _managed, "true; without it call engine.set_gradient_accumulation_boundary(True), and step() once per step"
+    ),
+    "cuda_visible_devices": _accepted("set the variable CUDA_VISIBLE_DEVICES before the program starts, as for DeepSpeed"),
+    "vocabulary_size": _accepted("DeepSpeed only warns of it"),
+    "zero_allow_untested_optimizer": _accepted("Adam and AdamW are tested, others are refused"),
+    "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
+    "seq_parallel_communication_data_type": _accepted("there is no sequence parallelism"),
+    "allgather_size": _accepted(_BY_UNIT),
+    **_below(
+        _ZERO,
+        {
+            "stage": _honoured(_stage, "shard(stage=)"),
+            "zero_hpz_partition_size": _honoured(_size, "shard(reshard_after_forward=) at stage 3, if above 1"),
+            "gather_16bit_weights_on_model_save": _honoured(
+                _flag, "false: save_16bit_model saves nothing at stage 3, and returns False"
+            ),
+            **dict.fromkeys(
+                ("overlap_comm", "contiguous_gradients", "round_robin_gradients", "use_multi_rank_bucket_allreduce"),
+                _accepted(_ALWAYS_OVERLAPS),
+            ),
+            **dict.fromkeys(
+                ("reduce_scatter", "allgather_partitions", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+                _accepted("each gradient is sent to the rank that owns it, and weights are gathered from these"),
+            ),
+            **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _accepted(_BY_UNIT)),
+            **dict.fromkeys(
+                (
+                    *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "module_granularity_threshold"),
+                    *("param_persistence_threshold", "model_persistence_threshold"),
+                    *("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
+                ),
+                _accepted(_WHOLE_UNITS),
+            ),
+            **dict.fromkeys(
+                ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"), _accepted(_ONE_CHECKPOINT)
+            ),
+            **dict.fromkeys(("enable_sanity_checks", "compute_grad_norm"), _accepted(_ALWAYS_CHECKED)),
+            "ignore_unused_parameters": _accepted("parameters that no rank used are skipped, as in torch"),
+            "grad_hooks": _accepted("gradients are always reduced by hooks"),
+            "parameter_alignment": _accepted("buffers are always aligned"),
+            **dict.fromkeys(
+                ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings"),
+                _accepted("modules are left as they are"),
+            ),
+            "save_muon_momentum_buffer_in_memory": _accepted("there is no Muon"),
+            "zenflow": _refused("offload here is exact, and hides behind compute; remove the section", switch=None),
+            **dict.fromkeys(
+                ("zero_quantized_weights", "zero_quantized_gradients"),
+                _refused('ranks exchange unquantized numbers; halve them with bf16 and communication_data_type "bf16"'),
+            ),
+            "zero_quantized_nontrainable_weights": _refused("load the frozen weights in 8 or 4 bits yourself"),
+            "legacy_stage1": _removed("stage 1 has one form"),
+            "mics_shard_size": _removed("shard over a DeviceMesh with shardcore.shard, or set zero_hpz_partition_size", -1),
+            "mics_hierarchical_params_gather": _removed("as mics_shard_size"),
+            "zeropp_loco_param": _removed("gradients are not quantized", switch=None),
+        },
+    ),
+    **_below(
+        f"{_ZERO}.offload_optimizer",
+        {
+            "device": _honoured(_device, 'shard(offload={"optimizer": ...})'),
+            "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
+            "ratio": _honoured(_share, "the share of states that the CPU updates"),
+            "nvme_path": _accepted("it is of the device nvme"),
+            **dict.fromkeys(
+                ("buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"), _accepted(_OWN_BUFFERS)
+            ),
+            **dict.fromkeys(
+                ("super_offload", "cpuadam_cores_perc"),
+                _accepted("the CPU's Adam runs beside the GPU, exactly, on the cores that are there"),
+            ),
+        },
+    ),
+    **_below(
+        f"{_ZERO}.offload_param",
+        {
+            "device": _honoured(_device, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'),
+            "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
+            "nvme_path": _accepted("it is of the device nvme"),
+            **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _accepted(_OWN_BUFFERS)),
+        },
+    ),
+    **_below(
+        "aio",
+        {
+            **dict.fromkeys(
+                ("block_size", "queue_depth", "thread_count", "intra_op_parallelism", "single_submit", "overlap_events"),
+                _accepted("files are written and read with requests of 1 MiB, 16 at a time"),
+            ),
+            "use_gds": _refused("files are read through host memory"),
+        },
+    ),
+    **_below(
+        "activation_checkpointing",
+        {
+            "cpu_checkpointing": _honoured(_flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"),
+            "partition_activations": _accepted("there is no model parallelism to partition activations over"),
+            **dict.fromkeys(
+                ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
+                _accepted("checkpoints are torch.utils.checkpoint's"),
+            ),
+        },
+    ),
+    "tensorboard": _honoured(check_section, "write metrics for TensorBoard: enabled, output_path, job_name"),
+    "csv_monitor": _honoured(check_section, "write metrics to CSV files: enabled, output_path, job_name"),
+    "wandb": _honoured(check_section, "send metrics to Weights & Biases: enabled, group, team, project"),
+    "comet": _refused("use tensorboard, csv_monitor or wandb"),
+    **_below(
+        "comms_logger",
+        {
+            "enabled": _honoured(_flag, "log collectives and their bytes by kind, with each line of progress"),
+            **dict.fromkeys(
+                ("verbose", "prof_all", "prof_ops", "debug"), _accepted("collectives are counted by kind (shardcore estimate)")
+            ),
+        },
+    ),
+    **_below(
+        "flops_profiler",
+        {
+            "enabled": _honoured(_flag, "count the floating-point operations of one step, with torch's counter"),
+            "profile_step": _honoured(_count, "which step"),
+            "module_depth": _honoured(_integer(-1, math.inf, "at least -1"), "depth of modules in the table; -1 for all"),
+            "output_file": _honoured(_or_none(_text), "a file instead of the log"),
+            **dict.fromkeys(("recompute_fwd_factor", "top_modules", "detailed"), _accepted("all modules are in the table")),
+        },
+    ),
+    **_below(
+        "checkpoint",
+        {
+            "tag_validation": _accepted("a tag that differs between ranks is always an error"),
+            **dict.fromkeys(("load_universal", "parallel_write.pipeline_stage"), _accepted(_ONE_CHECKPOINT)),
+            "checkpoint_serialization": _accepted("nothing is pickled"),
+            "writer": _accepted(
+                "files are written past the page cache, durably; save_checkpoint(wait=False) in the background"
+            ),
+            "use_node_local_storage": _refused("save to a directory that all ranks see"),
+        },
+    ),
+    "timers.throughput.enabled": _accepted("progress is logged every steps_per_print steps"),
+    "timers.throughput.synchronized": _accepted("progress is logged every steps_per_print steps"),
+    "disable_python_gc": _refused("call gc.disable()"),
+    "datastates_ckpt": _refused("use save_checkpoint(wait=False)", switch=None),
+    "tensor_parallel": _refused("weights are sharded by ZeRO alone", 0, 1, switch="autotp_size"),
+    "sequence_parallel_size": _refused("it is not built", 1),
+    "expert_parallel": _refused("experts are sharded like other weights"),
+    "moe": _refused("experts are sharded like other weights", switch=None),
+    "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),
+    "pipeline": _accepted("only DeepSpeed's PipelineModule reads it"),
+    "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
+    "compile": _refused("compile the model's blocks with torch.compile", {"deepcompile": False}, switch=None),
+    "weight_quantization": _refused("it is for inference", switch=None),
+    "data_efficiency": _refused("sample in a DataLoader of your own"),
+    "autotuning": _refused("use `shardcore estimate`"),
+    "sparse_gradients": _removed("gradients of embeddings are dense"),
+    "amp": _removed("use bf16, fp16 or torch_autocast"),
+    "elasticity": _removed("set the batch sizes; checkpoints load into any number of ranks"),
+    "curriculum_learning": _removed("shorten sequences in a DataLoader of your own"),
+    "compression_training": _removed("it is not built", switch=None),
+    "quantize_training": _removed("it is not built"),
+    "eigenvalue": _removed("it is not built"),
+    "sparse_attention": _removed("use torch's scaled_dot_product_attention or flex_attention", switch=None),
+    "progressive_layer_drop": _removed("drop layers in the model"),
+    "graph_harvesting": _removed("it is not built"),
+    "nebula": _removed("save_checkpoint is durable, and wait=False saves in the background"),
+}
+
+# Other spellings of keys and sections. Old ones of offload are translated in config.py.
+ALIASES = {
+    "bfloat16": "bf16",
+    f"{_ZERO}.gather_fp16_weights_on_model_save": f"{_ZERO}.gather_16bit_weights_on_model_save",
+    f"{_ZERO}.hpz_partition_size": f"{_ZERO}.zero_hpz_partition_size",
+}
+_STAGE3 = f"{_ZERO}.stage3_"
+IGNORED = ("comms_config", "monitor_config")  # and what begins with "_" or "comment": notes, which DeepSpeed ignores, too
+
+
+def canonical(path: str) -> str:
+    """Return the spelling of a key that the table has."""
+    if path.startswith(_STAGE3):
+        path = f"{_ZERO}.{path.removeprefix(_STAGE3)}"
+    return ALIASES.get(path, path)
+
+
+def is_note(name: str) -> bool:
+    """Whether a key is a note to the reader."""
+    return name in IGNORED or name.lstrip("_").lower().startswith("comment") or name.startswith("_")
+
+
+SECTIONS = (
+    frozenset(path.rpartition(".")[0] for path in KEYS if "." in path)
+    | frozenset(path.split(".", 1)[0] for path in KEYS if "." in path)
+    | {f"{_ZERO}.leaf_module", "checkpoint.parallel_write", "timers"}
+)

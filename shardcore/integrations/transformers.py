@@ -1,0 +1,344 @@
+"""Transformers' Trainer, and TRL's trainers, on shardcore: `class T(ShardcoreTrainerMixin, SFTTrainer)`.
+
+Invariants: Trainer's loop, data order, logs and files stay; the model is sharded where Trainer would wrap it. What a DeepSpeed
+configuration says goes through shardcore.deepspeed, and no part of DeepSpeed is imported or needed.
+
+Note [Checkpoints]: a folder checkpoint-N has what Trainer writes (whole weights or adapters, trainer_state.json, random states
+of each rank), and in place of optimizer.pt a checkpoint of shardcore.save, which resumes on any number of ranks. Without one,
+as in a plain Trainer's folder, Trainer's own loading goes through state dicts, which sharded models and optimizers accept.
+
+Private names of Trainer: `_save`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`, `_load_optimizer_and_scheduler`,
+`_load_best_model`, `_clip_grad_norm`, `_get_grad_norm`, `_maybe_log_save_evaluate`, `_build_accelerator_args`; of its
+arguments `_setup_devices` and `_n_gpu`. Tested with transformers 5.24.0 and TRL 1.16.0.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_dict_of
+from shardcore.checkpoint.directory import LATEST
+from shardcore.checkpoint.load import load
+from shardcore.checkpoint.save import save
+from shardcore.deepspeed.auto import resolve, sizes_by
+from shardcore.deepspeed.config import Config, read_config, read_json
+from shardcore.deepspeed.initialize import check_model
+from shardcore.deepspeed.lr_schedules import make as make_scheduler
+from shardcore.deepspeed.options import shard_options
+from shardcore.engine.engine import Engine
+from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
+from shardcore.optim import FusedAdam
+from shardcore.optim.interface import engine_of
+from shardcore.options import accept_optimizer
+
+logger = logging.getLogger("shardcore")
+
+# Of a configuration, what the engine that initialize returns does.
+_OF_THE_ENGINE: tuple[str, ...] = (
+    "autocast",
+    "dataloader_drop_last",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+)
+_OF_THE_ENGINE += ("flops_profiler", "tensorboard", "csv_monitor", "wandb", "cpu_checkpointing", "log_level")
+
+_OP = "ShardcoreTrainer"
+_OF_ARGUMENTS = {"accumulate": "gradient_accumulation_steps", "clip_grad_norm": "max_grad_norm"}  # options of shard
+
+
+class ShardcoreArgumentsMixin:
+    """Lets training arguments have `deepspeed=` without DeepSpeed: `class C(ShardcoreArgumentsMixin, SFTConfig)`.
+
+    The configuration is for a ShardcoreTrainerMixin, which reads it; transformers' own DeepSpeed code does not see it.
+    """
+
+    deepspeed: Any
+
+    def __post_init__(self) -> None:
+        """Let transformers check everything but `deepspeed`."""
+        config, self.deepspeed = self.deepspeed, None
+        super().__post_init__()  # type: ignore[misc]
+        text = isinstance(config, str) and config.lstrip().startswith("{")
+        self.deepspeed = json.loads(config) if text else config
+
+
+@dataclass
+class ShardcoreTrainingArguments(ShardcoreArgumentsMixin, TrainingArguments):
+    """transformers.TrainingArguments whose `deepspeed=` (a dict or a file) needs no DeepSpeed."""
+
+
+class ShardcoreTrainerMixin:
+    """Shards the model of a Trainer, or of a trainer made from it: see shardcore.shard.
+
+    shard_options: keyword arguments of `shard`; accumulation and clipping are those of the training arguments, and precision
+        follows `bf16` and `fp16`: weights are kept in that dtype with float32 masters, in place of autocast.
+    Or the training arguments have `deepspeed=`: a DeepSpeed configuration, in which "auto" is resolved from the arguments.
+    With neither the model trains at stage 2. All other arguments are the trainer's.
+
+    Every rank calls `train`, `evaluate`, `predict` and `save_model`. Raises ValueError for options of both kinds, and for
+    training arguments that contradict sharding.
+    """
+
+    model: Any
+    args: Any
+    optimizer: Any
+    lr_scheduler: Any
+    accelerator: Any
+    state: Any
+
+    def __init__(self, *args: Any, shard_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Make a trainer; see the class."""
+        given = next((each for each in (*args, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
+        config = None if given is None else given.deepspeed
+        _check_options(config, shard_options)
+        self._given_options = dict(shard_options or {})
+        self._config: Mapping[str, Any] | None = read_json(config) if isinstance(config, str | os.PathLike) else config
+        self._settings: Config | None = None
+        if given is not None:
+            _leave_deepspeed(given)
+        super().__init__(*args, **kwargs)
+        if given is not None:
+            given.deepspeed = config  # as it was given; the other marks of DeepSpeed are gone
+        if self._config is not None and self.model is not None:
+            self._apply_config(log=False)  # for its errors
+
+    # --- what is used in place of what ------------------------------------------------------------------------------------
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """False: sharding moves the model."""
+        return False
+
+    @place_model_on_device.setter
+    def place_model_on_device(self, value: bool) -> None:
+        pass  # Trainer decides it in its __init__
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        made = super()._build_accelerator_args(**kwargs)  # type: ignore[misc]
+        made["mixed_precision"] = "no"
+        self._accelerator_args = made
+        return made  # type: ignore[no-any-return]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make a ShardcoreAccelerator with the arguments that Trainer would give its Accelerator."""
+        _check_training_arguments(self.args)
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # no DataParallel in one process
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        precision = "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else "no"
+        self.accelerator = ShardcoreAccelerator(
+            shard_options=self._options(self._given_options), **{**self._accelerator_args, "mixed_precision": precision}
+        )
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object)
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        clip = self.args.max_grad_norm
+        accumulate = self.args.gradient_accumulation_steps
+        return {**options, "accumulate": accumulate, "clip_grad_norm": clip if clip and clip > 0 else None}
+
+    def _apply_config(self, log: bool = True) -> None:
+        """Resolve "auto" in the DeepSpeed configuration, check it, and let it say how models are sharded."""
+        assert self._config is not None
+        resolved, lines = resolve(
+            self._config, values_of(self.args, self.model, max(self.state.max_steps or 0, self.args.max_steps, 1))
+        )
+        settings = read_config(resolved)
+        settings.batch_sizes(self.args.world_size)
+        check_model(self.model, settings)
+        if settings.optimizer is not None and self.optimizer is not None and self._engine is None:
+            raise ValueError(f"{_OP}: optimizers is given and the configuration has an optimizer; expected one of them")
+        if log and self.args.process_index == 0:
+            if lines:
+                logger.warning("%s: %s", _OP, "; ".join(lines))
+            for line in settings.accepted:
+                logger.warning("%s: config has no effect here: %s", _OP, line)
+            unused = [name for name in _OF_THE_ENGINE if getattr(settings, name)]
+            if unused:
+                logger.warning(
+                    "%s: config has no effect under Trainer: %s; use Trainer's own arguments", _OP, ", ".join(unused)
+                )
+        self._settings = settings
+        self.accelerator.shard_options = self._options(shard_options(settings))
+
+    # --- training ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine | None:
+        """The engine of the model, once it is sharded."""
+        found = engine_of(self.model)
+        return found if isinstance(found, Engine) else None
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make Trainer's optimizer, or the one that the DeepSpeed configuration has, ready to be sharded."""
+        if self._engine is None:
+            if self._config is not None:
+                self._apply_config()
+            if self._settings is not None and self._settings.optimizer is not None and self.optimizer is None:
+                params = [param for param in self.model.parameters() if param.requires_grad]
+                self.optimizer = FusedAdam(params, **self._settings.optimizer)
+        made = self.optimizer is None
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if made:
+            self.optimizer = accept_optimizer(self.optimizer)  # nobody else has it yet, so nothing is to be replaced
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the scheduler that the DeepSpeed configuration has, or Trainer's."""
+        if self._settings is None or self._settings.scheduler is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
+        self.lr_scheduler = make_scheduler(*self._settings.scheduler, self.optimizer if optimizer is None else optimizer)
+        return self.lr_scheduler
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """The step clips."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        """Known after the step."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        logs = self._engine is not None and self.control.should_log  # type: ignore[attr-defined]
+        norm = self._engine.last_grad_norm if logs and self._engine is not None else None  # waits for it
+        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate; before training, with the model sharded as for training."""
+        trains = getattr(self, "train_dataset", None) is not None
+        if self._engine is None and trains:
+            self.create_optimizer()
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+            self.model_wrapped = self.model
+        elif self._engine is None and self._config is not None:
+            self._apply_config()
+        generates = getattr(self, "_gen_kwargs", None)  # of Seq2SeqTrainer
+        if generates is not None and self.args.world_size > 1 and self.accelerator.shard_options.get("stage", 2) == 3:
+            generates.setdefault("synced_gpus", True)  # each forward gathers, so ranks generate equally long
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    # --- saving and loading: Note [Checkpoints] ---------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        engine = self._engine
+        if engine is None or state_dict is not None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        tensors = as_trained(engine, exclude_frozen=has_adapters(self.model))
+        write = super()._save  # type: ignore[misc]
+
+        def on_first(values: Any) -> list[Path]:
+            write(output_dir, state_dict=state_dict_of(engine, tensors, values))
+            return []
+
+        on_first_rank(engine, tensors, on_first)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        save(
+            output_dir,
+            self.model,
+            _bare(self.optimizer),
+            tag=f"global_step{self.state.global_step}",
+            scheduler=self.lr_scheduler,
+            exclude_frozen_parameters=has_adapters(self.model),
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not _is_sharded(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and _is_sharded(checkpoint):
+            load(checkpoint, self.model, _bare(self.optimizer), scheduler=self.lr_scheduler)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if self._engine is not None and _is_sharded(best):
+            logger.info("%s: the best model is that of %s (%s)", _OP, best, self.state.best_metric)
+            load(best, self.model)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+
+class ShardcoreTrainer(ShardcoreTrainerMixin, Trainer):
+    """transformers.Trainer over a sharded model: see ShardcoreTrainerMixin."""
+
+
+def values_of(args: TrainingArguments, model: Any, num_training_steps: int) -> dict[str, object]:
+    """Return what "auto" stands for in a DeepSpeed configuration, by dotted path, as Hugging Face's Trainer has it."""
+    config = getattr(model, "config", None)
+    of_text = getattr(config, "text_config", None)
+    sizes = [getattr(c, "hidden_size", None) or max(getattr(c, "hidden_sizes", None) or [0]) for c in (config, of_text)]
+    hidden_size = next((size for size in sizes if size), None)
+    micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": args.world_size * micro * accumulation,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16.enabled": args.bf16 or args.bf16_full_eval,
+        "fp16.enabled": args.fp16 or args.fp16_full_eval,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
+        "scheduler.params.total_num_steps": num_training_steps,
+        **({} if hidden_size is None else sizes_by(hidden_size)),
+    }
+
+
+def _bare(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _is_sharded(folder: str) -> bool:
+    """Whether a checkpoint of shardcore.save is in a folder of Trainer's."""
+    return (Path(folder) / LATEST).exists()
+
+
+def _check_options(config: Any, options: Mapping[str, Any] | None) -> None:
+    if config is not None and options is not None:
+        raise ValueError(f"{_OP}: shard_options is given and the training arguments have deepspeed; expected one of them")
+    for name, argument in _OF_ARGUMENTS.items():
+        if name in (options or {}):
+            raise ValueError(f"{_OP}: shard_options has {name}; expected it as {argument} of the training arguments")
+
+
+def _check_training_arguments(args: TrainingArguments) -> None:
+    refused = {
+        "fsdp": "sharding is shardcore's",
+        "auto_find_batch_size": "ranks would run out of memory at different times, and wait for each other",
+        "save_on_each_node": "each rank writes its shards to one folder",
+        "fp16_full_eval": "weights are in the dtype that they train in: use fp16",
+        "bf16_full_eval": "weights are in the dtype that they train in: use bf16",
+        "torch_compile": "a compiled model has a graph break at each hook: compile the blocks, block.compile()",
+    }
+    for name, why in refused.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{_OP}: the training arguments have {name}={getattr(args, name)!r}; expected none ({why})")
+
+
+def _leave_deepspeed(args: TrainingArguments) -> None:
+    """Take the configuration out of training arguments, and undo what transformers and Accelerate have made of it."""
+    args.deepspeed = None
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        args.deepspeed_plugin = args.hf_deepspeed_config = None
+        unset_hf_deepspeed_config()
+        vars(args).pop("_setup_devices", None)
+        _ = args.device  # begins Accelerate's state anew, over the process group that there is

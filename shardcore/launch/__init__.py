@@ -1,0 +1,1 @@
+"""Starting ranks: ``shardcore run`` and ``shardcore.notebook_launcher``."""

@@ -1,0 +1,83 @@
+"""How ranks ended, and the text about it, whose last part is one traceback.
+
+A rank that raises makes others fail, whose tracebacks ("connection closed") say nothing. The earliest is shown in full; each
+other failed rank has a line before it.
+"""
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_LINES = 8  # of other ranks
+_LINE_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed."""
+
+    rank: int
+    time_ns: int  # when it raised, by its machine's clock; 0 if it raised nothing
+    last: str  # the last line of its traceback, or how it ended
+    text: str  # its traceback; "" if it raised nothing
+    code: int  # the exit status that it had or, ended by a signal, would have in a shell
+    shown: bool = False  # the traceback is on the screen
+
+
+def collect(directory: Path, exits: Mapping[int, int], shown: Sequence[int] = ()) -> list[Failure]:
+    """Return the failures of a node's ranks: what they recorded in `directory`, and exits, rank -> status of its process.
+
+    shown: ranks whose traceback is on the screen. SIGTERM is what the launcher ends the others with, so it is left out
+    unless no rank failed in another way.
+    """
+    found = {}
+    for path in directory.glob("*.json"):
+        rank, told = int(path.stem), json.loads(path.read_text())
+        found[rank] = Failure(rank, told["time_ns"], told["last"], told["text"], 1, rank in shown)
+    for rank, status in exits.items():
+        if status != 0 and rank not in found:
+            how = f"was ended by {_signal(-status)}" if status < 0 else f"ended with exit status {status}"
+            found[rank] = Failure(rank, 0, how, "", 128 - status if status < 0 else status)
+    return without_ended(list(found.values()))
+
+
+def without_ended(failures: Sequence[Failure]) -> list[Failure]:
+    """Leave out ranks that the launcher ended, unless there are no others."""
+    sigterm = 128 + signal.SIGTERM
+    return [failure for failure in failures if failure.text or failure.code != sigterm] or list(failures)
+
+
+def _signal(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return name + " (as the kernel does when memory runs out)" * (number == signal.SIGKILL)
+
+
+def first(failures: Sequence[Failure]) -> Failure:
+    """Return the failure that is shown in full: the earliest exception; without any, the lowest rank's."""
+    return min(failures, key=lambda failure: (not failure.text, failure.time_ns, failure.rank))
+
+
+def report(failures: Sequence[Failure], world_size: int, op: str) -> str:
+    """Return the text about failures (not empty), without a newline at the end: the first one's traceback last."""
+    cause = first(failures)
+    others = sorted(
+        (failure for failure in failures if failure is not cause), key=lambda failure: (failure.time_ns, failure.rank)
+    )
+    lines = [f"{op}: rank {other.rank} of {world_size} {_in_a_line(other)}" for other in others[:_LINES]]
+    if len(others) > _LINES:
+        lines.append(f"{op}: {len(others) - _LINES} more ranks failed")
+    if not cause.text or cause.shown:
+        return "\n".join([*lines, f"{op}: rank {cause.rank} of {world_size} {_in_a_line(cause)}"])
+    return "\n".join([*lines, f"{op}: rank {cause.rank} of {world_size} failed:", cause.text.rstrip()])
+
+
+def _in_a_line(failure: Failure) -> str:
+    if not failure.text:
+        return failure.last
+    last = failure.last if len(failure.last) <= _LINE_CHARACTERS else failure.last[: _LINE_CHARACTERS - 3] + "..."
+    return f"failed: {last}" + " (its traceback is above)" * failure.shown

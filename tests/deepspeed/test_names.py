@@ -1,0 +1,215 @@
+"""Scripts for DeepSpeed, with one word changed: its modules, functions and classes by their names."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shardcore.accelerator import get_accelerator  # type: ignore[import-not-found]
+from shardcore.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
+from shardcore.runtime.lr_schedules import WarmupLR  # type: ignore[import-not-found]
+from shardcore.utils import groups  # type: ignore[import-not-found]
+from torch import nn
+
+import shardcore as deepspeed
+from tests.support.deepspeed import ds_config, start, train
+from tests.support.models import batch_of, hash_of_training, loss_of, make_net
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_modules_have_deepspeeds_names() -> None:
+    peer = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    for name in ("initialize", "init_distributed", "add_config_arguments", "init_inference", "DeepSpeedEngine"):
+        assert hasattr(peer, name)
+        assert hasattr(deepspeed, name)
+    for path in ("zero.Init", "zero.GatheredParameters", "ops.adam.DeepSpeedCPUAdam", "ops.adam.FusedAdam", "comm.all_reduce"):
+        of_peer, ours = peer, deepspeed
+        for part in path.split("."):
+            of_peer, ours = getattr(of_peer, part), getattr(ours, part)
+
+
+def test_what_is_not_there_is_an_import_error() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"shardcore\.moe"):
+        __import__("shardcore.moe.layer")
+    with pytest.raises(ImportError, match="OnebitAdam"):
+        exec("from shardcore.ops.adam import OnebitAdam")
+    with pytest.raises(NotImplementedError, match="shardcore trains only"):
+        deepspeed.init_inference()
+
+
+def test_arguments_of_the_command_line() -> None:
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    given = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+    assert (given.deepspeed, given.deepspeed_config) == (True, "ds.json")
+
+
+@pytest.mark.parametrize(("kind", "mode"), [(DeepSpeedCPUAdam, "adamw_mode"), (FusedAdam, "adam_w_mode")])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_optimizers_take_deepspeeds_arguments(kind: Any, mode: str, decoupled: bool) -> None:
+    model, other = make_net(), make_net()
+    optimizer = kind(model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1, **{mode: decoupled})
+    expected = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+        other.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1
+    )
+    for net, its in ((model, optimizer), (other, expected)):
+        for step in range(3):
+            loss_of(net, batch_of(step, 0, 0)).backward()
+            its.step()
+            its.zero_grad()
+    for param, same in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(param, same, rtol=1e-4, atol=1e-6)
+    low = DeepSpeedCPUAdam(make_net().parameters(), fp32_optimizer_states=False)
+    assert low.param_groups[0]["state_dtype"] == "bf16"
+
+
+def _modified(rank: int, world_size: int) -> list[Any]:
+    found = []
+    for stage in (0, 2, 3):
+        engine = start(ds_config(stage=stage))
+        weight = engine.module.head.weight
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            if rank == 0:
+                with torch.no_grad():
+                    weight.fill_(2.0)
+        with deepspeed.zero.GatheredParameters([weight]):
+            found.append(weight.detach().clone())
+        train(engine, rank, 1)
+        found.append(hash_of_training(engine.module, engine.optimizer))
+    return found
+
+
+def test_edits_of_one_rank_inside_gathered_parameters_reach_all() -> None:
+    first, second = run_ranks(2, _modified)
+    for found in (first, second):
+        assert all(bool((weight == 2.0).all()) for weight in found[::2])
+        assert len(set(found[1::2])) == 1, "the same at every stage"
+    assert first[1::2] == second[1::2]
+
+
+def _read(rank: int, world_size: int) -> None:
+    for stage in (2, 3):
+        engine = start(ds_config(stage=stage, bf16={"enabled": True}))
+        engine.backward(loss_of(engine, batch_of(0, 0, rank)))
+        param = engine.module.inp.weight
+        assert torch.equal(deepspeed.utils.safe_get_full_grad(param), deepspeed.full_grad(param))
+        engine.step()
+        master = deepspeed.utils.safe_get_full_fp32_param(param)
+        assert master.dtype == torch.float32
+        assert torch.equal(master, engine.module_state_dict()["inp.weight"])
+        state = deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg")
+        assert state.shape == param.shape
+        assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (world_size, rank)
+    assert deepspeed.utils.safe_get_full_fp32_param(nn.Parameter(torch.ones(1))) is None
+
+
+def test_full_values_are_read_by_deepspeeds_names() -> None:
+    run_ranks(2, _read)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_checkpointed_activations_give_the_same_gradients(on_cpu: bool) -> None:
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=on_cpu)
+    assert deepspeed.checkpointing.is_configured()
+    net, calls = make_net(), []
+    x = batch_of(0, 0, 0)[0]
+    net(x).sum().backward()
+    expected = [param.grad.clone() for param in net.parameters()]
+    net.zero_grad()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return net(x)
+
+    deepspeed.checkpointing.checkpoint(run, x).sum().backward()
+    assert len(calls) == 2, "it was computed again"
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(net.parameters(), expected, strict=True))
+    deepspeed.checkpointing.configure(None)
+
+
+def test_the_accelerator_is_the_device_that_trains() -> None:
+    accelerator = get_accelerator()
+    assert accelerator is deepspeed.get_accelerator()
+    if not torch.cuda.is_available():
+        assert (accelerator.device_name(0), accelerator.communication_backend_name()) == ("cpu", "gloo")
+        accelerator.set_device(0)
+    assert accelerator.is_bf16_supported() in (True, False)
+
+
+# As DeepSpeed's CIFAR example: its calls, in its order, over random pictures.
+CIFAR = """
+import argparse
+import torch, torch.nn as nn, torch.nn.functional as F
+import shardcore as deepspeed
+from shardcore.accelerator import get_accelerator
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--stage", type=int, default=0)
+args = deepspeed.add_config_arguments(parser).parse_args()
+deepspeed.init_distributed()
+get_accelerator().set_device(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.pool, self.fc = nn.Conv2d(3, 6, 5), nn.MaxPool2d(2, 2), nn.Linear(6 * 14 * 14, 10)
+
+    def forward(self, x):
+        return self.fc(self.pool(F.relu(self.conv(x))).flatten(1))
+
+torch.manual_seed(0)
+trainset = torch.utils.data.TensorDataset(torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,)))
+net = Net()
+config = {
+    "train_batch_size": 16, "steps_per_print": 2,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+    "gradient_clipping": 1.0, "prescale_gradients": False, "bf16": {"enabled": True},
+    "wall_clock_breakdown": False,
+    "zero_optimization": {"stage": args.stage, "allgather_partitions": True, "reduce_scatter": True,
+        "allgather_bucket_size": 50000000, "reduce_bucket_size": 50000000, "overlap_comm": True,
+        "contiguous_gradients": True, "cpu_offload": False},
+}
+parameters = filter(lambda p: p.requires_grad, net.parameters())
+engine, optimizer, trainloader, _ = deepspeed.initialize(
+    args=args, model=net, model_parameters=parameters, training_data=trainset, config=config)
+device = get_accelerator().device_name(engine.local_rank)
+dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.half if engine.fp16_enabled() else None
+for epoch in range(2):
+    for inputs, labels in trainloader:
+        loss = F.cross_entropy(engine(inputs.to(device).to(dtype)), labels.to(device))
+        engine.backward(loss)
+        engine.step()
+engine.eval()
+with torch.no_grad():
+    outputs = engine(trainset[0][0][None].to(device).to(dtype))
+print("steps", engine.global_steps, "of", torch.distributed.get_world_size(), tuple(outputs.shape))
+"""
+
+
+def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "cifar.py"
+    script.write_text(CIFAR)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "--stage=3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("steps 8 of 2 (1, 10)") == 2
+    assert "step=2 skipped=0" in done.stdout
+
+
+def test_a_group_is_started_once() -> None:
+    assert not dist.is_initialized()
+    deepspeed.init_distributed()  # no launcher: this process alone
+    assert not dist.is_initialized()
+
+
+def test_a_schedule_is_found_by_its_module() -> None:
+    assert deepspeed.runtime.lr_schedules.WarmupLR is WarmupLR

@@ -1,0 +1,42 @@
+"""shard_options gives `shard` what a configuration asks for."""
+
+from typing import Any
+
+import pytest
+
+from shardcore.deepspeed.config import read_config
+from shardcore.deepspeed.options import shard_options
+from shardcore.engine.loss_scale import LossScale
+from tests.support.deepspeed import ds_config
+
+CPU = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage": 0}, {"stage": 0, "offload": None, "precision": "fp32", "grad_dtype": "fp32", "cast_inputs": True}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16", "loss_scale": None, "cast_inputs": True}),
+        ({"fp16": {"enabled": True}}, {"precision": "fp16", "loss_scale": LossScale(), "cast_inputs": False}),
+        ({"fp16": {"enabled": True, "auto_cast": True, "loss_scale": 8}}, {"loss_scale": 8.0, "cast_inputs": True}),
+        ({"communication_data_type": "bf16"}, {"reduce_dtype": "bf16"}),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, {"grad_dtype": "bf16"}),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5, "pin_memory": False}}},
+            {"offload": {"optimizer": "cpu", "ratio": 0.5, "params": None, "pin_memory": False}},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": CPU}},
+            {"offload": {"params": "cpu", "pin_memory": True}},
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": 8}),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"reshard_after_forward": True}),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": True}),
+    ],
+)
+def test_a_configuration_becomes_options(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    options = shard_options(read_config(ds_config(**changes)))
+    assert {name: options[name] for name in expected} == expected
+    assert set(options) == {
+        *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward")
+    }

@@ -1,0 +1,73 @@
+"""What is printed of steps: times, memory, collectives and operations, where a configuration asks for them."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.deepspeed import ds_config, start, train
+from tests.support.models import Net
+from tests.support.ranks import run_ranks
+
+EVERYTHING = {
+    "wall_clock_breakdown": True,
+    "memory_breakdown": True,
+    "comms_logger": {"enabled": True},
+    "steps_per_print": 2,
+}
+
+
+def _reported(rank: int, world_size: int, path: str) -> None:
+    with open(f"{path}.{rank}", "w") as file, contextlib.redirect_stdout(file):
+        train(start(ds_config(2, **EVERYTHING)), rank, 4)
+
+
+def test_what_is_asked_for_is_printed_by_rank_0_with_each_line_of_progress(tmp_path: Path) -> None:
+    run_ranks(2, _reported, str(tmp_path / "out"))
+    printed = (tmp_path / "out.0").read_text()
+    assert (tmp_path / "out.1").read_text() == ""
+    for step in (2, 4):
+        times = next(line for line in printed.splitlines() if line.startswith(f"step={step} time (ms)"))
+        parts = dict(part.split(": ") for part in times.split(" | ")[1:])
+        assert set(parts) == {"forward", "backward", "step"}
+        assert all(float(ms) > 0 for ms in parts.values())
+        assert f"step={step} memory\n" in printed
+        assert f"step={step} collectives | " in printed
+    assert "the reduction of" in printed
+    assert "step=3" not in printed
+
+
+def test_nothing_is_printed_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    train(start(ds_config(2)), 0, 2)
+    assert capsys.readouterr().out == ""
+
+
+def test_operations_of_one_step_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flops: dict[str, Any] = {"enabled": True, "profile_step": 2, "module_depth": 1, "output_file": str(tmp_path / "flops")}
+    engine = start(ds_config(2, flops_profiler=flops))
+    train(engine, 0, 3)
+    text = (tmp_path / "flops").read_text()
+    assert text.startswith("step=2 floating-point operations on this rank: ")
+    weights = sum(param.numel() for name, param in Net().named_parameters() if param.dim() == 2)
+    total = int(text.split(": ")[1].split("\n")[0].replace(",", ""))
+    # Forward is 2 operations per weight and sample, backward twice that, less the gradient of the first layer's input.
+    assert 2 * 4 * (6 * weights - 2 * 10 * 24) * 0.99 <= total <= 2 * 4 * 6 * weights * 1.01
+    assert capsys.readouterr().out == ""
+    del flops["output_file"]
+    train(start(ds_config(flops_profiler=flops)), 0, 2)
+    assert "step=2 floating-point operations" in capsys.readouterr().out
+
+
+def test_metrics_are_written_where_a_section_says(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+    engine = start(ds_config(2, csv_monitor=section, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}}))
+    train(engine, 0, 3)
+    rows = (tmp_path / "run" / "Train_Samples_lr.csv").read_text().split()
+    assert rows[0] == "step,lr"
+    assert [row.split(",")[0] for row in rows[1:]] == ["8", "16", "24"], "samples so far"
+    assert float(rows[-1].split(",")[1]) == engine.get_lr()[0]
+    losses = (tmp_path / "run" / "Train_Samples_train_loss.csv").read_text().split()[1:]
+    assert len(losses) == 3
+    assert json.loads(losses[0].split(",")[1]) > 0

@@ -1,0 +1,155 @@
+"""Adapters over a frozen, sharded base: PEFT's LoRA, and bases that are quantized."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", reason="tests with transformers")
+pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
+peft = pytest.importorskip("peft", reason="tests with PEFT")
+
+from safetensors.torch import load_file  # noqa: E402
+from transformers import Trainer, TrainingArguments  # noqa: E402
+
+import shardcore  # noqa: E402
+from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
+from tests.support.huggingface import LORA, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
+
+DEFAULTS = {
+    "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "steps",
+    "save_steps": 2, "report_to": [], "disable_tqdm": True, "learning_rate": 0.1, "log_level": "error",
+}  # fmt: skip
+
+
+def with_adapters() -> Any:
+    torch.manual_seed(3)
+    return peft.get_peft_model(tiny_gpt2(), peft.LoraConfig(**LORA))
+
+
+def adapters_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if "lora" in name}
+
+
+def kept_bytes(model: Any) -> int:
+    """Return the bytes of weights that a rank keeps, without what is gathered for a while."""
+    lines = shardcore.memory_report(model).lines
+    return sum(line.bytes for line in lines if line.kind == "weights" and line.unit != "shared")
+
+
+def train(rank: int, world_size: int, out: str, kind: Any, options: Any, changes: Any, resume: Any = None) -> dict[str, Any]:
+    with launched(rank, world_size):
+        seed_everything(0)
+        model = with_adapters()
+        base = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+        args = TrainingArguments(output_dir=out, **{**DEFAULTS, **changes})
+        sharded = {} if options is None else {"shard_options": options}
+        trainer = kind(model=model, args=args, train_dataset=rows(64), eval_dataset=rows(8, 2), **sharded)
+        trainer.train(resume_from_checkpoint=resume)
+        after = model.state_dict()
+        frozen = {name: after[name].to(value.dtype) for name, value in base.items()}
+        assert changes.get("bf16") or all(torch.equal(frozen[name], value) for name, value in base.items())
+        return {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "hash": hash_of_state(adapters_of(model)),
+            "weight_bytes": 0 if options is None else kept_bytes(model),
+        }
+
+
+def test_adapters_train_at_every_stage_and_are_saved_alone(tmp_path: Path) -> None:
+    ddp = run_ranks(2, train, str(tmp_path / "ddp"), Trainer, None, {})[0]
+    hashes, weight_bytes = set(), {}
+    for stage, more in ((0, {}), (2, {"offload": {"optimizer": "cpu"}}), (3, {})):
+        out = tmp_path / f"stage{stage}"
+        for ours in run_ranks(2, train, str(out), ShardcoreTrainer, {"stage": stage, **more}, {}):
+            assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
+            hashes.add(ours["hash"])
+            weight_bytes[stage] = ours["weight_bytes"]
+        folder = out / "checkpoint-4"
+        assert not (folder / "model.safetensors").exists()
+        saved = load_file(folder / "adapter_model.safetensors")
+        model = peft.PeftModel.from_pretrained(tiny_gpt2(), folder)
+        hashes.add(hash_of_state(adapters_of(model)))
+        assert len(saved) == len(adapters_of(model)) == 8
+        shards = sum(path.stat().st_size for path in folder.glob("global_step4/*.safetensors"))
+        base = sum(param.numel() * 4 for param in model.parameters() if not param.requires_grad)
+        assert 0 < shards < base, "the base is not saved"
+    assert len(hashes) == 1
+    assert weight_bytes[3] < 0.6 * weight_bytes[2], "the frozen base is sharded, too"
+
+
+@pytest.mark.parametrize("changes", [{}, {"bf16": True, "gradient_checkpointing": True}])
+def test_adapters_resume_to_the_bit_and_the_best_come_back(tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, changes)[0]
+    folder = str(tmp_path / "checkpoint-2")
+    resumed = run_ranks(2, train, str(tmp_path / "resumed"), ShardcoreTrainer, {"stage": 2}, changes, folder)
+    assert {each["hash"] for each in resumed} == {whole["hash"]}
+    best = {
+        **changes, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
+    }  # fmt: skip
+    ours = run_ranks(2, train, str(tmp_path / "best"), ShardcoreTrainer, {"stage": 3}, best)[0]
+    state = json.loads((tmp_path / "best/checkpoint-4/trainer_state.json").read_text())
+    chosen = Path(state["best_model_checkpoint"])
+    if not changes:
+        model = peft.PeftModel.from_pretrained(tiny_gpt2(), chosen)
+        assert ours["hash"] == hash_of_state(adapters_of(model))
+        assert chosen.name == "checkpoint-2"
+        assert ours["hash"] != whole["hash"]
+
+
+# --- quantized bases --------------------------------------------------------------------------------------------------
+
+
+class Quantized(nn.Module):
+    """Stands in for a layer of bitsandbytes: codes of one byte, frozen, and adapters of PEFT's kind over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randint(0, 256, (16, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.lora_a, self.lora_b = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ ((self.weight.to(x.dtype) - 128) / 256).T + self.lora_b(self.lora_a(x))
+
+
+class QuantizedModel(nn.Module):
+    """Returns its loss, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Quantized(), nn.Linear(16, 8), Quantized())
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.blocks(x) - 1).square().mean()}
+
+
+def train_quantized(rank: int, world_size: int, out: str, options: Any, bf16: bool) -> Any:
+    with launched(rank, world_size):
+        model = QuantizedModel()
+        codes = model.blocks[0].weight.clone()
+        data = [{"x": torch.randn(8, generator=torch.Generator().manual_seed(index))} for index in range(32)]
+        args = TrainingArguments(output_dir=out, **{**DEFAULTS, "save_strategy": "no", "bf16": bf16})
+        sharded = {} if options is None else {"shard_options": options}
+        trainer = (Trainer if options is None else ShardcoreTrainer)(model=model, args=args, train_dataset=data, **sharded)
+        trainer.train()
+        state = model.state_dict()
+        assert torch.equal(state["blocks.0.weight"], codes)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], hash_of_state(state)
+
+
+def test_a_quantized_base_trains_at_stages_0_to_2_and_is_refused_at_3(tmp_path: Path) -> None:
+    expected, _ = run_ranks(2, train_quantized, str(tmp_path), None, False)[0]
+    found = [each for stage in (0, 2) for each in run_ranks(2, train_quantized, str(tmp_path), {"stage": stage}, False)]
+    for losses, _ in found:
+        assert losses == pytest.approx(expected, rel=1e-5)
+    assert len({hashed for _, hashed in found}) == 1
+    assert len({hashed for _, hashed in run_ranks(2, train_quantized, str(tmp_path), {"stage": 1}, True)}) == 1
+    for message in run_ranks(2, message_of, train_quantized, str(tmp_path), {"stage": 3}, False):
+        assert "blocks.0.weight is quantized (torch.uint8) at stage 3" in message
+        assert "expected stage 0, 1 or 2" in message

@@ -1,0 +1,59 @@
+"""What is shown of ranks that failed: each once, the earliest traceback last."""
+
+import json
+import signal
+from pathlib import Path
+
+from shardcore.launch.failures import Failure, collect, first, report, without_ended
+
+CAUSE = Failure(3, 100, "ValueError: boom", "Traceback (most recent call last):\n  x\nValueError: boom\n", 1)
+LATER = [Failure(rank, 200 + rank, "RuntimeError: closed", "Traceback ...\nRuntimeError: closed\n", 1) for rank in (0, 1)]
+
+
+def test_the_earliest_traceback_is_last() -> None:
+    text = report([LATER[0], CAUSE, LATER[1]], 4, "run")
+    assert text.splitlines() == [
+        "run: rank 0 of 4 failed: RuntimeError: closed",
+        "run: rank 1 of 4 failed: RuntimeError: closed",
+        "run: rank 3 of 4 failed:",
+        *CAUSE.text.splitlines(),
+    ]
+
+
+def test_many_ranks_take_few_lines() -> None:
+    text = report([CAUSE, *(Failure(rank, 900, "E: " + "x" * 1000, "...", 1) for rank in range(10, 74))], 80, "run")
+    assert len(text.splitlines()) == 8 + 1 + 1 + 3
+    assert "run: 56 more ranks failed" in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_a_signal_comes_before_what_it_caused(tmp_path: Path) -> None:
+    told = {"time_ns": 5, "last": "RuntimeError: closed", "text": "Traceback\nRuntimeError: closed\n"}
+    (tmp_path / "0.json").write_text(json.dumps(told))
+    (tmp_path / "2.part").write_text("half")
+    failures = collect(tmp_path, {0: 1, 1: -signal.SIGKILL, 2: -signal.SIGTERM, 3: 0})
+    assert [failure.rank for failure in failures] == [0, 1], "SIGTERM is the launcher's"
+    assert report(failures, 4, "run").splitlines() == [
+        "run: rank 1 of 4 was ended by SIGKILL (as the kernel does when memory runs out)",
+        "run: rank 0 of 4 failed:",
+        "Traceback",
+        "RuntimeError: closed",
+    ]
+    assert [failure.code for failure in failures] == [1, 128 + 9]
+
+
+def test_ranks_without_a_traceback(tmp_path: Path) -> None:
+    failures = collect(tmp_path, {1: 7, 0: -signal.SIGTERM, 2: -77})
+    assert report(failures, 3, "run").splitlines() == [
+        "run: rank 2 of 3 was ended by signal 77",
+        "run: rank 1 of 3 ended with exit status 7",
+    ]
+    alone = collect(tmp_path, {0: -signal.SIGTERM})
+    assert report(alone, 1, "run") == "run: rank 0 of 1 was ended by SIGTERM"
+    assert without_ended([*alone, CAUSE]) == [CAUSE]
+    assert first([*failures, CAUSE]) is CAUSE
+
+
+def test_a_traceback_is_not_shown_twice(tmp_path: Path) -> None:
+    (tmp_path / "1.json").write_text(json.dumps({"time_ns": 5, "last": "E: x", "text": "Traceback\nE: x\n"}))
+    assert report(collect(tmp_path, {}, shown=[1]), 2, "run") == "run: rank 1 of 2 failed: E: x (its traceback is above)"

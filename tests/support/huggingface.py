@@ -1,0 +1,89 @@
+"""Trainer and Accelerate over the CPU ranks of tests/support/ranks.py, with a tiny model and data made from numbers."""
+
+import hashlib
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+VOCAB, LENGTH = 40, 8
+LORA = {"r": 4, "target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}  # of tiny_gpt2
+
+
+@contextmanager
+def launched(rank: int, world_size: int) -> Iterator[None]:
+    """Be a rank that torchrun has started, for Accelerate, if there is a process group, or a single process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, of few workers and steps
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        settings = {
+            "MASTER_ADDR": "localhost",
+            "OMP_NUM_THREADS": 1,
+            "HF_HUB_OFFLINE": 1,
+            "CI": "true",
+        }  # CI: TRL sends nothing
+        for name, value in {**(ranks if dist.is_initialized() else {}), **settings}.items():
+            patch.setenv(name, str(value))
+        patch.setattr("accelerate.utils.other.is_deepspeed_available", lambda: False)  # else each rank imports it, for seconds
+        yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
+def message_of(rank: int, world_size: int, function: Callable[..., Any], *args: Any) -> str:
+    """Return the error that `function(rank, world_size, *args)` raises; the ranks are not lost, as by an error in run_ranks."""
+    try:
+        function(rank, world_size, *args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def tiny_gpt2(seed: int = 0) -> Any:
+    """Return a GPT-2 of two layers with tied embeddings and no dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Return samples for a language model; some labels are left out, so that ranks have unequal numbers of them."""
+    made = torch.Generator().manual_seed(seed)
+    samples = []
+    for index in range(count):
+        ids = torch.randint(3, VOCAB, (LENGTH,), generator=made)
+        labels = ids.clone()
+        labels[: index % 4] = -100
+        samples.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
+    return samples
+
+
+def seed_everything(seed: int) -> None:
+    """Set the random states that Trainer saves."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def hash_of_state(state: dict[str, torch.Tensor]) -> str:
+    """Return one hash of a whole state dict."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode())
+        digest.update(state[name].detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
