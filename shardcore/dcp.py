@@ -49,34 +49,20 @@ from torch.futures import Future
 
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.load import objects_of
 from shardcore.checkpoint.sharded import boxes_of
+from shardcore.checkpoint.torch_files import METADATA
 from shardcore.checkpoint.write import Item, check_seen, write_manifest, write_ranges
 
 logger = logging.getLogger("shardcore")
 
-# Of each folder, the last lock that this process took. See `Writer`.
-_locks: dict[Path, "_Held"] = {}
+_locks: "weakref.WeakValueDictionary[Path, Writer]" = weakref.WeakValueDictionary()  # of each folder, who locked it last
+_MAX_RANGES = 4_000_000  # of which a manifest has 60 bytes each, at most
 _ENDING_S = 1.0  # for which a thread may still be there after its asynchronous save has failed
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))
-
-
-class _Held:
-    """A lock on a folder, which ends with `writer` at the latest."""
-
-    def __init__(self, writer: StorageWriter, lock: directory.SaveLock) -> None:
-        self._thread = threading.current_thread()
-        self.release = weakref.finalize(writer, _unlock, lock, os.getpid())
-
-    def end_failed(self) -> bool:
-        """Release it unless its save goes on in another thread; returns whether it is released."""
-        if self.release.alive and self._thread is not threading.current_thread():
-            self._thread.join(_ENDING_S)
-        if self._thread is threading.current_thread() or not self._thread.is_alive():
-            self.release()
-        return not self.release.alive
 
 
 def _unlock(lock: directory.SaveLock, process: int) -> None:
@@ -106,7 +92,7 @@ class Writer(StorageWriter):
         """See the class. Nothing is done yet."""
         self._path = self._next = _absolute(path)
         self._save_latest, self._rank = save_latest, 0
-        self._held: _Held | None = None
+        self._unlock: weakref.finalize[Any, Any] | None = None  # the lock's end, with this Writer at the latest
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -120,11 +106,11 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a checkpoint. Raises ValueError, or RuntimeError if the one before is still being written."""
-        if self._held is not None and not self._held.end_failed():
+        if not self._end_failed():
             raise RuntimeError(
                 f"save: {self._path} is still being written by this Writer; expected a wait for its future before"
             )
-        self._held, self._path = None, self._next
+        self._path = self._next
         if not kwargs.get("use_collectives", True):
             raise ValueError("shardcore.dcp: use_collectives has False; expected True, since a checkpoint has one manifest")
         rank = kwargs.get("rank")
@@ -141,9 +127,21 @@ class Writer(StorageWriter):
         """On rank 0: lock the directory, and make the one that is written to. Raises OSError."""
         path, folder = self._path, self._path.parent
         if folder in _locks:
-            _locks[folder].end_failed()
-        self._held = _locks[folder] = _Held(self, directory.SaveLock(folder, path.name))
+            _locks[folder]._end_failed()
+        self._thread = threading.current_thread()
+        self._unlock = weakref.finalize(self, _unlock, directory.SaveLock(folder, path.name), os.getpid())
+        _locks[folder] = self
         return plans
+
+    def _end_failed(self) -> bool:
+        """Release the lock unless its save goes on in another thread; returns whether there is none."""
+        if self._unlock is None or not self._unlock.alive:
+            return True
+        if self._thread is not threading.current_thread():
+            self._thread.join(_ENDING_S)
+        if self._thread is threading.current_thread() or not self._thread.is_alive():
+            self._unlock()
+        return not self._unlock.alive
 
     @torch.no_grad()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -166,7 +164,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: write the manifest, and give the checkpoint its name. Raises OSError or ValueError."""
         folder, name = self._path.parent, self._path.name
-        assert self._held is not None
+        assert self._unlock is not None
         try:
             said = [one.storage_data for of_rank in results for one in of_rank]
             tensors = {
@@ -179,12 +177,17 @@ class Writer(StorageWriter):
                 "planner_data": plain.to_json(metadata.planner_data, "save: planner_data"),
             }
             written = directory.unfinished(folder, name)
+            ranges = sum(len(part["ranges"]) for one in said for parts in one["ranges"].values() for part in parts.values())
+            if ranges > _MAX_RANGES:
+                raise ValueError(
+                    f"save: {ranges} ranges are too many for a manifest; expected at most {_MAX_RANGES}: a tensor that is cut "
+                    "in another dimension than the first has one for each row (shard dimension 0, or use FileSystemWriter)"
+                )
             write_manifest(written, said, tensors, {**_NOTHING, "dcp": own})
             _check_whole(written)
             directory.commit(folder, name, self._save_latest, None)
         finally:
-            self._held.release()
-            self._held = None
+            self._unlock()
 
 
 # What a state dict of torch.distributed.checkpoint does not have apart.
@@ -301,19 +304,18 @@ class Reader(StorageReader):
 
     def _read_metadata(self) -> Metadata:
         path, tag = (self._path, None) if self._path.exists() else (self._path.parent, self._path.name)
-        self._source = source = layout.Checkpoint(directory.find("load", path, tag))
+        folder = directory.find("load", path, tag)
+        if (folder / METADATA).exists():
+            raise ValueError(
+                f"load: {folder} was written by FileSystemWriter; expected a checkpoint of Writer: use FileSystemReader"
+            )
+        self._source = source = layout.Checkpoint(folder)
         found: dict[str, Any] = {}
         for name, shape in source.shapes.items():
             size, dtype = torch.Size(shape), source.read(name, "weight", 0, 0).dtype
             box = ChunkStorageMetadata(torch.Size([0] * len(shape)), size)
             found[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [box])
-        where = str(source.path / layout.MANIFEST)
-        own = source.manifest.get("dcp", {"objects": {}, "planner_data": None})
-        try:
-            self._objects = {str(name): plain.from_json(value, where) for name, value in own["objects"].items()}
-            planner_data = plain.from_json(own["planner_data"], where)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"load: {where} is no manifest ({error!r}); expected one by shardcore") from error
+        self._objects, planner_data = objects_of(source)
         found.update({name: BytesStorageMetadata() for name in self._objects})
         return Metadata(found, planner_data=planner_data)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -27,7 +27,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory, write
 from shardcore.checkpoint.directory import SaveLock
 from shardcore.checkpoint.format import RANGE_NUMEL, Checkpoint, data_file, json_bytes, read_json
-from tests.support.models import Run, hash_of, hash_of_training, train
+from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, train
 from tests.support.ranks import run_ranks
 
 Runs = Callable[[tuple[int, ...], tuple[int, ...], tuple[int, ...]], Iterator[tuple[int, int]]]
@@ -264,6 +264,33 @@ def test_what_shardcore_saves_and_loads_is_exchanged(tmp_path: Path) -> None:
     assert saved.path.exists()
 
 
+@pytest.mark.parametrize("flattened", [False, True])
+def test_shardcore_loads_models_with_their_optimizers(tmp_path: Path, flattened: bool) -> None:
+    """As it does from FileSystemWriter, bit for bit."""
+    plain, _, _ = train(0, Run(stage=2, steps=0))
+    model = type(plain)()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.02)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    adam.step()
+    weights, states = get_state_dict(model, adam, options=StateDictOptions(flatten_optimizer_state_dict=flattened))
+    state = {"model": weights, "optimizer": states, "epoch": 3, "scheduler": {"last": [1]}}
+    _save_alone(state, tmp_path / "ours")
+    dcp.save(state, checkpoint_id=tmp_path / "torchs", no_dist=True)
+    hashes = set()
+    for written in ("ours", "torchs"):
+        other, its, _ = train(0, Run(stage=2, steps=1))
+        assert shardcore.load(tmp_path / written, other, its).client_state == {"epoch": 3}
+        assert its.param_groups[0]["lr"] == 0.02
+        hashes.add(hash_of_training(other, its))
+    assert hashes == {hash_of_training(model, adam)}
+    data = tmp_path / "ours" / data_file(0)
+    raw = bytearray(data.read_bytes())
+    raw[4096] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(ValueError, match="is damaged in bytes"):
+        shardcore.load(tmp_path / "ours", other, its)
+
+
 def test_it_is_consolidated(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
     run_ranks(2, _save_tensors, str(tmp_path / "x"), 1)
@@ -406,6 +433,29 @@ def test_what_is_no_plain_data_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException, match="y is no tensor, and _OtherPlanner has no lookup_object"):
         dcp.save({"y": 1}, storage_writer=shardcore.dcp.Writer(path), planner=_OtherPlanner(), no_dist=True)
     assert _load_alone({"x": 0}, path) == {"x": 1}
+
+
+def _columns(rank: int, world_size: int, path: str) -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    shardcore.dcp._MAX_RANGES, usual = 15, shardcore.dcp._MAX_RANGES
+    try:
+        rows, columns = (distribute_tensor(torch.ones(8, 8), mesh, [Shard(dim)]) for dim in (0, 1))
+        return _said({"x": rows}, path), _said({"x": columns}, path)
+    finally:
+        shardcore.dcp._MAX_RANGES = usual
+
+
+def test_too_many_ranges_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    for rows, columns in run_ranks(2, _columns, str(tmp_path / "x")):
+        assert rows == "no error"
+        assert "16 ranges are too many for a manifest; expected at most 15" in columns
+        assert "shard dimension 0, or use FileSystemWriter" in columns
+
+
+def test_torchs_own_folder_is_named(tmp_path: Path) -> None:
+    dcp.save({"x": torch.ones(3)}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(dcp.CheckpointException, match=r"was written by FileSystemWriter; .* use FileSystemReader"):
+        _load_alone({"x": torch.zeros(3)}, tmp_path / "x")
 
 
 def test_a_path_that_is_no_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -58,6 +58,8 @@ def consolidate(
         raise TypeError(f"consolidate: dtype has {dtype!r}; expected a floating dtype, such as torch.bfloat16, or None")
     if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ValueError(f"consolidate: max_shard_bytes has {max_shard_bytes!r}; expected a number of bytes")
+    if Path(output).suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise ValueError(f"consolidate: output has {output!r}; expected a directory, or the name of a .safetensors file")
     if isinstance(source, nn.Module):
         engine = engine_behind("consolidate", source)
         return write_model(engine, Path(output), of_engine(engine, dtype), max_shard_bytes)
@@ -73,11 +75,10 @@ def bytes_of(size: int | str) -> int:
     if isinstance(size, int):
         return size
     text = size.strip().upper()
-    digits = text.rstrip("KMGTIB ")
-    unit = text[len(digits) :].strip()
-    if not digits.isdecimal() or unit not in _UNITS:
+    number, unit = (found[1], found[2]) if (found := re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", text)) else ("", "")
+    if not number or unit not in _UNITS:
         raise ValueError(f'a size is {size!r}; expected a number of bytes, or a text such as "5GB"')
-    return int(digits) * _UNITS[unit]
+    return int(float(number) * _UNITS[unit])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardcore.checkpoint.file_tensors import FileTensor, ForeignSource, JoinedTensor, Stored, is_stored, step_of
 from shardcore.checkpoint.source import Source
-from shardcore.checkpoint.torch_files import open_torch, source_of
+from shardcore.checkpoint.torch_files import open_torch, scheduler_tree, source_of
 from shardcore.checkpoint.unpickle import StandIn, load_file, plain
 
 logger = logging.getLogger("shardcore")
@@ -48,7 +48,8 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
 
     path: a folder of DeepSpeed's (with "latest", or a tag's), of torch.distributed.checkpoint, or with files of the usual
     names (model.safetensors, optimizer.pt); or a file of torch.save's. names: the optimizer's parameters in the order of its
-    groups, as in model.state_dict(). They tell which dict is the model, and name what an optimizer has by number.
+    groups, as in model.state_dict() (if a mapping, each with its other names). They tell which dict is the model, and name
+    what an optimizer has by number. Empty: weights alone are read, of the one model that there is.
     Nothing is unpickled. Raises OSError, or ValueError for files that are damaged, incomplete or refused.
     """
     try:
@@ -56,7 +57,10 @@ def open_foreign(path: Path, names: Collection[str]) -> Source | None:
             return None
         folder = _folder(path)
         if folder is not None:
-            return None if (folder / _OURS).exists() else _open_folder(folder, names)
+            source = None if (folder / _OURS).exists() else _open_folder(folder, names)
+            if source is not None and source.scheduler is None:  # Trainer has it beside the tag's folder
+                source.scheduler = plain(scheduler_tree(folder.parent).get("scheduler"), f"{folder.parent}: scheduler")
+            return source
         return None if (path / _OURS).exists() else open_torch(path, names)
     except (KeyError, IndexError, TypeError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         raise ValueError(
@@ -201,6 +205,8 @@ def _source(
     source = ForeignSource(files.folder, {name: tensors[name] for name in _in_order(model["module"], tensors)})
     source.steps = {**steps, **{alias: steps[name] for alias, name in shared.items() if name in steps}}
     source.groups = groups
+    trained = (name for group in _shape_groups(files) for name in group)
+    source.frozen = set(model["module"]).difference(trained, shared, extra, model.get("buffer_names") or ())
     source.tied = {alias: name for alias, name in shared.items() if name in tensors}
     source.world_size = len(files.optims)
     source.loss_scale = _loss_scale(scaler, path)
@@ -326,6 +332,8 @@ def _open_zero(files: _Files) -> Source:
             steps.update(dict.fromkeys(shapes, int(next(iter(counts)) or 0)))
     if first.stage == 3:
         _add_frozen(files, tensors, len(ranks))
+    if first.groups is None:
+        logger.warning("load: %s is elastic and has no options of groups: this optimizer's stay as they are", files.folder)
     groups = None if first.groups is None else _named_groups(first.groups, flat, str(first.path))
     return _source(files, tensors, steps, groups, first.scaler)
 

@@ -11,14 +11,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint import plain
 from shardcore.checkpoint.deepspeed_files import open_foreign
-from shardcore.checkpoint.directory import find
+from shardcore.checkpoint.directory import LATEST, find
 from shardcore.checkpoint.save import (
     attempt_together,
     check_pair,
@@ -28,6 +30,7 @@ from shardcore.checkpoint.save import (
     raise_together,
 )
 from shardcore.checkpoint.source import Source
+from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
@@ -126,10 +129,13 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     return source
 
 
-def names_of_optimizer(engine: Engine) -> list[str]:
-    """Return the names of the parameters that the optimizer updates, in the order of its groups; without one, of all."""
-    names = {param: name for name, param in named_parameters(engine.model)}
-    return [names[param] for group in engine.groups for param in group["params"] if param in names] or [*names.values()]
+def names_of_optimizer(engine: Engine) -> dict[str, list[str]]:
+    """Return what the optimizer updates, in the order of its groups; without one, all. Each with the other names of it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in named_parameters(engine.model, remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    updated = [names[param] for group in engine.groups for param in group["params"] if param in names]
+    return {first: others for first, *others in updated or names.values()}
 
 
 def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[str] = ()) -> Source:
@@ -140,16 +146,62 @@ def open_checkpoint(op: str, folder: Path, tag: str | None, names: Collection[st
     return open_path(op, find(op, folder, tag), names)
 
 
+def is_there(folder: Path) -> bool:
+    """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is none, or none without its tag."""
+    if (folder / LATEST).is_file():
+        return True
+    try:
+        open_checkpoint("load", folder, None).close()
+    except FileNotFoundError as error:
+        return str(error.filename) != str(folder)
+    except (OSError, ValueError):
+        pass  # loading says what is wrong with it
+    return True
+
+
 def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     """Open the checkpoint that `find` found. See open_checkpoint."""
-    if (path / layout.MANIFEST).exists():
-        return layout.Checkpoint(path)
-    source = open_foreign(path, names)
+    try:
+        if (path / layout.MANIFEST).exists():
+            return _of_planner(layout.Checkpoint(path), names)
+        source = open_foreign(path, names)
+    except ValueError as error:
+        error.args = (str(error).replace("load: ", f"{op}: ", 1),)
+        raise
     if source is None:
         raise FileNotFoundError(
             errno.ENOENT, f"{op}: this is no checkpoint; expected one of shardcore, DeepSpeed or torch", str(path)
         )
     return source
+
+
+def _of_planner(own: layout.Checkpoint, names: Collection[str]) -> Source:
+    """Return a checkpoint of ours; what shardcore.dcp wrote has the names of the state dict, which its planner had joined."""
+    objects, ways = objects_of(own)
+    if not isinstance(ways, dict):
+        return own
+    items: dict[str, Any] = objects
+    for name, shape in own.shapes.items():  # each as a file_tensors.Stored
+        dtype = own.read(name, "weight", 0, 0).dtype
+        items[name] = SimpleNamespace(shape=shape, dtype=dtype, read=partial(own.read, name, "weight"))
+    try:
+        tree = tree_of((ways.get(name, (name,)), value) for name, value in items.items())
+        source = source_of(own.path, tree, names)
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise ValueError(f"load: {own.path} is damaged or of another form ({error!r}); expected one by shardcore") from error
+    source.close = own.close  # type: ignore[method-assign]
+    return source
+
+
+def objects_of(own: layout.Checkpoint) -> tuple[dict[str, Any], Any]:
+    """Return what shardcore.dcp wrote that is no tensor, and the planner's data; ({}, None) if another wrote it."""
+    where = str(own.path / layout.MANIFEST)
+    try:
+        found = own.manifest.get("dcp", {"objects": {}, "planner_data": None})
+        objects = {str(name): plain.from_json(value, where) for name, value in found["objects"].items()}
+        return objects, plain.from_json(found["planner_data"], where)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"load: {where} is no manifest ({error!r}); expected one by shardcore") from error
 
 
 @torch.no_grad()
@@ -165,8 +217,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     def check() -> str:
         nonlocal options
         named = _named(engine)
-        first = {tensor: name for name, tensor in reversed(named.items())}  # what tied tensors are saved as
-        missing.extend(name for name, x in named.items() if name not in source.shapes and first[x] not in source.frozen)
+        there = {tensor for name, tensor in named.items() if name in source.shapes or name in source.frozen}
+        missing.extend(name for name, tensor in named.items() if tensor not in there)
         unexpected.extend(f"{name}._extra_state" for name in source.extra_state if name not in with_extra_state)
         unexpected.extend(name for name in source.shapes if name not in named)
         if wanted.strict and (missing or unexpected):
@@ -201,8 +253,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         if wanted.states:
             options = _options_of(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
-        if wanted.scheduler is not None and source.scheduler is None:
-            raise ValueError(f"load: {source.path} has no scheduler's state; expected one, or scheduler=None")
+        if wanted.scheduler is not None:
+            _check_scheduler(source, wanted.scheduler)
         return f"{source.path.name}, {len(named)} names"
 
     engine.together("load", check)
@@ -236,8 +288,31 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     return Loaded(source.path, client_state, missing, unexpected)
 
 
+def _check_scheduler(source: Source, scheduler: Any) -> None:
+    """Raise ValueError unless the source has a state of a scheduler of this kind: torch's take any dict, or fail half-way."""
+    if source.scheduler is None:
+        others = f" (it has {_in_short(list(map(str, source.client_state)))})" if source.client_state else ""
+        raise ValueError(f"load: {source.path} has no scheduler's state{others}; expected one, or scheduler=None")
+    # Private keys, and "verbose", come and go with torch's versions.
+    saved, here = (
+        {key for key in state if not str(key).startswith("_") and key != "verbose"}
+        for state in (source.scheduler, scheduler.state_dict())
+    )
+    if saved != here:
+        raise ValueError(
+            f"load: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; expected "
+            f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make the scheduler that was saved "
+            "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set it yourself"
+        )
+
+
 def _named(engine: Engine) -> dict[str, torch.Tensor]:
     return {**dict(named_parameters(engine.model, remove_duplicate=False)), **dict(named_buffers(engine.model))}
+
+
+def _names_in(source: Source, engine: Engine) -> dict[torch.Tensor, str]:
+    """Return what a source has of the model, with the first name there of each: it may have a tied weight under one alone."""
+    return {tensor: name for name, tensor in reversed(_named(engine).items()) if name in source.shapes}
 
 
 def _in_short(names: Sequence[str]) -> str:
@@ -249,7 +324,14 @@ def _options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
     """Return the options that the checkpoint gives each group of the optimizer; None if it has no groups."""
     if source.groups is None:
         return None
-    names = {param: name for name, param in named_parameters(engine.model)}
+    sizes = [[len(group["params"]) for group in groups] for groups in (source.groups, engine.updater.groups)]
+    if source.numbered and sizes[0] != sizes[1]:
+        raise ValueError(
+            f"load: {source.path} has parameters by number, in groups of {sizes[0]}; expected groups of {sizes[1]}, as this "
+            "optimizer: make the groups that it was saved with, in their order (or save param_names in each group)"
+        )
+    names: dict[torch.Tensor, str] = {param: name for name, param in named_parameters(engine.model)}
+    names.update(_names_in(source, engine))
     group_of = {name: group for group in source.groups for name in group["params"]}
     found = []
     for index, group in enumerate(engine.updater.groups):
@@ -289,10 +371,11 @@ def _load_tensors(source: Source, engine: Engine, wanted: Wanted, rounded: set[s
         for read, values in _ahead(pool, source, _reads(source, engine, wanted, rounded)):
             read.use(values)
     if wanted.states:
+        names = _names_in(source, engine)
         for bucket in engine.updater.buckets:
             for managed in bucket.params:
-                if (name := layout.plain_name(managed.name)) in source.shapes:
-                    managed.step = int(source.steps.get(name, 0))
+                if managed.param in names:
+                    managed.step = int(source.steps.get(names[managed.param], 0))
 
 
 def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> Iterator[tuple[_Read, torch.Tensor]]:
@@ -308,13 +391,14 @@ def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> 
 
 
 def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) -> Iterator[_Read]:
+    names = _names_in(source, engine)
     for bucket in engine.buckets:
         for managed in bucket.params:
-            if layout.plain_name(managed.name) in source.shapes:
-                for start, param_start, numel in _chunks(bucket, managed):
-                    yield from _reads_of(source, engine, bucket, managed, (start, param_start, numel), wanted, rounded)
-    for name, tensor in _named(engine).items():
-        if tensor not in engine.bucket_of and name in source.shapes:
+            if managed.param in names:
+                for chunk in _chunks(bucket, managed):
+                    yield from _reads_of(source, names[managed.param], engine, bucket, chunk, wanted, rounded)
+    for tensor, name in names.items():
+        if tensor not in engine.bucket_of:
             if not tensor.is_contiguous():
                 yield _Read(name, "weight", 0, tensor.numel(), partial(_set, tensor))
                 continue
@@ -335,15 +419,15 @@ def _chunks(bucket: Bucket, managed: Managed) -> Iterator[tuple[int, int, int]]:
 
 def _reads_of(
     source: Source,
+    name: str,
     engine: Engine,
     bucket: Bucket,
-    managed: Managed,
     chunk: tuple[int, int, int],
     wanted: Wanted,
     rounded: set[str],
 ) -> Iterator[_Read]:
     start, param_start, numel = chunk
-    store, name = engine.store, layout.plain_name(managed.name)
+    store = engine.store
 
     def use_weight(values: torch.Tensor) -> None:
         weight = bucket.owned_weight[start : start + numel]

@@ -93,6 +93,11 @@ def _name_of(dtype: torch.dtype, where: str) -> str:
 
 
 def _bytes_of(tensor: torch.Tensor, where: str) -> str:
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its memory is not its values
+        raise TypeError(
+            f"{where} is a {type(tensor).__name__}, which holds its values in other tensors; expected a plain tensor: give "
+            "full_tensor() of a DTensor"
+        )
     if tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(f"{where} is a tensor without plain memory ({tensor.layout}, {tensor.device}); expected a dense one")
     flat = tensor.detach().cpu().contiguous()

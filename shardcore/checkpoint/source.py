@@ -14,7 +14,8 @@ class Source(ABC):
     path: its directory or file. shapes: of parameters and persistent buffers by name (as in model.state_dict()). tied: names in
     `shapes` that are another one's memory, by which. frozen: parameters that did not train; they may be left out of `shapes`.
     steps: of parameters that have optimizer states: how many updates each has had.
-    groups: the optimizer's param_groups, options by name, with "params": list of names; None: unknown.
+    groups: the optimizer's param_groups, options by name, with "params": list of names; None: unknown. numbered: whether the
+    file has parameters by number alone, so that names are right only if the optimizer has groups of the same sizes.
     client_state, scheduler: plain data that was saved beside it; None: there is none. loss_scale: dict or None. counters: of
     the training loop ("global_steps", "micro_steps", ...), where they are known. extra_state: what modules keep, by
     their names. world_size: how many ranks saved it; 0: unknown.
@@ -26,6 +27,7 @@ class Source(ABC):
     frozen: Collection[str] = ()
     steps: Mapping[str, int] = {}
     groups: Sequence[Mapping[str, Any]] | None = None
+    numbered: bool = False
     client_state: Mapping[str, Any] | None = None
     scheduler: Mapping[str, Any] | None = None
     loss_scale: Mapping[str, Any] | None = None

@@ -6,10 +6,14 @@ model is the dict with the model's names, the optimizer the dict with "state" an
 """
 
 import json
+import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import prod
 from pathlib import Path
 from reprlib import repr as short
@@ -18,23 +22,28 @@ from typing import Any
 import torch
 
 from shardcore.checkpoint.file_tensors import Box, BoxTensor, FileTensor, ForeignSource, Stored, Window, is_stored, step_of
+from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.unpickle import StandIn, load_file, load_pickle, load_torch, plain
+
+logger = logging.getLogger("shardcore")
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 _MODELS = ("model.pt", "model.pth", "model.bin", "pytorch_model.bin")
 _OPTIMIZERS = ("optimizer.pt", "optimizer.pth", "optimizer.bin", "optim.pt")
 _SCHEDULERS = ("scheduler.pt", "scheduler.bin", "lr_scheduler.pt")
-_INDEX, _BIN_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"
+_SINGLE, _INDEX, _BIN_INDEX = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin.index.json"
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")  # folders of torch.distributed.checkpoint, for FSDP
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "net")
-_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+_SCHEDULER_KEYS = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
 _SCALER_KEYS = ("scaler", "grad_scaler", "scaler_state_dict")
 _SCALER_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
-_PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, and of torch.compile
+_DDP = "module."  # what DistributedDataParallel puts before each name
 _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _DEEP = 4  # levels of a tree in which a model is looked for
+_DEEP_NAME = 16  # levels of a name, likewise
+_MAX_BESIDE_BYTES = 16 << 20  # of tensors in an entry of client_state
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -48,27 +57,32 @@ class Adam:
     states: dict[str, dict[str, Stored]] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)
     groups: list[dict[str, Any]] | None = None
+    numbered: bool = False
 
 
 def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> ForeignSource:
-    """Return the checkpoint that a tree holds. Raises OSError or ValueError, also for a tree without the model's names."""
-    at, model = _find_model(path, tree, names)
-    prefix = _prefix(model, names)
-    extra = {key for key in model if key.rpartition(".")[2] == "_extra_state"}  # of modules, in any form
-    weights = {key.removeprefix(prefix): value for key, value in model.items() if is_stored(value) and key not in extra}
+    """Return the checkpoint that a tree holds. Raises OSError or ValueError, also for a tree without the model's names.
+
+    names: see deepspeed_files.open_foreign.
+    """
+    at, prefix, found = _find_model(path, tree, names)
+    model = {plain_name(key).removeprefix(prefix): value for key, value in found.items()}
+    extra = {key for key in model if _is_extra(key)}
+    weights = {key: value for key, value in model.items() if is_stored(value) and key not in extra}
+    if isinstance(names, Mapping):  # the name of several that is there
+        names = [next((one for one in (name, *others) if one in weights), name) for name, others in names.items()]
     optimizer_at, optimizer = _find_optimizer(path, tree, at)
     adam = Adam() if optimizer is None else adam_of(optimizer, weights, names, prefix, f"{path}: {_dotted(optimizer_at)}")
     tensors = {name: {"weight": weight} for name, weight in weights.items()}
     for name, states in adam.states.items():
         tensors[name].update({"weight": states.get("master", weights[name]), **_without(states, ("master",))})
     source = ForeignSource(path, tensors)
-    source.steps, source.groups = adam.steps, adam.groups
-    source.extra_state = {
-        key.removeprefix(prefix).rpartition(".")[0]: plain(model[key], f"{path}: {key}") for key in sorted(extra)
-    }
+    source.tied = _tied(tensors)
+    source.steps, source.groups, source.numbered = adam.steps, adam.groups, adam.numbered
+    source.extra_state = {key.rpartition(".")[0]: plain(model[key], f"{path}: {key}") for key in sorted(extra)}
     rest = _without_paths(tree, [at, optimizer_at])
     if not at:
-        rest = {key: value for key, value in rest.items() if not is_stored(value) and key not in extra}
+        rest = {key: value for key, value in rest.items() if not is_stored(value) and not _is_extra(key)}
     beside = [rest]  # and the dicts in which the model was
     for key in at[:-1]:
         if isinstance(beside[-1].get(key), dict):
@@ -76,8 +90,33 @@ def source_of(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> Fo
     source.scheduler = _taken(path, beside, _SCHEDULER_KEYS, lambda found: True)
     scaler = _taken(path, beside, _SCALER_KEYS, lambda found: set(found) == _SCALER_STATE)
     source.loss_scale = None if scaler is None else _loss_scale(scaler, f"{path}: {_SCALER_KEYS[0]}")
-    source.client_state = plain(rest, str(path)) or None
+    large = [key for key, value in rest.items() if _nbytes(value) > _MAX_BESIDE_BYTES]
+    if large:  # each rank would read all of it
+        logger.warning(
+            "load: %s: the tensors of %s are not used, and left out of client_state", path, ", ".join(map(str, large))
+        )
+    source.client_state = plain(_without(rest, large), str(path)) or None
     return source
+
+
+def _is_extra(key: object) -> bool:
+    """Whether a key of a state dict is of what a module keeps, in any form."""
+    return isinstance(key, str) and key.rpartition(".")[2] == "_extra_state"
+
+
+def _tied(tensors: Mapping[str, Mapping[str, Stored]]) -> dict[str, str]:
+    """Return names whose weight is the memory of an earlier one's, by which."""
+    weights = {name: of_name["weight"] for name, of_name in tensors.items() if prod(of_name["weight"].shape) > 0}
+    places = {name: tuple(vars(weight).values()) for name, weight in weights.items() if isinstance(weight, FileTensor)}
+    first = {place: name for name, place in reversed(places.items())}
+    return {name: first[place] for name, place in places.items() if first[place] != name}
+
+
+def _nbytes(entry: Any) -> int:
+    """Return the bytes of the tensors in an entry of a tree."""
+    values = (value for _, branch in _branches({"": entry}) for value in branch.values())
+    tensors = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
+    return sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors if is_stored(tensor))
 
 
 def _taken(
@@ -86,8 +125,11 @@ def _taken(
     """Take a dict of one of the names out of the first of `beside` that has one; None if none does."""
     for within in beside:
         for key in keys:
-            if isinstance(within.get(key), Mapping) and fits(within[key]):
-                return plain(within.pop(key), f"{path}: {key}")  # type: ignore[no-any-return]
+            found = within.get(key)
+            found = found[0] if isinstance(found, list) and len(found) == 1 else found  # Lightning has lists
+            if isinstance(found, Mapping) and fits(found):
+                del within[key]
+                return plain(found, f"{path}: {key}")  # type: ignore[no-any-return]
     return None
 
 
@@ -118,35 +160,42 @@ def _branches(
             yield from _branches(item, (*at, index), seen)
 
 
-def _prefix(model: Mapping[Any, Any], names: Collection[str]) -> str:
-    """Return what a wrapper put before each name of the model; "" if nothing."""
-    keys = [key for key, value in model.items() if is_stored(value)]
-    for prefix in _PREFIXES:
-        if keys and all(key.startswith(prefix) for key in keys) and not any(name in model for name in names):
-            return prefix + _prefix({key.removeprefix(prefix): model[key] for key in keys}, names)
-    return ""
+def _prefixes(branch: Mapping[str, Any], names: Collection[str]) -> Counter[str]:
+    """Count the tensors that each prefix (of a wrapper, or of a module that has the model) makes one of `names`."""
+    keys = [plain_name(key) for key, value in branch.items() if is_stored(value)]
+    if not names:
+        return Counter({_DDP if all(key.startswith(_DDP) for key in keys) else "": len(keys)})
+    counts: Counter[str] = Counter()
+    for key in keys:
+        cuts = (0, *(dot.end() for dot in islice(re.finditer(r"\.", key), _DEEP_NAME)))
+        counts.update(key[:at] for at in cuts if key[at:] in names)
+    return counts
 
 
-def _find_model(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    found: list[tuple[int, tuple[Any, ...], Mapping[str, Any]]] = []
+def _find_model(path: Path, tree: Mapping[str, Any], names: Collection[str]) -> tuple[tuple[Any, ...], str, Mapping[str, Any]]:
+    """Return where the model's state dict is, what is before each of its names, and the dict."""
+    wanted = set(names).union(*(names.values() if isinstance(names, Mapping) else ()))
+    found: list[tuple[int, tuple[Any, ...], str, Mapping[str, Any]]] = []
     for at, branch in _branches(tree):
-        if _is_optimizer(branch) or not all(isinstance(key, str) for key in branch):
-            continue
-        prefix = _prefix(branch, names)
-        here = sum(is_stored(branch.get(prefix + name)) for name in names)
-        if here:
-            found.append((here, at, branch))
-    most = max((here for here, _, _ in found), default=0)
-    found = [item for item in found if item[0] == most]
-    usual = [item for item in found if not item[1] or item[1][-1] in _MODEL_KEYS]
-    found = usual if len(found) > 1 and usual else found
+        if not _is_optimizer(branch) and all(isinstance(key, str) for key in branch):
+            found += [(count, at, prefix, branch) for prefix, count in _prefixes(branch, wanted).items() if count > 0]
+    most = max((item[0] for item in found), default=0)
+
+    def fit(item: tuple[int, tuple[Any, ...], str, Any]) -> tuple[int, ...]:
+        count, at, prefix, _ = item
+        usual = bool(at) and at[-1] in _MODEL_KEYS
+        if names:
+            return count, usual or not at, not prefix, prefix.rstrip(".").rpartition(".")[2] in _MODEL_KEYS
+        return usual, not at and count == most, bool(at)  # sizes tell no model from its average, or from another model
+
+    best = max(map(fit, found), default=())
+    found = [item for item in found if fit(item) == best]
     if len(found) != 1:
-        there = ", ".join(_dotted(at) for _, at, _ in found) or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
-        raise ValueError(
-            f"load: {path} has the model's names in {len(found)} places ({there}); expected one state dict with names such as "
-            f"{', '.join(list(names)[:3])}"
-        )
-    return found[0][1], found[0][2]
+        there = ", ".join(_dotted((*item[1], *filter(None, [item[2].rstrip(".")]))) for item in found)
+        there = there or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
+        such = f"with names such as {', '.join(list(names)[:3])}" if names else f"under {', '.join(_MODEL_KEYS)}, or alone"
+        raise ValueError(f"load: {path} has the model's names in {len(found)} places ({there}); expected one state dict {such}")
+    return found[0][1:]
 
 
 def _is_optimizer(branch: Mapping[Any, Any]) -> bool:
@@ -202,18 +251,25 @@ def adam_of(found: Mapping[str, Any], weights: Mapping[str, Stored], names: Coll
     groups = [dict(group) for group in found["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(found["param_groups"]) or not all(isinstance(group.get("params"), list | tuple) for group in groups):
         raise ValueError(f'load: {where}.param_groups is no list of dicts with a list "params"; expected torch.optim\'s')
-    name_of = _names_of(groups, names, where)
+    name_of, numbered = _names_of(groups, names, where)
+    if numbered and not names:  # weights alone are wanted
+        if any(isinstance(state, Mapping) and "master" in state for state in found["state"].values()):
+            logger.warning("load: %s has float32 masters by number, which are left out: the weights are used", where)
+        return Adam()
+    name_of = {key: plain_name(name).removeprefix(prefix) for key, name in name_of.items()}
     named: list[dict[str, Any]] = []
-    adam = Adam(groups=named)
+    adam = Adam(groups=named, numbered=numbered)
     for index, group in enumerate(groups):
         options = plain(_without(group, ("params", "param_names")), f"{where}.param_groups[{index}]")
-        named.append({**options, "params": [name_of[key].removeprefix(prefix) for key in group["params"]]})
+        named.append({**options, "params": [name_of[key] for key in group["params"]]})
     for key, state in found["state"].items():
+        if isinstance(key, str) and key.isdecimal() and key not in name_of:
+            key = int(key)  # torch.distributed.checkpoint makes texts of numbers
         if key not in name_of or not isinstance(state, Mapping):
             raise ValueError(
                 f"load: {where}.state has {short(key)}, which is in no group; expected a parameter of param_groups"
             )
-        name = name_of[key].removeprefix(prefix)
+        name = name_of[key]
         if name not in weights:
             raise ValueError(f"load: {where} has a state of {name}, and the model beside it does not; expected it there")
         if state:
@@ -241,8 +297,8 @@ def _state_of(state: Mapping[str, Any], where: str) -> tuple[int, dict[str, Stor
     return step_of(state["step"], f"{where}.step"), tensors
 
 
-def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where: str) -> dict[Any, str]:
-    """Return the name of each parameter that groups have, by what they call it."""
+def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where: str) -> tuple[dict[Any, str], bool]:
+    """Return the name of each parameter that groups have, by what they call it; and whether those are numbers alone."""
     found: dict[Any, str] = {}
     numbers: list[int] = []
     for group in groups:
@@ -257,12 +313,12 @@ def _names_of(groups: Sequence[Mapping[str, Any]], names: Collection[str], where
                 found[key] = key
             else:
                 numbers.append(key)
-    if numbers and (found or len(numbers) != len(names)):
+    if numbers and names and (found or len(numbers) != len(names)):
         raise ValueError(
             f"load: {where} has {len(numbers)} parameters by number, and {len(names)} names are given; expected as many: "
             "those of the optimizer's parameters, in the order of its param_groups (or save param_names in each group)"
         )
-    return found | dict(zip(numbers, names, strict=bool(numbers)))
+    return found | dict(zip(numbers, names, strict=False)), bool(numbers)
 
 
 def _unflattened(found: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -324,9 +380,12 @@ def _folder_tree(path: Path) -> dict[str, Any] | None:
         return next((path / file for file in files if (path / file).is_file()), None)
 
     if (path / _ACCELERATE[0] / METADATA).is_file():
-        return {name: _distributed_tree(path / name) for name in _ACCELERATE if (path / name / METADATA).is_file()}
+        tree = {name: _distributed_tree(path / name) for name in _ACCELERATE if (path / name / METADATA).is_file()}
+        return tree | scheduler_tree(path)
     model, parts = first(_MODELS), sorted(path.glob("*.safetensors"))
-    if (path / _INDEX).is_file():
+    if (path / _SINGLE).is_file():
+        parts = [path / _SINGLE]  # others are an adapter's, or another form of it
+    elif (path / _INDEX).is_file():
         parts = sorted(path / name for name in _indexed(path / _INDEX))
     if (path / _BIN_INDEX).is_file():
         found: Any = {
@@ -336,12 +395,13 @@ def _folder_tree(path: Path) -> dict[str, Any] | None:
         return None
     else:
         found = safetensors_tree(parts) if model is None else load_file(model)
-    tree: dict[str, Any] = {"model": found}
-    for key, files in (("optimizer", _OPTIMIZERS), ("scheduler", _SCHEDULERS)):
-        file = first(files)
-        if file is not None:
-            tree[key] = load_file(file)
-    return tree
+    optimizer = first(_OPTIMIZERS)
+    return {"model": found} | ({} if optimizer is None else {"optimizer": load_file(optimizer)}) | scheduler_tree(path)
+
+
+def scheduler_tree(path: Path) -> dict[str, Any]:
+    """Return the scheduler's state in a file of a usual name in the folder `path`, under "scheduler"; {} if there is none."""
+    return next(({"scheduler": load_file(path / name)} for name in _SCHEDULERS if (path / name).is_file()), {})
 
 
 def _indexed(path: Path) -> set[str]:
@@ -419,7 +479,7 @@ def _distributed_tree(path: Path) -> dict[str, Any]:
     """Return the tree that torch.distributed.checkpoint saved in a folder. Raises OSError or ValueError."""
     metadata = load_pickle(Window.of(path / METADATA))
     try:
-        return _tree_of(path, metadata)
+        return tree_of(_items_of(path, metadata))
     except OSError:
         raise
     except Exception as error:  # of whatever kind damaged metadata cause
@@ -431,12 +491,22 @@ def _distributed_tree(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _tree_of(path: Path, metadata: StandIn) -> dict[str, Any]:
+def tree_of(items: Iterable[tuple[Sequence[Any], Any]]) -> dict[str, Any]:
+    """Return the tree that a planner has cut into items, each with the keys that led to it. ValueError if it is no tree."""
+    tree = _Branch()
+    for way, value in items:
+        _put(tree, way, value)
+    listed = _listed(tree)
+    if not isinstance(listed, dict):
+        raise ValueError("its names are numbers")
+    return listed
+
+
+def _items_of(path: Path, metadata: StandIn) -> Iterator[tuple[Sequence[Any], Any]]:
     places: dict[str, dict[tuple[int, ...], Window]] = {}
     sizes: dict[str, int] = {}
     for index, info in metadata.state["storage_data"].items():
         places.setdefault(index.state["fqn"], {})[tuple(index.get("offset") or ())] = _place(path, info, sizes)
-    tree = _Branch()
     ways = metadata.get("planner_data") or {}
     for name, entry in metadata.state["state_dict_metadata"].items():
         way = ways.get(name, (name,)) if isinstance(ways, Mapping) else (name,)
@@ -446,11 +516,7 @@ def _tree_of(path: Path, metadata: StandIn) -> dict[str, Any]:
         else:
             ((_, window),) = here.items()
             value = load_torch(window)
-        _put(tree, way, value)
-    listed = _listed(tree)
-    if not isinstance(listed, dict):
-        raise ValueError("its names are numbers")
-    return listed
+        yield way, value
 
 
 def _place(path: Path, info: StandIn, sizes: dict[str, int]) -> Window:

@@ -5,9 +5,10 @@ never imports what a pickle names, and calls only the functions below, which mak
 inert record of an object's attributes. What a pickle may name is the fixed list `_KNOWN`; anything else is refused by its name.
 
 Note [Hostile files]
-Sizes are compared with the file before memory is taken; instructions are executed once each, so time and memory are linear in
-the pickle's size; tuples are few levels deep (hash() of deeply nested ones would end the process); and plain data have an end,
-however often a part of them is referred to. Whatever is wrong with a file is a ValueError or an OSError that names it.
+Sizes are compared with the file before memory is taken; instructions are executed once each, and calls may copy a few times
+the pickle's size in all, so time and memory are linear in that; tuples are few levels deep (hash() of deeply nested ones would
+end the process); and plain data have an end, however often a part of them is referred to. Whatever is wrong with a file is a
+ValueError or an OSError that names it.
 """
 
 import os
@@ -16,7 +17,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -32,6 +33,7 @@ from shardcore.checkpoint.file_tensors import FileTensor, Window, is_stored, who
 _MAX_PICKLE_BYTES = 1 << 30  # of one pickle, or of a zip's directory
 _MAX_DEPTH = 50  # of plain data
 _MAX_NESTED = 1_000_000  # elements of a tuple of tuples, each as often as it is reached
+_COPIES = 4  # times the bytes of a pickle: the elements that its calls may copy
 _MAX_VALUES = 100_000_000  # of plain data, likewise
 _LOCAL_HEADER = 30  # bytes of a zip's header of an entry, before its name
 
@@ -371,7 +373,7 @@ _KNOWN: Mapping[str, Any] = {
 
 def _key(value: Any, depth: int = 0) -> Any:
     """Return a key of a dict or element of a set, if it is safe to hash."""
-    if isinstance(value, tuple) and depth < 3 and len(value) <= 100:
+    if isinstance(value, tuple) and depth < 3 and len(value) <= 16:
         return tuple(_key(item, depth + 1) for item in value)
     if value is None or isinstance(value, str | int | float | bytes | torch.dtype | StandIn):
         return value
@@ -392,6 +394,7 @@ class _Machine:
         self._nested: dict[int, tuple[Any, int, int]] = {}  # by id, tuples in which there are others: depth and elements
 
     def run(self, raw: bytes) -> Any:
+        self._budget = _COPIES * len(raw)
         at: int | None = 0
         name = ""
         try:
@@ -463,14 +466,22 @@ class _Machine:
             args, called = stack.pop(), stack.pop()
             if not isinstance(called, _Named) or not isinstance(args, tuple):
                 raise ValueError(f"calls a {type(called).__name__}, which is nothing that a checkpoint needs")
+            self._copy(args)
             stack.append(called.call(*args))
         elif name == "BUILD":
             state = stack.pop()
+            self._copy(state if isinstance(state, tuple) else (state,))
             _build(stack, state)
         elif name == "BINPERSID":
             stack.append(self._storage(stack.pop()))
         elif name not in ("PROTO", "FRAME"):  # EXT1 to EXT4, which look up a registry; INST, OBJ, NEWOBJ_EX, PERSID and others
             raise ValueError(f"load: {self._where} has the instruction {name}, which no checkpoint needs; expected plain data")
+
+    def _copy(self, values: Sequence[Any]) -> None:
+        """Count what a call may copy: values may be there many times, and calls' results be given to calls."""
+        self._budget -= sum(len(value) for value in values if isinstance(value, Sized))
+        if self._budget < 0:
+            raise ValueError(f"its calls copy more than {_COPIES} times as much as it has")
 
     def _pop_mark(self) -> list[Any]:
         items, self._stack = self._stack, self._marks.pop()

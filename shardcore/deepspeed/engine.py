@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, write_model
 from shardcore.checkpoint.directory import LATEST, replacing
-from shardcore.checkpoint.format import MANIFEST
-from shardcore.checkpoint.load import Wanted, load_from, open_together
+from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
 from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
@@ -373,7 +372,7 @@ class TrainingEngine:
         """
         finish_saving(self._core)
         folder = Path(load_dir)
-        found = tag is not None or any((folder / name).exists() for name in (LATEST, MANIFEST))
+        found = tag is not None or self._core.comm.rank > 0 or is_there(folder)
         if not all(self._core.comm.gather_json(found)):
             logger.warning("load_checkpoint: there is no %s, and no tag was given: nothing was loaded", folder / LATEST)
             return None, {}

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardcore
+import shardcore.dcp
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from tests.support.models import Run, error_of, make_net, train
 from tests.support.ranks import run_ranks
@@ -136,12 +139,45 @@ def test_a_transformers_model_is_loaded(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
 
-@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("10 MiB", 10 << 20), (7, 7), ("100", 100)])
+def test_checkpoints_of_others_are_consolidated(tmp_path: Path) -> None:
+    model = tied_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 10)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
+    torch.save({**state, "ema": {name: value + 1 for name, value in model.state_dict().items()}}, tmp_path / "last.pt")
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"app": {"model": weights, "optim": states}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    writer = shardcore.dcp.Writer(tmp_path / "written")
+    dcp.save({"model": weights, "optim": states, "epoch": 1}, storage_writer=writer, no_dist=True)
+    for source in ("last.pt", "dcp", "written"):
+        consolidate(tmp_path / source, tmp_path / "out")
+        found = load_all(tmp_path / "out")
+        assert set(model.state_dict()) - set(found) <= ({"blocks.2.up.weight"} if source == "last.pt" else set()), "tied once"
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.items())
+        consolidate(tmp_path / "out", tmp_path / "again")  # as a folder of Hugging Face's
+        assert set(load_all(tmp_path / "again")) == set(found)
+    torch.save({"epoch": 1}, tmp_path / "none.pt")
+    with pytest.raises(ValueError, match=r"^consolidate: .*none.pt has the model's names in 0 places"):
+        consolidate(tmp_path / "none.pt", tmp_path / "out")
+
+
+def test_names_of_other_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    for name in ("pytorch_model.bin", "model.pt"):
+        with pytest.raises(ValueError, match=r"expected a directory, or the name of a \.safetensors file"):
+            consolidate(saved, tmp_path / name)
+        assert not (tmp_path / name).exists()
+    assert consolidate(saved, tmp_path / "llama-3.1") == [tmp_path / "llama-3.1" / "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2.5GB", 2_500_000_000), ("5GB", 5 * 10**9), ("10 MiB", 10 << 20), (7, 7), ("100", 100)]
+)
 def test_sizes(text: int | str, size: int) -> None:
     assert bytes_of(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "5 elephants", "-1GB", "1.5GB"])
+@pytest.mark.parametrize("text", ["", "GB", "5 elephants", "-1GB", "1.2.3GB", "1e9"])
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected a number of bytes"):
         bytes_of(text)

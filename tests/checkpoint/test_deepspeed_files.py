@@ -127,6 +127,29 @@ def test_options_counts_and_plain_data(written: Path, case: str) -> None:
         assert source.loss_scale is None
 
 
+def test_frozen_parameters_are_known(written: Path) -> None:
+    for case in ("zero1_bf16", "zero3_bf16", "zero3_bf16_universal"):
+        source = open_foreign(written / case, NAMES)
+        assert source is not None
+        assert source.frozen == {"frozen.weight", "frozen.bias"}, case
+
+
+def test_groups_without_options_are_said_once(written: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_foreign(written / "zero2_elastic", NAMES)
+    assert len([record for record in caplog.records if "has no options of groups" in record.getMessage()]) == 1
+
+
+def test_trainers_scheduler_is_beside_the_tag(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written / "zero3_bf16", tmp_path / "checkpoint-3")
+    for file in (tmp_path / "checkpoint-3").glob("*/*_model_states.pt"):
+        torch.save({**torch.load(file, weights_only=False), "lr_scheduler": None}, file)
+    torch.save({"last_epoch": 3}, tmp_path / "checkpoint-3" / "scheduler.pt")
+    for path in (tmp_path / "checkpoint-3", tmp_path / "checkpoint-3" / "global_step3"):
+        source = open_foreign(path, NAMES)
+        assert source is not None
+        assert source.scheduler == {"last_epoch": 3}
+
+
 @pytest.mark.parametrize("case", UNIVERSAL)
 def test_universal_checkpoints(written: Path, case: str) -> None:
     had = _had(written, case)

@@ -1,5 +1,6 @@
 """Loading: training goes on bit for bit from what was saved, in every form, at every stage and tier, and in other worlds."""
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.deepspeed import lr_schedules
 from tests.support.choice import combinations
+from tests.support.deepspeed import ds_config, start
 from tests.support.meta import frozen_net
 from tests.support.models import Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
@@ -297,6 +300,145 @@ def test_a_run_of_torchs_goes_on(tmp_path: Path, stage: int) -> None:
         assert loaded == hashes
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
+class _Four(nn.Module):
+    """Weights of one shape, which no shape can tell apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * (number + 1)
+        return x
+
+
+def _four_of_torch(folder: Path, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = _Four()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}, folder / "four.pt")
+    return model, optimizer
+
+
+def _four(*groups: slice) -> tuple[Any, Any]:
+    model: Any = _Four()
+    params = list(model.parameters())
+    optimizer: Any = shardcore.FusedAdam([{"params": params[group]} for group in groups], lr=1e-2)
+    return shardcore.shard(model, optimizer, 2)
+
+
+def test_parameters_by_number_need_groups_of_the_same_sizes(tmp_path: Path) -> None:
+    """States of layers 0 and 1 would go to layers 2 and 3."""
+    _, adam = _four_of_torch(tmp_path)
+    model, optimizer = _four(slice(2, 4), slice(0, 2))
+    before = hash_of_training(model, optimizer)
+    with pytest.raises(ValueError, match=r"parameters by number, in groups of \[4\]; expected groups of \[2, 2\]"):
+        shardcore.load(tmp_path / "four.pt", model, optimizer)
+    assert hash_of_training(model, optimizer) == before
+    model, optimizer = _four(slice(0, 4))
+    shardcore.load(tmp_path / "four.pt", model, optimizer)
+    for number, state in optimizer.state_dict()["state"].items():
+        assert torch.equal(state["exp_avg"], adam.state_dict()["state"][number]["exp_avg"])
+
+
+SCHEDULES: dict[str, Any] = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "warm-up": lambda optimizer: lr_schedules.WarmupLR(optimizer, warmup_num_steps=10),
+}
+
+
+@pytest.mark.parametrize("made", list(SCHEDULES))
+@pytest.mark.parametrize("saved", list(SCHEDULES))
+def test_the_state_of_another_scheduler_is_refused_first(tmp_path: Path, saved: str, made: str) -> None:
+    _, adam = _four_of_torch(tmp_path)
+    scheduler = SCHEDULES[saved](adam)
+    for _ in range(3):
+        adam.step()
+        scheduler.step()
+    of_older_torch = {} if saved == "warm-up" else {"verbose": False}
+    _four_of_torch(tmp_path, scheduler={**scheduler.state_dict(), **of_older_torch})
+    model, optimizer = _four(slice(0, 4))
+    other = SCHEDULES[made](optimizer)
+    before = hash_of_training(model, optimizer), dict(other.state_dict())
+    if made == saved:
+        shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
+        assert {**other.state_dict(), "verbose": 0} == {**scheduler.state_dict(), "verbose": 0}
+        return
+    with pytest.raises(ValueError, match=rf"a scheduler's state of .*; expected .*, as this {type(other).__name__} has"):
+        shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
+    assert (hash_of_training(model, optimizer), dict(other.state_dict())) == before
+    _four_of_torch(tmp_path, sched=scheduler.state_dict(), epoch=3)
+    with pytest.raises(ValueError, match=r"has no scheduler's state \(it has sched, epoch\)"):
+        shardcore.load(tmp_path / "four.pt", model, optimizer, scheduler=other)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 9, bias=False)
+        self.embed = nn.Embedding(9, 4)
+        self.embed.weight = self.head.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("left_out", ["embed.weight", "head.weight", None])
+def test_a_tied_weight_may_have_any_of_its_names(tmp_path: Path, left_out: str | None, stage: int) -> None:
+    """Trainer and consolidate write one of them."""
+    torch.manual_seed(0)
+    plain = _Tied()
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.5)
+    plain(torch.arange(9)).sum().backward()
+    adam.step()
+    weights = {name: value for name, value in plain.state_dict().items() if name != left_out}
+    torch.save({"model": weights, "optimizer": adam.state_dict()}, tmp_path / "last.pt")
+    model: Any = _Tied()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), stage)
+    loaded = shardcore.load(tmp_path / "last.pt", model, optimizer)
+    assert (loaded.missing, loaded.unexpected) == ([], [])
+    assert torch.equal(model.state_dict()["embed.weight"], plain.embed.weight)
+    state, expected = optimizer.state_dict()["state"][0], adam.state_dict()["state"][0]
+    assert all(torch.equal(state[key], expected[key]) for key in ("exp_avg", "exp_avg_sq", "step"))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def _through_an_engine(rank: int, world_size: int, folder: str) -> None:
+    engine = start(ds_config(1))
+    for nothing in ("nothing", "logs", "by tag"):
+        assert engine.load_checkpoint(os.path.join(folder, nothing)) == (None, {})
+    assert engine.load_checkpoint(os.path.join(folder, "by tag"), "mine")[1] == {"epoch": 1}
+    for there in ("last.pt", "trainer"):
+        path, _ = start(ds_config(1)).load_checkpoint(os.path.join(folder, there))
+        assert path == os.path.join(folder, there)
+    said = error_of(lambda: engine.load_checkpoint(os.path.join(folder, "torn")))
+    assert "torn" in said, said
+
+
+def test_an_engine_loads_what_load_reads(tmp_path: Path) -> None:
+    """It began again from nothing where others had written."""
+    model, optimizer, _ = train(0, Run(steps=1))
+    shardcore.save(tmp_path / "by tag", model, optimizer, tag="mine", client_state={"epoch": 1}, save_latest=False)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "log.txt").write_text("step 1")
+    plain = make_net()
+    adam = torch.optim.AdamW(plain.parameters())
+    _torch_run(range(1), plain, adam)
+    torch.save({"model": plain.state_dict(), "optimizer": adam.state_dict()}, tmp_path / "last.pt")
+    for folder, cut in (("trainer", None), ("torn", 900)):
+        (tmp_path / folder).mkdir()
+        torch.save(plain.state_dict(), tmp_path / folder / "pytorch_model.bin")
+        torch.save(adam.state_dict(), tmp_path / folder / "optimizer.pt")
+        path = tmp_path / folder / "pytorch_model.bin"
+        path.write_bytes(path.read_bytes()[:cut])
+    run_ranks(2, _through_an_engine, str(tmp_path))
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------

@@ -9,8 +9,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardcore.checkpoint import plain
+from tests.support.models import error_of
+from tests.support.ranks import run_ranks
 
 
 def there_and_back(value: Any) -> Any:
@@ -81,6 +85,18 @@ def test_arrays_in_other_orders_come_back() -> None:
 def test_other_things_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"given.*has type .*; expected plain data"):
         plain.to_json(value, "given")
+
+
+def _distributed(rank: int, world_size: int) -> tuple[str, bool]:
+    whole = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    said = error_of(lambda: plain.to_json({"ema": whole}, "client_state"))
+    return said, torch.equal(there_and_back(whole.full_tensor()), torch.arange(8.0))
+
+
+def test_distributed_tensors_are_refused_by_name() -> None:
+    for said, full in run_ranks(2, _distributed):
+        assert "client_state['ema'] is a DTensor, which holds its values in other tensors" in said
+        assert full
 
 
 def test_an_error_says_where() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardcore.checkpoint.deepspeed_files import open_foreign
-from tests.support.foreign import differences, read_all, read_damaged, replaced, whole
+from tests.support.foreign import differences, read_all, read_damaged, replaced, same_bits, whole
 from tests.support.meta import save
 from tests.support.models import Net, batch_of, loss_of, make_net
 from tests.support.ranks import run_ranks
@@ -141,9 +141,18 @@ def test_the_comparison_notices_names_in_another_order(tmp_path: Path) -> None:
 def test_wrappers_of_the_model_and_other_keys(tmp_path: Path) -> None:
     model, optimizer = _trained()
     path = tmp_path / "last.pt"
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "net.inner.", "model."):  # the last: of a LightningModule
         torch.save({"model": {prefix + k: v for k, v in model.state_dict().items()}, "optim": optimizer.state_dict()}, path)
         _check(path, model, optimizer)
+    compiled = {k.replace("blocks.1.", "blocks.1._orig_mod."): v for k, v in model.state_dict().items()}  # torch.compile
+    torch.save({"model": compiled, "optim": optimizer.state_dict()}, path)
+    _check(path, model, optimizer)
+    both = {f"{prefix}.{k}": v + len(prefix) for prefix in ("model", "ema_model") for k, v in model.state_dict().items()}
+    torch.save({"state_dict": both}, path)
+    source = open_foreign(path, _names(model))
+    assert source is not None
+    assert same_bits(whole(source, "gain", "weight"), model.gain.detach() + 5)
+    assert "ema_model.gain" in source.shapes, "it is unexpected, not left out"
     torch.save(model.state_dict(), path)
     assert _check(path, model, None).client_state is None
     torch.save({**model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path)
@@ -152,8 +161,11 @@ def test_wrappers_of_the_model_and_other_keys(tmp_path: Path) -> None:
     source = _check(path, model, optimizer)
     assert source.scheduler == {"last": 2}
     assert source.client_state == {"state": {"seed": 1}}
-    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "callbacks": [{"a": 1}]}, path)
-    assert _check(path, model, optimizer).client_state == {"callbacks": [{"a": 1}]}, "as Lightning saves"
+    torch.save({"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "callbacks": [{"a": 1}],
+                "lr_schedulers": [{"last": 2}]}, path)  # fmt: skip
+    source = _check(path, model, optimizer)
+    assert source.client_state == {"callbacks": [{"a": 1}]}, "as Lightning saves"
+    assert source.scheduler == {"last": 2}
     ema = {k: v + 1 for k, v in model.state_dict().items()}
     torch.save({"model": model.state_dict(), "ema": ema, "optimizer": optimizer.state_dict()}, path)
     assert torch.equal(_check(path, model, optimizer).client_state["ema"]["gain"], ema["gain"])
@@ -169,6 +181,69 @@ def test_wrappers_of_the_model_and_other_keys(tmp_path: Path) -> None:
         torch.save(saved, path)
         with pytest.raises(ValueError, match=text):
             open_foreign(path, _names(model))
+
+
+@pytest.mark.parametrize(
+    ("tree", "place"),
+    [
+        ({"model": 1, "ema": 2, "rng": torch.zeros(3)}, "model"),
+        ({"ema": {"state_dict": 1}, "average": 2}, "ema"),
+        ({"weights": 1, "rng": torch.zeros(3)}, "weights"),
+        ({"": 1, "train_state": {"seen": torch.zeros(3)}}, ""),
+        ({"model": {f"module.{name}": name for name in ("a", "b")}}, "model"),
+    ],
+    ids=str,
+)
+def test_weights_are_found_without_names(tmp_path: Path, tree: dict[str, Any], place: str) -> None:
+    """Numbers stand for state dicts, whose weights have that value. The optimizer's states have no names then."""
+    _, optimizer = _trained()
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, int):
+            return {name: torch.full((3, 2), float(value)) for name in ("a", "b")}
+        return {k: filled(v) for k, v in value.items()} if isinstance(value, dict) else torch.ones(3, 2)
+
+    held = {key: value if isinstance(value, torch.Tensor) else filled(value) for key, value in tree.items()}
+    held |= held.pop("", {})
+    torch.save({**held, "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    source = open_foreign(tmp_path / "last.pt", ())
+    assert source is not None
+    assert {name: whole(source, name, "weight").unique().tolist() for name in source.shapes} == {"a": [1.0], "b": [1.0]}
+    assert place in tree
+
+
+def test_two_models_are_not_one_without_names(tmp_path: Path) -> None:
+    torch.save({"disc": {"a": torch.ones(2)}, "gen": {"a": torch.ones(2), "b": torch.ones(2)}}, tmp_path / "last.pt")
+    with pytest.raises(ValueError, match=r"in 2 places \(disc, gen\); expected one state dict under model, state_dict"):
+        open_foreign(tmp_path / "last.pt", ())
+
+
+def test_tied_weights_are_known_by_their_memory(tmp_path: Path) -> None:
+    tied = torch.randn(4, 3)
+    weights = {"embed": tied, "head": tied, "other": tied.clone(), "part": tied[:2], "flipped": tied.t()}
+    torch.save({"model": weights}, tmp_path / "last.pt")
+    source = open_foreign(tmp_path / "last.pt", list(weights))
+    assert source is not None
+    assert source.tied == {"head": "embed"}
+    del weights["embed"]
+    weights |= {"head": tied}
+    adam = {"state": {0: {"step": 3.0, "exp_avg": tied + 1, "exp_avg_sq": tied + 2}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": weights, "optimizer": adam}, tmp_path / "last.pt")
+    source = open_foreign(tmp_path / "last.pt", {"embed": ["head"]})
+    assert source is not None
+    assert source.steps == {"head": 3}, "the name that is there"
+
+
+def test_large_tensors_beside_the_model_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    average = {"decay": 0.9, "shadow": [torch.zeros(1 << 20) for _ in range(5)]}
+    torch.save({"model": {"a": torch.ones(2)}, "ema": average, "rng": torch.ones(9), "epoch": 1}, tmp_path / "last.pt")
+    source = open_foreign(tmp_path / "last.pt", ["a"])
+    assert source is not None
+    assert source.client_state is not None
+    assert set(source.client_state) == {"rng", "epoch"}
+    assert [record.getMessage().partition("last.pt: ")[2] for record in caplog.records if record.name == "shardcore"] == [
+        "the tensors of ema are not used, and left out of client_state"
+    ]
 
 
 def test_grad_scaler_and_modules_with_state_of_their_own(tmp_path: Path) -> None:
@@ -243,6 +318,8 @@ def test_folders_with_a_file_for_each(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", tensors)
     assert _check(tmp_path, model, optimizer).scheduler == scheduler.state_dict()
     _check(tmp_path / "model.safetensors", model, None)
+    save(tmp_path / "adapter.safetensors", {"other": torch.ones(1)})
+    _check(tmp_path, model, optimizer)
     (tmp_path / "model.safetensors").unlink()
     parts = {"model-1.safetensors": list(tensors)[::2], "model-2.safetensors": list(tensors)[1::2]}
     for file, names in parts.items():
@@ -259,7 +336,10 @@ def test_folders_with_a_file_for_each(tmp_path: Path) -> None:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.save({"model": of_model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save({"optimizer": of_optimizer}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
-    _check(tmp_path, model, optimizer)  # as Accelerate saves for FSDP
+    assert _check(tmp_path, model, optimizer).scheduler == scheduler.state_dict(), "as Accelerate saves for FSDP"
+    numbered = tmp_path / "numbered"  # torch.distributed.checkpoint makes texts of the numbers of optimizer.state_dict()
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=numbered, no_dist=True)
+    _check(numbered, model, optimizer)
     (tmp_path / "manifest.json").touch()
     assert open_foreign(tmp_path, _names(model)) is None, "shardcore's own"
     (tmp_path / "text").write_text("text")

@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 import sys
+import tracemalloc
 import types
 import zipfile
 from argparse import Namespace
@@ -282,6 +283,41 @@ def _tensor_pickle(numel: int, offset: int, size: tuple[int, ...], stride: tuple
     out = io.BytesIO()
     Id(out, 2).dump(Tensor())
     return out.getvalue()
+
+
+def _calls(name: bytes, value: bytes, times: int) -> bytes:
+    """A pickle that makes `times` copies of one value."""
+    return b"\x80\x02" + value + b"q\x000]" + (b"c" + name + b"\nh\x00\x85Ra") * times + b"."
+
+
+BIG = b"}(" + b"".join(b"J" + number.to_bytes(4, "little") + b"K\x00" for number in range(5000)) + b"u"
+DOUBLED = (b"cpathlib\nPosixPath\n" + b"X\x10\x00\x00\x00" + b"a" * 16 + b"\x85Rq\x00") + b"".join(
+    b"0cpathlib\nPosixPath\nh" + bytes([number]) + b"h" + bytes([number]) + b"\x86Rq" + bytes([number + 1])
+    for number in range(40)
+)
+ATTRIBUTES = b"\x80\x02}(" + b"".join(b"X\x04\x00\x00\x00%04dK\x00" % number for number in range(5000)) + b"uq\x000]"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        _calls(b"collections\nOrderedDict", BIG, 5000),
+        _calls(b"builtins\nbytes", b"B" + (100_000).to_bytes(4, "little") + b"x" * 100_000, 5000),
+        b"\x80\x02" + DOUBLED + b".",
+        ATTRIBUTES + b"cargparse\nNamespace\n)Rh\x00ba" * 5000 + b".",
+    ],
+    ids=["dicts", "bytes", "paths", "attributes"],
+)
+def test_calls_copy_no_more_than_a_few_times_the_pickle(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "file.pkl").write_bytes(raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="its calls copy more than 4 times as much as it has"):
+            load_pickle(Window.of(tmp_path / "file.pkl"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 200 * len(raw)
 
 
 def test_tensors_beyond_their_storage_are_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """zero_to_fp32 under DeepSpeed's names: float32 weights from a checkpoint, in memory, in files and from the command line."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,36 @@ def test_weights_are_float32(saved: tuple[Path, dict[str, torch.Tensor]]) -> Non
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
 
 
+def test_lazy_tensors_are_read_one_by_one(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, expected = saved
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
+    assert not any(isinstance(value, torch.Tensor) for value in found.values())
+    for name, value in found.items():
+        assert (value.shape, value.dtype) == (expected[name].shape, torch.float32)
+        assert torch.equal(value.contiguous(), expected[name].float()), name
+
+
+def test_the_arguments_are_deepspeeds() -> None:
+    theirs = pytest.importorskip("deepspeed.utils.zero_to_fp32", reason="compares with DeepSpeed's")
+    for name in ("get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict"):
+        here, there = (list(inspect.signature(getattr(module, name)).parameters) for module in (zero_to_fp32, theirs))
+        assert here == there
+    with pytest.raises(ValueError, match="safe_serialization has False; expected True, as by default"):
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict("nothing", "out", "5GB", False)
+
+
+def test_files_without_frozen_parameters(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
+    folder, expected = saved
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path / "out", None, exclude_frozen_parameters=True)
+    found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
+    assert set(expected) - set(found) == {name for name in expected if name.startswith("blocks.1.")} | {"blocks.2.up.weight"}
+
+
 def test_the_command_line(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
     folder, expected = saved
-    assert zero_to_fp32.main([str(folder), str(tmp_path / "out"), "--max_shard_size", "1MB"]) == 0
+    assert zero_to_fp32.main([str(folder), str(tmp_path / "out"), "--max_shard_size", "1MB", "--safe_serialization"]) == 0
     found = safetensors.load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(value, expected[name].float()) for name, value in found.items())
 
@@ -46,3 +73,5 @@ def test_errors_are_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         zero_to_fp32.main([str(tmp_path / "nothing"), str(tmp_path / "out")])
     assert "expected a directory that save was given" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError):
+        zero_to_fp32.main([str(tmp_path / "nothing"), str(tmp_path / "out"), "-d"])
