@@ -194,6 +194,7 @@ print(f"steps {engine.global_steps} of {torch.distributed.get_world_size()} {tup
 """
 
 
+@pytest.mark.slow
 def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "cifar.py"
     script.write_text(CIFAR)

@@ -125,7 +125,7 @@ def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, sta
     assert weights["transformer.wte.weight"].isfinite().all()
     shutil.rmtree(tmp_path / "shardcore" / "state")
     for message in run_ranks(2, message_of, train, {"stage": 3}, "", str(tmp_path)):
-        assert message.startswith("FileNotFoundError")
+        assert "FileNotFoundError" in message
 
 
 def test_a_plain_accelerators_state_is_loaded(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
 from tests.support.huggingface import LORA, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DEFAULTS = {
     "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "steps",
     "save_steps": 2, "report_to": [], "disable_tqdm": True, "learning_rate": 0.1, "log_level": "error",

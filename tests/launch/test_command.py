@@ -285,6 +285,7 @@ def run_here(*words: str) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_errors_come_within_seconds(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text("import time; time.sleep(100)")
     with socket.socket() as other:

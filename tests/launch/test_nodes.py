@@ -54,6 +54,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         process.communicate()
 
 
+@pytest.mark.slow
 def test_ranks_of_two_machines(start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank order is that of hosts, variables arrive, and beta's traceback is the last thing on the screen, once."""
     monkeypatch.setenv("NCCL_DEBUG", "WARN it")
@@ -89,6 +90,7 @@ def test_ranks_of_two_machines(start: Callable[..., Any], tmp_path: Path, monkey
     assert "BatchMode=yes" in (tmp_path / "ssh.log").read_text()
 
 
+@pytest.mark.slow
 def test_an_unknown_host_ends_the_others(start: Callable[..., Any]) -> None:
     start_s = time.monotonic()
     process = start("import time; time.sleep(60)", hosts="localhost slots=1\ngamma slots=1\n")
