@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, write_model
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, whole_state_dict, write_model
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.load import Wanted, load_from, open_together
@@ -279,6 +279,22 @@ class TrainingEngine:
         """Whether weights train in bfloat16."""
         return self._config.bf16
 
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration as it was given (the model's own is `module.config`)."""
+        return self._config.source
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the configuration lets whole weights be gathered to save them at stage 3."""
+        return self._config.gathers_to_save
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: a sharded model is not compiled as a whole."""
+        raise NotImplementedError(
+            "compile: torch.compile is asked for around the whole model; expected it around its blocks: "
+            "for block in blocks: block.compile()"
+        )
+
     def gradient_clipping(self) -> float:
         """Return the global norm that gradients are clipped to; 0 for none."""
         return self._config.gradient_clipping
@@ -310,6 +326,18 @@ class TrainingEngine:
             frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
             full = {name: value for name, value in full.items() if name not in frozen}
         return dict(full)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return the full state dict on rank 0, on the CPU, in the dtypes that weights train in; None elsewhere. Collective.
+
+        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be gathered.
+        """
+        if not self._config.gathers_to_save:
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict: config zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                "false; expected true"
+            )
+        return whole_state_dict(self._core, exclude_frozen_parameters) or None
 
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""

@@ -2,16 +2,22 @@
 
 The modules that scripts import (deepspeed.zero, deepspeed.ops.adam, deepspeed.accelerator, ...) are made of the functions
 below; `MODULES` lists what each has. `install` registers them under a package's name: shardcore's at its import, and with
-`shardcore run --as-deepspeed` also deepspeed's. What is not here is an ImportError or AttributeError, as in any package.
-Source: the public API of https://deepspeed.readthedocs.io, 0.19.8.
+`shardcore run --as-deepspeed`, or `install_as_deepspeed`, also deepspeed's. What is not here is an ImportError or
+AttributeError, as in any package.
+Source: the public API of https://deepspeed.readthedocs.io, 0.19.8; and what transformers 5.24, accelerate 1.15, TRL 1.16 and
+PEFT 0.21 use of it.
 """
 
 import argparse
+import enum
+import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +35,8 @@ from shardcore.optim import CPUAdam, FusedAdam
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
+
+VERSION = "0.19.8"  # of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed gets it
 
 
 # --- the package itself -----------------------------------------------------------------------------------------------
@@ -79,11 +87,18 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
 
 
 class Init:
-    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`."""
+    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`.
+
+    As there, what is made in it may differ between ranks: `initialize` takes rank 0's.
+    """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
-        """Log how a model that does not fit into host memory is built. The arguments mean nothing here."""
+        """Start torch.distributed, and log how a model that does not fit into host memory is built.
+
+        The other arguments mean nothing here.
+        """
         if enabled:
+            init_distributed()
             logger.warning(
                 "zero.Init: weights are made in full in host memory, and sharded by initialize; for a model that does not fit "
                 'there build it under torch.device("meta"), and give initialize(materialize=...)'
@@ -96,17 +111,26 @@ class Init:
         """Do nothing."""
 
 
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter is there in full. Parameters here have no `ds_status`: the engine gathers them where they are used."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
 @contextmanager
 def gathered_parameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
     """Keep parameters unsharded inside the context. Collective.
 
-    params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count; None: edits, if there are
-    any, have to be the same on all ranks. Parameters that are not sharded are left as they are.
+    params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count, also in parameters that are
+    not sharded (yet), which are taken from that rank; None: edits, if there are any, have to be the same on all ranks.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
-    chosen = [param for param in given if isinstance(engine_of(param), Engine)] if enabled else []
+    given = list(given) if enabled else []
+    chosen = [param for param in given if isinstance(engine_of(param), Engine)]
     engine: Engine | None = engine_of(chosen[0]) if chosen else None
     unsharder = None if engine is None else engine.unsharder
     with nullcontext() if unsharder is None else unsharder.full_params(set(chosen)):
@@ -115,11 +139,47 @@ def gathered_parameters(
         if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
             edited = torch.tensor([param._version != old for param, old in zip(chosen, before, strict=True)])
             edited = edited.to(chosen[0].device) if chosen else edited
-            dist.broadcast(edited, modifier_rank)
+            if chosen:
+                dist.broadcast(edited, modifier_rank)
             for param, is_edited in zip(chosen, edited.tolist(), strict=True):
                 if is_edited:  # masters of others keep what the weights have lost in rounding
                     dist.broadcast(param.detach(), modifier_rank)
                     torch.autograd.graph.increment_version(param)
+            _take_from(modifier_rank, [param for param in given if engine_of(param) is None and not param.is_meta])
+
+
+@torch.no_grad()
+def _take_from(rank: int, params: Sequence[torch.Tensor]) -> None:
+    """Give parameters that no engine has the values of one rank, wherever they are. Collective."""
+    device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
+    for param in params:
+        value = param.detach().to(device)
+        dist.broadcast(value, rank)
+        if value.data_ptr() != param.data_ptr():
+            param.copy_(value)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of these classes (or names of classes), and change nothing.
+
+    It has DeepSpeed gather such a module, a mixture of experts, as a whole. Here a whole block is gathered at once already.
+    Raises ValueError if there are none.
+    """
+    found = [m for m in model.modules() if type(m) in leaf_module_classes or type(m).__name__ in leaf_module_classes]
+    if not found:
+        raise ValueError(f"set_z3_leaf_modules: the model has no module of {list(leaf_module_classes)}; expected one or more")
+    return found
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return nested dicts, lists and tuples with their tensors copied to `device`, so that a file has no more than these."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, list | tuple):
+        return type(item)(clone_tensors_for_torch_save(entry, device) for entry in item)
+    if isinstance(item, Mapping):
+        return type(item)({key: clone_tensors_for_torch_save(entry, device) for key, entry in item.items()})  # type: ignore[call-arg]
+    return item
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -331,15 +391,20 @@ _FRAGMENTS = {
     function.__name__: function for function in (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
 }
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
-_SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+_SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
+    "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES)
+}
 _CHECKPOINTING = {function.__name__: function for function in (checkpoint, configure, is_configured)}
+_ZERO = {
+    "Init": Init,
+    "GatheredParameters": gathered_parameters,
+    "register_external_parameter": register_external_parameter,
+    "unregister_external_parameter": register_external_parameter,
+}
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
-    "zero": {
-        "Init": Init,
-        "GatheredParameters": gathered_parameters,
-        "register_external_parameter": register_external_parameter,
-        "unregister_external_parameter": register_external_parameter,
-    },
+    "zero": _ZERO,
+    "checkpoint": {},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
     "accelerator": {"get_accelerator": get_accelerator},
     "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
@@ -349,9 +414,17 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "runtime": {},
     "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "runtime.lr_schedules": _SCHEDULES,
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": ZeroParamStatus,
+        # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
+        # Init here changes none of torch's functions.
+        "zero_wrapper_for_fp_tensor_constructor": None,
+    },
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "utils": {"logger": logger, "log_dist": log_dist, **_FRAGMENTS},
+    "utils": {"logger": logger, "log_dist": log_dist, "set_z3_leaf_modules": set_z3_leaf_modules, **_FRAGMENTS},
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
     "utils.zero_to_fp32": {name: value for name, value in vars(zero_to_fp32).items() if name.endswith("checkpoint")}
@@ -372,10 +445,80 @@ def install(package: ModuleType) -> None:
     """Give a package these names, and register its modules, so that `from package.ops.adam import FusedAdam` works."""
     vars(package).update(TOP)
     for path, names in MODULES.items():
-        name = f"{package.__name__}.{path}"
-        module = ModuleType(name, f"Names of DeepSpeed's {path}, over shardcore.")
-        module.__path__ = []  # a package, which other modules may be in
+        module = _module(f"{package.__name__}.{path}", f"Names of DeepSpeed's {path}, over shardcore.")
         vars(module).update(names)
         above, _, own = path.rpartition(".")
         setattr(sys.modules[f"{package.__name__}.{above}"] if above else package, own, module)
-        sys.modules[name] = module
+
+
+def _module(name: str, text: str) -> ModuleType:
+    """Register and return a new package without files, which importlib.util.find_spec finds."""
+    module = module_from_spec(ModuleSpec(name, None, is_package=True))
+    module.__doc__ = text
+    sys.modules[name] = module
+    return module
+
+
+# --- as deepspeed -----------------------------------------------------------------------------------------------------
+
+
+class _Metadata(importlib.metadata.Distribution):
+    """What importlib.metadata has of an installed package, where libraries look for DeepSpeed and its version."""
+
+    _FILES: Mapping[str, str] = {
+        "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: shardcore under DeepSpeed's names\n",
+        "top_level.txt": "deepspeed\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of a file of the metadata."""
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """Refuse: there are no files."""
+        raise FileNotFoundError(f"deepspeed: there is no file {path}: these are shardcore's modules (--as-deepspeed)")
+
+
+class _Finder:
+    """In sys.meta_path: has an installed DeepSpeed hidden from this process, and says what shardcore does not have."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`."""
+        if name.startswith("deepspeed."):
+            own = name.removeprefix("deepspeed.")
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart "
+                f"of DeepSpeed's {own}",
+                name=name,
+            )
+        return None
+
+    @classmethod
+    def find_distributions(cls, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of "deepspeed", if it is asked for."""
+        asked = getattr(context, "name", None)
+        if asked is None or asked.lower() == "deepspeed":
+            yield _Metadata()
+
+
+def install_as_deepspeed() -> None:
+    """Let `import deepspeed` mean shardcore in this process alone, whether or not DeepSpeed is installed.
+
+    Call it before transformers and accelerate are imported, since they look for DeepSpeed as they are. A second call does
+    nothing. Raises RuntimeError if DeepSpeed, or one of these, is imported already.
+    """
+    if any(isinstance(finder, type) and issubclass(finder, _Finder) for finder in sys.meta_path):
+        return
+    early = [name for name in ("deepspeed", "accelerate", "transformers") if name in sys.modules]
+    if early:
+        why = "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
+        raise RuntimeError(
+            f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
+            "--as-deepspeed) before any such import"
+        )
+    package = _module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
+    vars(package).update(__version__=VERSION, version=VERSION)
+    install(package)
+    sys.meta_path.insert(0, _Finder)
+    importlib.invalidate_caches()
