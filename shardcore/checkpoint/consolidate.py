@@ -242,7 +242,9 @@ def state_dict_of(engine: Engine, tensors: Mapping[str, Tensor], values: Iterato
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
     """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in; {} elsewhere. Collective."""
-    found: OrderedDict[str, torch.Tensor] = OrderedDict()  # a state dict's type, by which Accelerate knows that tensors may be tied
+    found: OrderedDict[str, torch.Tensor] = (
+        OrderedDict()
+    )  # a state dict's type, by which Accelerate knows that tensors may be tied
     tensors = as_trained(engine, exclude_frozen)
 
     def keep(values: Iterator[torch.Tensor]) -> list[Path]:

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, whole_state_dict, write_model
+from shardcore.checkpoint.consolidate import (
+    MAX_SHARD_BYTES,
+    as_trained,
+    on_first_rank,
+    state_dict_of,
+    whole_state_dict,
+    write_model,
+)
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.load import Wanted, load_from, open_together

@@ -18,12 +18,14 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from itertools import count
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore.api import full_grad, full_state
@@ -89,7 +91,7 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
 class Init:
     """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`.
 
-    As there, what is made in it may differ between ranks: `initialize` takes rank 0's.
+    Parameters made in it are numbered, and so the same ones on all ranks: see gathered_parameters.
     """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
@@ -103,20 +105,44 @@ class Init:
                 "zero.Init: weights are made in full in host memory, and sharded by initialize; for a model that does not fit "
                 'there build it under torch.device("meta"), and give initialize(materialize=...)'
             )
+            for param in () if module is None else module.parameters():
+                _number(module, "", param)
+        self._enabled = enabled
+        self._hook: Any = None
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Number the parameters that are made from here on."""
+        if self._enabled:
+            self._hook = register_module_parameter_registration_hook(_number)
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing."""
+        """End it."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+_numbers = count()
+
+
+def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
+    """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave it so.)"""
+    if param is not None and not hasattr(param, "_shardcore_number"):
+        param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter is there in full. Parameters here have no `ds_status`: the engine gathers them where they are used."""
+    """Whether the weights of a parameter are there, or sharded (stage 3): `param.ds_status`, after install_as_deepspeed."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
-    INFLIGHT = 3
+
+
+def _status_of(param: nn.Parameter) -> ZeroParamStatus:
+    """Return the status of a parameter of a sharded model; AttributeError for any other."""
+    if not isinstance(engine_of(param), Engine):
+        raise AttributeError("ds_status")
+    is_there = param.untyped_storage().nbytes() > 0
+    return ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
@@ -125,38 +151,37 @@ def gathered_parameters(
 ) -> Iterator[None]:
     """Keep parameters unsharded inside the context. Collective.
 
-    params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count, also in parameters that are
-    not sharded (yet), which are taken from that rank; None: edits, if there are any, have to be the same on all ranks.
+    params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count; None: edits, if there are
+    any, have to be the same on all ranks. Parameters that were made in `Init`, and are not sharded yet, are taken from
+    modifier_rank at the end: libraries fill them on that rank alone. All others, and None, are left as they are.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
-    given = list(given) if enabled else []
-    chosen = [param for param in given if isinstance(engine_of(param), Engine)]
-    engine: Engine | None = engine_of(chosen[0]) if chosen else None
+    asked = {param for param in given if param is not None} if enabled else set()
+    engine: Engine | None = next((of for of in map(engine_of, asked) if isinstance(of, Engine)), None)
+    # In an order that all ranks have: a library may pass a set.
+    chosen = [] if engine is None else [param for param in engine.model.parameters() if param in asked]
+    made = sorted(
+        (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
+    )
     unsharder = None if engine is None else engine.unsharder
     with nullcontext() if unsharder is None else unsharder.full_params(set(chosen)):
         before = [param._version for param in chosen]
         yield
-        if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        if modifier_rank is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if chosen:
             edited = torch.tensor([param._version != old for param, old in zip(chosen, before, strict=True)])
-            edited = edited.to(chosen[0].device) if chosen else edited
-            if chosen:
-                dist.broadcast(edited, modifier_rank)
+            edited = edited.to(chosen[0].device)
+            dist.broadcast(edited, modifier_rank)
             for param, is_edited in zip(chosen, edited.tolist(), strict=True):
                 if is_edited:  # masters of others keep what the weights have lost in rounding
                     dist.broadcast(param.detach(), modifier_rank)
                     torch.autograd.graph.increment_version(param)
-            _take_from(modifier_rank, [param for param in given if engine_of(param) is None and not param.is_meta])
-
-
-@torch.no_grad()
-def _take_from(rank: int, params: Sequence[torch.Tensor]) -> None:
-    """Give parameters that no engine has the values of one rank, wherever they are. Collective."""
-    device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
-    for param in params:
-        value = param.detach().to(device)
-        dist.broadcast(value, rank)
-        if value.data_ptr() != param.data_ptr():
-            param.copy_(value)
+        device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
+        for param in made:
+            value = param.detach().to(device).contiguous()
+            dist.broadcast(value, modifier_rank)
+            param.detach().copy_(value)  # nothing, if it is the same memory
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
@@ -172,13 +197,23 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return nested dicts, lists and tuples with their tensors copied to `device`, so that a file has no more than these."""
+    """Return nested dicts, lists and tuples with their tensors copied to `device`; tied ones are one copy.
+
+    A file of the copies has no more than these.
+    """
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]) -> Any:
     if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device)
+        place = item.device, item.data_ptr(), item.dtype, item.shape, item.stride()
+        if item.numel() == 0 or place not in made:
+            made[place] = item.detach().clone().to(device)
+        return made[place]
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(entry, device) for entry in item)
+        return type(item)(_cloned(entry, device, made) for entry in item)
     if isinstance(item, Mapping):
-        return type(item)({key: clone_tensors_for_torch_save(entry, device) for key, entry in item.items()})  # type: ignore[call-arg]
+        return type(item)({key: _cloned(entry, device, made) for key, entry in item.items()})  # type: ignore[call-arg]
     return item
 
 
@@ -512,7 +547,9 @@ def install_as_deepspeed() -> None:
         return
     early = [name for name in ("deepspeed", "accelerate", "transformers") if name in sys.modules]
     if early:
-        why = "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
+        why = (
+            "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
+        )
         raise RuntimeError(
             f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
             "--as-deepspeed) before any such import"
@@ -520,5 +557,6 @@ def install_as_deepspeed() -> None:
     package = _module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
+    nn.Parameter.ds_status = property(_status_of)  # type: ignore[attr-defined]  # TRL asks it of the model's own parameters
     sys.meta_path.insert(0, _Finder)
     importlib.invalidate_caches()

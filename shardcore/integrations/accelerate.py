@@ -8,7 +8,6 @@ Tested with accelerate 1.15.0.
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

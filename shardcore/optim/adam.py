@@ -182,7 +182,7 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step after shard was skipped, as its norm was not finite. Accelerate reads it. Waits for that norm."""
+        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate reads it. Waits for that norm."""
         norm = None if self._engine is None else self._engine.last_grad_norm
         return norm is not None and not math.isfinite(norm)
 
