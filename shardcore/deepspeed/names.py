@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore.api import full_grad, full_state
 from shardcore.deepspeed import lr_schedules, zero_to_fp32
-from shardcore.deepspeed.engine import TrainingEngine
+from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.engine.engine import Engine
 from shardcore.optim import CPUAdam, FusedAdam
@@ -447,7 +447,7 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "ops": {},
     "ops.adam": _ADAMS,
     "runtime": {},
-    "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
+    "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
@@ -472,7 +472,7 @@ TOP: dict[str, Any] = {
     "init_inference": init_inference,
     "get_accelerator": get_accelerator,
     "log_dist": log_dist,
-    "DeepSpeedEngine": TrainingEngine,
+    "DeepSpeedEngine": ForwardEngine,
 }
 
 

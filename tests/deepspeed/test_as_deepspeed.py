@@ -1,6 +1,6 @@
 """shardcore run --as-deepspeed: scripts of Trainer and TRL that know nothing of shardcore, and import deepspeed.
 
-Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests ON_CPU starts the scripts: it has Accelerate take gloo.
+Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests ON_CPU starts the scripts, with gloo.
 """
 
 import importlib.util
@@ -90,8 +90,9 @@ def run(folder: Path, text: str, ds: dict[str, Any] | None, *words: str, out: st
         own["ACCELERATE_TORCH_DEVICE"] = "cpu"
         command += ["--as-deepspeed", "cpu.py", "train.py", "--deepspeed", "ds.json"]
     settings = {
-        "output_dir": out, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": "none",
-        "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5, "disable_tqdm": 1, "logging_nan_inf_filter": 0,
+        "output_dir": out, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
+        "report_to": "none", "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5, "disable_tqdm": 1,
+        "logging_nan_inf_filter": 0,
     }  # fmt: skip
     for name, value in settings.items():
         if f"--{name}" not in words:
@@ -158,8 +159,8 @@ def test_imports_and_metadata_are_shardcores() -> None:
 def test_what_is_not_there_is_said() -> None:
     said = _python("install_as_deepspeed()\nimport deepspeed.moe.layer")
     assert said.strip().splitlines()[-1] == (
-        "ModuleNotFoundError: No module named 'deepspeed.moe': deepspeed is shardcore in this process (--as-deepspeed), which has "
-        "no counterpart of DeepSpeed's moe"
+        "ModuleNotFoundError: No module named 'deepspeed.moe': deepspeed is shardcore in this process (--as-deepspeed), which "
+        "has no counterpart of DeepSpeed's moe"
     )
     assert "ImportError: cannot import name 'PipelineModule'" in _python(
         "install_as_deepspeed()\nfrom deepspeed import PipelineModule"
