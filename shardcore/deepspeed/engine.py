@@ -93,6 +93,10 @@ class ForwardEngine:
         """Refuse: there is nothing to train."""
         raise ValueError(_NO_OPTIMIZER.format("backward"))
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Refuse: there is nothing to resume. (`module_state_dict` has the weights.)"""
+        raise ValueError(_NO_OPTIMIZER.format("save_checkpoint"))
+
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Refuse: there is nothing to train."""
         raise ValueError(_NO_OPTIMIZER.format("step"))

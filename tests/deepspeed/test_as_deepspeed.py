@@ -49,6 +49,7 @@ def finish(trainer):
         found = {name: [entry[name] for entry in log] for name in ("loss", "grad_norm", "learning_rate")}
         with open(trainer.args.output_dir + "/log.json", "w") as file:
             json.dump(found, file)
+    torch.distributed.destroy_process_group()               # gloo's threads, left to the interpreter's end, may abort there
 """
 TRAINER = """
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
@@ -325,3 +326,51 @@ def test_trl_at_stage_3(kind: str, tmp_path: Path) -> None:
     assert sharded["weights"].keys() == plain["weights"].keys()
     resumed = run(tmp_path, SFT, config(3), *words, "--resume_from_checkpoint", "sharded/checkpoint-2", out="resumed")
     assert same_weights(resumed, sharded)
+
+
+EVALUATION = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=tiny(), args=args, eval_dataset=data)
+trainer.state.log_history = [{"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0, "learning_rate": 0.0}]
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_evaluation_alone_at_stage_3(tmp_path: Path) -> None:
+    adam = config(3, optimizer=ADAMW)  # which is left out
+    assert close(run(tmp_path, EVALUATION, adam), run(tmp_path, EVALUATION, None, out="plain"))
+
+
+DPO = """
+import datasets
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+
+(args,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+def text(ids):
+    return "".join(f" w{index}" for index in ids.tolist())
+
+trainer = DPOTrainer(
+    model=tiny(),
+    ref_model=tiny(),                                       # goes to initialize without an optimizer
+    args=args,
+    train_dataset=datasets.Dataset.from_list(
+        [{"prompt": text(ids[:4]), "chosen": text(ids[4:6]), "rejected": text(ids[6:])} for ids in rows()]
+    ),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
+)
+trainer.train()
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="tests with TRL")
+    assert close(run(tmp_path, DPO, config(3), "--bf16", "0"), run(tmp_path, DPO, None, "--bf16", "0", out="plain"))
