@@ -529,5 +529,6 @@ def test_ranks_with_and_without_an_optimizer_are_refused() -> None:
 
 def test_initialize_without_parameters_says_what_takes_its_place() -> None:
     config = {"train_micro_batch_size_per_gpu": 1}
+    model = Net()
     with pytest.raises(ValueError, match=r"there is no optimizer; .*shardcore\.shard\(model, None\)"):
-        shardcore.initialize(model=Net(), config=config)
+        shardcore.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -7,6 +7,7 @@ model.safetensors.index.json. Each is written under another name, synced and ren
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -238,6 +239,21 @@ def state_dict_of(engine: Engine, tensors: Mapping[str, Tensor], values: Iterato
     model = engine.model
     named = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
     return {name: found[name_of[tensor]] for name, tensor in named.items() if name_of[tensor] in found}
+
+
+def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in; {} elsewhere. Collective."""
+    found: OrderedDict[str, torch.Tensor] = (
+        OrderedDict()
+    )  # a state dict's type, by which Accelerate knows that tensors may be tied
+    tensors = as_trained(engine, exclude_frozen)
+
+    def keep(values: Iterator[torch.Tensor]) -> list[Path]:
+        found.update(state_dict_of(engine, tensors, values))
+        return []
+
+    on_first_rank(engine, tensors, keep)
+    return found
 
 
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:

@@ -39,7 +39,7 @@ class Config:
     dynamic, None without fp16. offload: "cpu" or None, for states; ratio: their share; params: the same for weights.
     scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none. steps_per_print: None
     for never. tensorboard and so on: these sections; None if not enabled. given: dotted paths that the user wrote. accepted:
-    of the keys that mean nothing here, a line for each reason.
+    of the keys that mean nothing here, a line for each reason. source: the configuration as it was given.
     """
 
     train_batch_size: int | None = None
@@ -76,6 +76,7 @@ class Config:
     flops_profiler: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)
+    source: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def batch_sizes(self, world_size: int) -> BatchSizes:
         """Derive the missing batch sizes; ValueError if they contradict each other or are too few."""
@@ -160,6 +161,8 @@ def _walk(given: Any, where: str, found: _Found) -> None:
         if is_note(str(name)):
             continue
         if path in found.seen:
+            if "." in str(name) and path in KEYS and KEYS[path].kind == "accepted":
+                continue  # TRL writes sizes, without effect here, beside the section: "zero_optimization.reduce_bucket_size"
             found.problems.append(ValueError(f"{OP}: config {path} is given in two spellings; expected one"))
             continue
         found.seen.add(path)
@@ -229,6 +232,7 @@ def read_config(config: Any, args: Any = None) -> Config:
     if not isinstance(given, Mapping):
         raise TypeError(f"{OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
     found = _Found()
+    source = given
     given = _translated(given, found.problems)
     _walk(given, "", found)
     values = found.values
@@ -253,6 +257,7 @@ def read_config(config: Any, args: Any = None) -> Config:
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
         optimizer=_adam_options(values) if "optimizer" in values else None,
         given=frozenset(values),
+        source=source,
         accepted=tuple(f"{', '.join(paths)}: {why}" for why, paths in found.accepted.items()),
     )
 

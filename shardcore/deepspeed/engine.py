@@ -7,14 +7,21 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, as_trained, on_first_rank, state_dict_of, write_model
+from shardcore.checkpoint.consolidate import (
+    MAX_SHARD_BYTES,
+    as_trained,
+    on_first_rank,
+    state_dict_of,
+    whole_state_dict,
+    write_model,
+)
 from shardcore.checkpoint.directory import LATEST, replacing
 from shardcore.checkpoint.load import Wanted, is_there, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, named_parameters, write_checkpoint
@@ -48,10 +55,132 @@ class ShardedLoader(DataLoader[Any]):
         return super().__iter__()
 
 
+_NO_OPTIMIZER = (
+    '{}: there is no optimizer; expected initialize(optimizer=...), or {{"optimizer": {{"type": "Adam"}}}} in config '
+    "(without one a model only runs forward)"
+)
+
+
+class ForwardEngine:
+    """A sharded model that only runs forward, of `initialize` without an optimizer. Other attributes are those of `module`."""
+
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    training_dataloader: "ShardedLoader | None" = None
+
+    def __init__(self, module: nn.Module, core: Engine, config: Config) -> None:
+        """Wrap what `shard` returned; see initialize."""
+        self.module = module
+        self.device: torch.device = core.device
+        self._core, self._config = core, config
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the attribute of `module`."""
+        if name == "module":  # not set yet: a copy under construction
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
+        low = self._config.autocast
+        with nullcontext() if low is None else torch.autocast(self.device.type, DTYPES[low]):
+            return self.module(*inputs, **kwargs)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Refuse: there is nothing to train."""
+        raise ValueError(_NO_OPTIMIZER.format("backward"))
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
+        """Refuse: there is nothing to resume. (`module_state_dict` has the weights.)"""
+        raise ValueError(_NO_OPTIMIZER.format("save_checkpoint"))
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Refuse: there is nothing to train."""
+        raise ValueError(_NO_OPTIMIZER.format("step"))
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module's evaluation mode."""
+        return self.train(False)
+
+    def zero_optimization_stage(self) -> int:
+        """Return the ZeRO stage."""
+        return self._config.stage
+
+    def fp16_enabled(self) -> bool:
+        """Whether weights train in float16."""
+        return self._config.fp16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether weights train in bfloat16."""
+        return self._config.bf16
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Return the configuration as it was given (the model's own is `module.config`)."""
+        return self._config.source
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the configuration lets whole weights be gathered to save them at stage 3."""
+        return self._config.gathers_to_save
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: a sharded model is not compiled as a whole."""
+        raise NotImplementedError(
+            "compile: torch.compile is asked for around the whole model; expected it around its blocks: "
+            "for block in blocks: block.compile()"
+        )
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train."""
+        return self._core.comm.world_size
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the full state dict of the model, from the masters. Collective."""
+        full = self.module.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
+            full = {name: value for name, value in full.items() if name not in frozen}
+        return dict(full)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return the full state dict on rank 0, on the CPU, in the dtypes that weights train in; None elsewhere. Collective.
+
+        Raises ValueError, as DeepSpeed does, if the configuration says that weights are not to be gathered.
+        """
+        if not self._config.gathers_to_save:
+            raise ValueError(
+                "_zero3_consolidated_16bit_state_dict: config zero_optimization.stage3_gather_16bit_weights_on_model_save is "
+                "false; expected true"
+            )
+        return whole_state_dict(self._core, exclude_frozen_parameters) or None
+
+    def destroy(self) -> None:
+        """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
+        finish_saving(self._core)
+
+
 _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 
-class TrainingEngine:
+class TrainingEngine(ForwardEngine):
     """A sharded model with its optimizer, scheduler and micro-step counter. Other attributes are those of `module`.
 
     global_steps: optimizer steps, skipped ones included. micro_steps: calls of step().
@@ -74,12 +203,12 @@ class TrainingEngine:
         """Wrap what `shard` returned; see initialize."""
         core = optimizer._engine
         assert isinstance(core, Engine)
-        self.module, self.optimizer, self.lr_scheduler = module, optimizer, lr_scheduler
-        self.training_dataloader = training_dataloader
-        self.device: torch.device = core.device
+        super().__init__(module, core, config)
+        self.optimizer: AdamOptimizer = optimizer
+        self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.global_steps = self.micro_steps = 0
         self._skipped_before = optimizer.skipped_steps
-        self._core, self._config, self._sizes = core, config, sizes
+        self._sizes = sizes
         self._seen = 0  # how many of the core's backwards, which gave this rank a gradient, there were at the last step()
         self._ran = False  # backward() was called since then
         self._divided = 0  # how many of them since the last boundary were by engine.backward, this engine's or another's
@@ -92,18 +221,10 @@ class TrainingEngine:
         self._loss: torch.Tensor | None = None  # sum of the scaled losses since the last boundary
         self._inside_no_sync = False
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the attribute of `module`."""
-        if name == "module":  # not set yet: a copy under construction
-            raise AttributeError(name)
-        return getattr(self.module, name)
-
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
-        low = self._config.autocast
-        cast = nullcontext() if low is None else torch.autocast(self.device.type, DTYPES[low])
-        with self._report.part("forward"), self._report.operations(self.global_steps + 1), cast:
-            return self.module(*inputs, **kwargs)
+        with self._report.part("forward"), self._report.operations(self.global_steps + 1):
+            return super().__call__(*inputs, **kwargs)
 
     forward = __call__
 
@@ -219,15 +340,6 @@ class TrainingEngine:
         self._seen = self._divided = self._scaled = 0
         self._ran = False
 
-    def train(self, mode: bool = True) -> "TrainingEngine":
-        """Set the module's training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> "TrainingEngine":
-        """Set the module's evaluation mode."""
-        return self.train(False)
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next step() updates the weights."""
         counted = (self.micro_steps + 1) % self._sizes.accumulation == 0
@@ -266,53 +378,18 @@ class TrainingEngine:
         """Return the micro-steps per optimizer step."""
         return self._sizes.accumulation
 
-    def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage."""
-        return self._config.stage
-
-    def fp16_enabled(self) -> bool:
-        """Whether weights train in float16."""
-        return self._config.fp16
-
-    def bfloat16_enabled(self) -> bool:
-        """Whether weights train in bfloat16."""
-        return self._config.bf16
-
     def gradient_clipping(self) -> float:
         """Return the global norm that gradients are clipped to; 0 for none."""
         return self._config.gradient_clipping
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its machine, as its launcher set LOCAL_RANK; 0 without a launcher."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks train."""
-        return self._core.comm.world_size
 
     @property
     def global_samples(self) -> int:
         """How many samples all ranks have trained on."""
         return self.global_steps * self._sizes.train
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the full state dict of the model, from the masters. Collective."""
-        full = self.module.state_dict()
-        if exclude_frozen_parameters:
-            frozen = {name for name, param in named_parameters(self.module) if not self._core.trains(param)}
-            full = {name: value for name, value in full.items() if name not in frozen}
-        return dict(full)
-
     def destroy(self) -> None:
         """Wait for what goes on in the background. (Memory is freed with the model and the optimizer.) Collective."""
-        finish_saving(self._core)
+        super().destroy()
         self.optimizer.synchronize()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------

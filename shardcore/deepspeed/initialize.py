@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from shardcore.api import agree, shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed.config import BatchSizes, Config, read_config
-from shardcore.deepspeed.engine import ShardedLoader, TrainingEngine
+from shardcore.deepspeed.engine import ForwardEngine, ShardedLoader, TrainingEngine
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
@@ -29,6 +29,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
 
 logger = logging.getLogger("shardcore")
@@ -70,7 +71,9 @@ def initialize(
         started already. mpu, mesh_param: model and sequence parallelism, which have to be of 1 rank.
     materialize: fills a model built under `torch.device("meta")`, as in shard (in place of DeepSpeed's zero.Init).
 
-    The engine is a TrainingEngine; without training_data and lr_scheduler the last two of the tuple are None.
+    The engine is a TrainingEngine. Without an optimizer, and without model_parameters, training_data and lr_scheduler, as
+    libraries call it for a model that is only evaluated, it is a ForwardEngine, whose backward is refused, and the others are
+    None. Without training_data and lr_scheduler the last two of the tuple are None.
     Starts torch.distributed from the environment if it is not initialized: from torchrun's variables, or those of mpirun or
     srun, for which RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are then set (over several nodes mpirun must pass
     MASTER_ADDR, the host of rank 0). Without any of these the world is this process. With CUDA the backend is nccl and the
@@ -89,20 +92,26 @@ def initialize(
     comm = Comm()
     problem: Exception | None = None
     entries: list[str] = []
+    given: Any = None
     try:
         settings = read_config(config, args)
         _check_parallelism(mpu, mesh_param)
         sizes = settings.batch_sizes(comm.world_size)
         check_model(model, settings)
-        given = _optimizer(model, model_parameters, settings, optimizer)
+        trains = settings.optimizer is not None or any(
+            thing is not None for thing in (optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
+        )
+        if trains:
+            given = _optimizer(model, model_parameters, settings, optimizer)
         _check_scheduler(lr_scheduler, given, optimizer)
         loader = _loader(training_data, collate_fn, sizes, comm, settings.dataloader_drop_last)
         scheduler = lr_scheduler(given) if _is_function(lr_scheduler) else lr_scheduler
-        if scheduler is None and settings.scheduler is not None:
+        if given is not None and scheduler is None and settings.scheduler is not None:
             scheduler = make_scheduler(*settings.scheduler, given)
         monitor = MonitorMaster({name: getattr(settings, name) for name in MONITORS}, comm.rank)
         entries = [f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.compare]
         samples: Any = () if loader is None else loader.dataset
+        entries.append(f"an optimizer: {trains}")
         entries.append(f"training_data of {len(samples)} samples")
     except Exception as error:  # of any kind: user functions run here, and the other ranks are waiting
         problem = error
@@ -122,6 +131,9 @@ def initialize(
         accumulate=sizes.accumulation,
         materialize=materialize,
     )
+    if adam is None:
+        forward_only: Any = ForwardEngine(model, engine_of(model), settings), None, None, None
+        return forward_only  # type: ignore[no-any-return]
     return TrainingEngine(model, adam, scheduler, loader, settings, sizes, monitor), adam, loader, scheduler
 
 

@@ -2,33 +2,43 @@
 
 The modules that scripts import (deepspeed.zero, deepspeed.ops.adam, deepspeed.accelerator, ...) are made of the functions
 below; `MODULES` lists what each has. `install` registers them under a package's name: shardcore's at its import, and with
-`shardcore run --as-deepspeed` also deepspeed's. What is not here is an ImportError or AttributeError, as in any package.
-Source: the public API of https://deepspeed.readthedocs.io, 0.19.8.
+`shardcore run --as-deepspeed`, or `install_as_deepspeed`, also deepspeed's. What is not here is an ImportError or
+AttributeError, as in any package.
+Source: the public API of https://deepspeed.readthedocs.io, 0.19.8; and what transformers 5.24, accelerate 1.15, TRL 1.16 and
+PEFT 0.21 use of it.
 """
 
 import argparse
+import enum
+import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from itertools import count
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore.api import full_grad, full_state
 from shardcore.deepspeed import lr_schedules, zero_to_fp32
-from shardcore.deepspeed.engine import TrainingEngine
+from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.engine.engine import Engine
 from shardcore.optim import CPUAdam, FusedAdam
 from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
+
+VERSION = "0.19.8"  # of DeepSpeed, whose names these are; what asks for deepspeed's version after install_as_deepspeed gets it
 
 
 # --- the package itself -----------------------------------------------------------------------------------------------
@@ -79,21 +89,60 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
 
 
 class Init:
-    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`."""
+    """A context in which DeepSpeed cuts weights as they are made. Here they are made as anywhere, and cut by `initialize`.
+
+    Parameters made in it are numbered, and so the same ones on all ranks: see gathered_parameters.
+    """
 
     def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
-        """Log how a model that does not fit into host memory is built. The arguments mean nothing here."""
+        """Start torch.distributed, and log how a model that does not fit into host memory is built.
+
+        The other arguments mean nothing here.
+        """
         if enabled:
+            init_distributed()
             logger.warning(
                 "zero.Init: weights are made in full in host memory, and sharded by initialize; for a model that does not fit "
                 'there build it under torch.device("meta"), and give initialize(materialize=...)'
             )
+            for param in () if module is None else module.parameters():
+                _number(module, "", param)
+        self._enabled = enabled
+        self._hook: Any = None
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Number the parameters that are made from here on."""
+        if self._enabled:
+            self._hook = register_module_parameter_registration_hook(_number)
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing."""
+        """End it."""
+        if self._hook is not None:
+            self._hook.remove()
+
+
+_numbers = count()
+
+
+def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
+    """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave it so.)"""
+    if param is not None and not hasattr(param, "_shardcore_number"):
+        param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the weights of a parameter are there, or sharded (stage 3): `param.ds_status`, after install_as_deepspeed."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
+def _status_of(param: nn.Parameter) -> ZeroParamStatus:
+    """Return the status of a parameter of a sharded model; AttributeError for any other."""
+    if not isinstance(engine_of(param), Engine):
+        raise AttributeError("ds_status")
+    is_there = param.untyped_storage().nbytes() > 0
+    return ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
@@ -103,23 +152,69 @@ def gathered_parameters(
     """Keep parameters unsharded inside the context. Collective.
 
     params: a parameter, several, or a module. modifier_rank: the rank whose edits in place count; None: edits, if there are
-    any, have to be the same on all ranks. Parameters that are not sharded are left as they are.
+    any, have to be the same on all ranks. Parameters that were made in `Init`, and are not sharded yet, are taken from
+    modifier_rank at the end: libraries fill them on that rank alone. All others, and None, are left as they are.
     """
     given = params.parameters() if isinstance(params, nn.Module) else [params] if isinstance(params, nn.Parameter) else params
-    chosen = [param for param in given if isinstance(engine_of(param), Engine)] if enabled else []
-    engine: Engine | None = engine_of(chosen[0]) if chosen else None
+    asked = {param for param in given if param is not None} if enabled else set()
+    engine: Engine | None = next((of for of in map(engine_of, asked) if isinstance(of, Engine)), None)
+    # In an order that all ranks have: a library may pass a set.
+    chosen = [] if engine is None else [param for param in engine.model.parameters() if param in asked]
+    made = sorted(
+        (p for p in asked if engine_of(p) is None and hasattr(p, "_shardcore_number")), key=lambda p: p._shardcore_number
+    )
     unsharder = None if engine is None else engine.unsharder
     with nullcontext() if unsharder is None else unsharder.full_params(set(chosen)):
         before = [param._version for param in chosen]
         yield
-        if modifier_rank is not None and dist.is_initialized() and dist.get_world_size() > 1:
+        if modifier_rank is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        if chosen:
             edited = torch.tensor([param._version != old for param, old in zip(chosen, before, strict=True)])
-            edited = edited.to(chosen[0].device) if chosen else edited
+            edited = edited.to(chosen[0].device)
             dist.broadcast(edited, modifier_rank)
             for param, is_edited in zip(chosen, edited.tolist(), strict=True):
                 if is_edited:  # masters of others keep what the weights have lost in rounding
                     dist.broadcast(param.detach(), modifier_rank)
                     torch.autograd.graph.increment_version(param)
+        device = _accelerator.current_device_name() if dist.get_backend() == "nccl" else "cpu"
+        for param in made:
+            value = param.detach().to(device).contiguous()
+            dist.broadcast(value, modifier_rank)
+            param.detach().copy_(value)  # nothing, if it is the same memory
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    """Return the modules of these classes (or names of classes), and change nothing.
+
+    It has DeepSpeed gather such a module, a mixture of experts, as a whole. Here a whole block is gathered at once already.
+    Raises ValueError if there are none.
+    """
+    found = [m for m in model.modules() if type(m) in leaf_module_classes or type(m).__name__ in leaf_module_classes]
+    if not found:
+        raise ValueError(f"set_z3_leaf_modules: the model has no module of {list(leaf_module_classes)}; expected one or more")
+    return found
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """Return nested dicts, lists and tuples with their tensors copied to `device`; tied ones are one copy.
+
+    A file of the copies has no more than these.
+    """
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        place = item.device, item.data_ptr(), item.dtype, item.shape, item.stride()
+        if item.numel() == 0 or place not in made:
+            made[place] = item.detach().clone().to(device)
+        return made[place]
+    if isinstance(item, list | tuple):
+        return type(item)(_cloned(entry, device, made) for entry in item)
+    if isinstance(item, Mapping):
+        return type(item)({key: _cloned(entry, device, made) for key, entry in item.items()})  # type: ignore[call-arg]
+    return item
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -331,15 +426,20 @@ _FRAGMENTS = {
     function.__name__: function for function in (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state)
 }
 _ADAMS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": DeepSpeedFusedAdam}
-_SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
+_SCHEDULES = {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES} | {
+    "VALID_LR_SCHEDULES": list(lr_schedules.VALID_LR_SCHEDULES)
+}
 _CHECKPOINTING = {function.__name__: function for function in (checkpoint, configure, is_configured)}
+_ZERO = {
+    "Init": Init,
+    "GatheredParameters": gathered_parameters,
+    "register_external_parameter": register_external_parameter,
+    "unregister_external_parameter": register_external_parameter,
+}
 MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module comes before what is in it
-    "zero": {
-        "Init": Init,
-        "GatheredParameters": gathered_parameters,
-        "register_external_parameter": register_external_parameter,
-        "unregister_external_parameter": register_external_parameter,
-    },
+    "zero": _ZERO,
+    "checkpoint": {},
+    "checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "checkpointing": _CHECKPOINTING,
     "accelerator": {"get_accelerator": get_accelerator},
     "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
@@ -347,11 +447,19 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "ops": {},
     "ops.adam": _ADAMS,
     "runtime": {},
-    "runtime.engine": {"DeepSpeedEngine": TrainingEngine},
+    "runtime.engine": {"DeepSpeedEngine": ForwardEngine},
     "runtime.lr_schedules": _SCHEDULES,
+    "runtime.zero": _ZERO,
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": ZeroParamStatus,
+        # What DeepSpeed's Init puts around torch.empty and the like. transformers replaces it, for its own effect inside Init;
+        # Init here changes none of torch's functions.
+        "zero_wrapper_for_fp_tensor_constructor": None,
+    },
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "utils": {"logger": logger, "log_dist": log_dist, **_FRAGMENTS},
+    "utils": {"logger": logger, "log_dist": log_dist, "set_z3_leaf_modules": set_z3_leaf_modules, **_FRAGMENTS},
     "utils.groups": _GROUPS,
     "utils.logging": {"logger": logger, "log_dist": log_dist},
     "utils.zero_to_fp32": {name: value for name, value in vars(zero_to_fp32).items() if name.endswith("checkpoint")}
@@ -364,7 +472,7 @@ TOP: dict[str, Any] = {
     "init_inference": init_inference,
     "get_accelerator": get_accelerator,
     "log_dist": log_dist,
-    "DeepSpeedEngine": TrainingEngine,
+    "DeepSpeedEngine": ForwardEngine,
 }
 
 
@@ -372,10 +480,83 @@ def install(package: ModuleType) -> None:
     """Give a package these names, and register its modules, so that `from package.ops.adam import FusedAdam` works."""
     vars(package).update(TOP)
     for path, names in MODULES.items():
-        name = f"{package.__name__}.{path}"
-        module = ModuleType(name, f"Names of DeepSpeed's {path}, over shardcore.")
-        module.__path__ = []  # a package, which other modules may be in
+        module = _module(f"{package.__name__}.{path}", f"Names of DeepSpeed's {path}, over shardcore.")
         vars(module).update(names)
         above, _, own = path.rpartition(".")
         setattr(sys.modules[f"{package.__name__}.{above}"] if above else package, own, module)
-        sys.modules[name] = module
+
+
+def _module(name: str, text: str) -> ModuleType:
+    """Register and return a new package without files, which importlib.util.find_spec finds."""
+    module = module_from_spec(ModuleSpec(name, None, is_package=True))
+    module.__doc__ = text
+    sys.modules[name] = module
+    return module
+
+
+# --- as deepspeed -----------------------------------------------------------------------------------------------------
+
+
+class _Metadata(importlib.metadata.Distribution):
+    """What importlib.metadata has of an installed package, where libraries look for DeepSpeed and its version."""
+
+    _FILES: Mapping[str, str] = {
+        "METADATA": f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: shardcore under DeepSpeed's names\n",
+        "top_level.txt": "deepspeed\n",
+    }
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of a file of the metadata."""
+        return self._FILES.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        """Refuse: there are no files."""
+        raise FileNotFoundError(f"deepspeed: there is no file {path}: these are shardcore's modules (--as-deepspeed)")
+
+
+class _Finder:
+    """In sys.meta_path: has an installed DeepSpeed hidden from this process, and says what shardcore does not have."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that is not in `MODULES`."""
+        if name.startswith("deepspeed."):
+            own = name.removeprefix("deepspeed.")
+            raise ModuleNotFoundError(
+                f"No module named {name!r}: deepspeed is shardcore in this process (--as-deepspeed), which has no counterpart "
+                f"of DeepSpeed's {own}",
+                name=name,
+            )
+        return None
+
+    @classmethod
+    def find_distributions(cls, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Yield the metadata of "deepspeed", if it is asked for."""
+        asked = getattr(context, "name", None)
+        if asked is None or asked.lower() == "deepspeed":
+            yield _Metadata()
+
+
+def install_as_deepspeed() -> None:
+    """Let `import deepspeed` mean shardcore in this process alone, whether or not DeepSpeed is installed.
+
+    Call it before transformers and accelerate are imported, since they look for DeepSpeed as they are. A second call does
+    nothing. Raises RuntimeError if DeepSpeed, or one of these, is imported already.
+    """
+    if any(isinstance(finder, type) and issubclass(finder, _Finder) for finder in sys.meta_path):
+        return
+    early = [name for name in ("deepspeed", "accelerate", "transformers") if name in sys.modules]
+    if early:
+        why = (
+            "the real DeepSpeed would be in use beside shardcore" if early[0] == "deepspeed" else "it has looked for DeepSpeed"
+        )
+        raise RuntimeError(
+            f"install_as_deepspeed: {early[0]} is imported already, so {why}; expected the call (or shardcore run "
+            "--as-deepspeed) before any such import"
+        )
+    package = _module("deepspeed", "shardcore under DeepSpeed's names: see shardcore.deepspeed.names.")
+    vars(package).update(__version__=VERSION, version=VERSION)
+    install(package)
+    nn.Parameter.ds_status = property(_status_of)  # type: ignore[attr-defined]  # TRL asks it of the model's own parameters
+    sys.meta_path.insert(0, _Finder)
+    importlib.invalidate_caches()

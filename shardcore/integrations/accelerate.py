@@ -8,7 +8,6 @@ Tested with accelerate 1.15.0.
 """
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs
 from torch import nn
 
 from shardcore.api import no_sync, shard
-from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_dict_of
+from shardcore.checkpoint.consolidate import whole_state_dict
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.save import save
@@ -280,19 +279,6 @@ def check_model(model: nn.Module, stage: int) -> None:
                 f"shard: {name} is quantized ({param.dtype}) at stage 3, which would have to cut it into shards; expected "
                 "stage 0, 1 or 2 (adapters over it are sharded there), or weights that are not quantized"
             )
-
-
-def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
-    """Return an ordinary state dict on rank 0, on the CPU, in the dtypes that weights train in; {} elsewhere. Collective."""
-    found: OrderedDict[str, torch.Tensor] = OrderedDict()  # by which Accelerate knows that tied tensors may be in it
-    tensors = as_trained(engine, exclude_frozen)
-
-    def keep(values: Iterator[torch.Tensor]) -> list[Path]:
-        found.update(state_dict_of(engine, tensors, values))
-        return []
-
-    on_first_rank(engine, tensors, keep)
-    return found
 
 
 def _params_of(optimizer: Any) -> Iterable[torch.Tensor]:

@@ -61,6 +61,7 @@ _OPTIONS: tuple[tuple[str, str, type, str], ...] = (
     ("--no_local_rank", "", bool, "do not pass --local_rank=N to the program"),
     ("--module -m", "", bool, "PROGRAM is a module, as in python -m"),
     ("--no_python", "", bool, "PROGRAM is no Python file: run it as it is"),
+    ("--as_deepspeed", "", bool, "where the program, or a library, imports deepspeed, it gets shardcore (docs/huggingface.md)"),
     ("--max_restarts", "N", int, "after a failure start all ranks again, up to N times (default: 0)"),
     ("--node_rank", "N", int, "start only this machine's ranks: it is number N, from 0, of --num_nodes or of the hostfile"),
     ("--no_ssh", "", bool, "as DeepSpeed's launcher has it: goes with --node_rank, which says the same"),
@@ -119,6 +120,7 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
         program=[options.program, *options.arguments],
         kind=kind,
         local_rank=not options.no_local_rank,
+        before=["shardcore.deepspeed.names:install_as_deepspeed"] if options.as_deepspeed else (),
         master_port=options.master_port or 0,
         bind_cores=options.bind_cores_to_rank,
         core_list=parse_cores(options.bind_core_list) if options.bind_core_list else (),
@@ -161,6 +163,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"run: --master_port is {options.master_port}; expected at most 65535")
     if options.module and options.no_python:
         raise ValueError("run: --module and --no_python are both given; expected one of them")
+    if options.as_deepspeed and options.no_python:
+        raise ValueError("run: --as_deepspeed and --no_python are both given; expected a Python program, whose imports change")
     if options.bind_core_list and not options.bind_cores_to_rank:
         raise ValueError("run: --bind_core_list is given without --bind_cores_to_rank; expected both")
     if (options.include or options.exclude) and (options.num_nodes or options.num_gpus):

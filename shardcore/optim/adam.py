@@ -5,6 +5,7 @@ Invariants: a step checks everything before it writes anything. After shardcore.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -178,6 +179,12 @@ class AdamOptimizer(torch.optim.Optimizer):
         if self._engine is not None:
             self._engine.settle()
         return self._skipped_so_far()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate reads it. Waits for that norm."""
+        norm = None if self._engine is None else self._engine.last_grad_norm
+        return norm is not None and not math.isfinite(norm)
 
     def _count_skip(self, count: int = 1) -> int:
         """Count skipped steps, and return how many there were until then."""

@@ -92,11 +92,38 @@ def _refused(kind: type[Exception], says: str, config: dict[str, Any] | None = N
         start(ds_config() if config is None else config, **options)
 
 
+def _forward_only(rank: int, world_size: int, stage: int, low: str) -> bool:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "bf16": {"enabled": low == "bf16"}}
+    config["scheduler"] = {"type": "WarmupLR", "params": {}}
+    model, plain = make_net(seed=rank), make_net(seed=0)
+    engine, optimizer, loader, scheduler = shardcore.initialize(model=model, config=config)
+    assert (optimizer, loader, scheduler, engine.optimizer) == (None, None, None, None)
+    assert isinstance(engine, shardcore.DeepSpeedEngine)
+    x, _ = batch_of(0, 0, rank)
+    with torch.no_grad():
+        same = torch.equal(
+            engine.eval()(x), plain.to(torch.bfloat16 if low == "bf16" else torch.float32)(x.bfloat16() if low == "bf16" else x)
+        )
+    for refused in (lambda: engine.backward(torch.ones(())), engine.step):
+        with pytest.raises(ValueError, match="there is no optimizer"):
+            refused()
+    assert engine.train().module.training
+    assert engine.zero_optimization_stage() == stage
+    engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("low", ["fp32", "bf16"])
+def test_without_an_optimizer_a_model_only_runs_forward(stage: int, low: str) -> None:
+    assert all(run_ranks(2, _forward_only, stage, low))
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")
     _refused(ValueError, "optimizer is given and config has an optimizer too", optimizer=shardcore.FusedAdam)
-    _refused(ValueError, "there is no optimizer", plain)
+    _refused(ValueError, "there is no optimizer", plain, model=model, model_parameters=model.parameters())
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
     _refused(TypeError, "optimizer is a SGD", plain, optimizer=torch.optim.SGD)

@@ -1,0 +1,376 @@
+"""shardcore run --as-deepspeed: scripts of Trainer and TRL that know nothing of shardcore, and import deepspeed.
+
+Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests ON_CPU starts the scripts, with gloo.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardcore.deepspeed import names
+from tests.support.huggingface import tiny_gpt2
+
+for needed in ("transformers", "accelerate"):
+    pytest.importorskip(needed, reason="tests with Trainer")
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = """
+import runpy, sys
+from accelerate import PartialState
+PartialState._prepare_backend = lambda self, cpu, sagemaker, backend=None: ("gloo", None)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+HEAD = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+
+def tiny():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1)
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+def rows():
+    return list(torch.randint(3, 40, (64, 8), generator=torch.Generator().manual_seed(1)))
+
+def finish(trainer):
+    trainer.save_model()
+    if trainer.args.process_index == 0:
+        log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        found = {name: [entry[name] for entry in log] for name in ("loss", "grad_norm", "learning_rate")}
+        with open(trainer.args.output_dir + "/log.json", "w") as file:
+            json.dump(found, file)
+    torch.distributed.destroy_process_group()               # gloo's threads, left to the interpreter's end, may abort there
+"""
+TRAINER = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=tiny(), args=args, train_dataset=data, eval_dataset=data[:8])
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.evaluate()
+finish(trainer)
+"""
+ZERO = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+CONFIG: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
+WARMUP = {name: "auto" for name in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")}
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True, **ZERO, **more.pop("zero", {})}
+    return {**CONFIG, "zero_optimization": zero, **more}
+
+
+def run(folder: Path, text: str, ds: dict[str, Any] | None, *words: str, out: str = "out", ranks: int = 2) -> dict[str, Any]:
+    """Run a script under shardcore run, with DeepSpeed's configuration or (None) plain DDP; return its log and weights."""
+    (folder / "train.py").write_text(HEAD + text)
+    (folder / "cpu.py").write_text(ON_CPU)
+    (folder / "ds.json").write_text(json.dumps(ds))
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "RANK", "WORLD_SIZE"))}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "true"}
+    command = [sys.executable, "-m", "shardcore", "run", "--num_gpus", str(ranks), "--no_local_rank"]
+    if ds is None:
+        command += ["train.py", "--use_cpu", "1"]
+    else:
+        own["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        command += ["--as-deepspeed", "cpu.py", "train.py", "--deepspeed", "ds.json"]
+    settings = {
+        "output_dir": out, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
+        "report_to": "none", "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5, "disable_tqdm": 1,
+        "logging_nan_inf_filter": 0,
+    }  # fmt: skip
+    for name, value in settings.items():
+        if f"--{name}" not in words:
+            command += [f"--{name}", str(value)]
+    done = subprocess.run([*command, *words], cwd=folder, env={**clean, **own}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    result: dict[str, Any] = json.loads((folder / out / "log.json").read_text())
+    for name in ("model", "adapter_model"):
+        file = folder / out / f"{name}.safetensors"
+        if file.exists():
+            result["weights"] = load_file(file)
+    result["said"] = done.stdout + done.stderr
+    return result
+
+
+def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    a, b = one["weights"], other["weights"]
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[key] == pytest.approx(other[key], rel=1e-5) for key in ("loss", "grad_norm", "learning_rate"))
+
+
+# --- one process --------------------------------------------------------------------------------------------------------
+
+
+def _python(text: str) -> str:
+    head = "from shardcore.deepspeed.names import VERSION, install_as_deepspeed\n"
+    done = subprocess.run(
+        [sys.executable, "-c", head + textwrap.dedent(text)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+def test_imports_and_metadata_are_shardcores() -> None:
+    text = """
+        import importlib.metadata, importlib.util, sys
+        install_as_deepspeed()
+        install_as_deepspeed()
+        import deepspeed, shardcore
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        from deepspeed import comm, zero
+        assert deepspeed.initialize is shardcore.initialize and deepspeed.zero is zero
+        for name in ("deepspeed", "deepspeed.zero", "deepspeed.ops.adam"):
+            assert importlib.util.find_spec(name) is sys.modules[name].__spec__ is not None
+        assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == VERSION
+        assert importlib.metadata.packages_distributions()["deepspeed"][0] == "deepspeed"
+        assert importlib.metadata.version("torch") != VERSION
+        from accelerate.utils import is_deepspeed_available
+        from accelerate.utils.versions import compare_versions
+        assert is_deepspeed_available() and compare_versions("deepspeed", ">=", "0.16.4")
+        from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+        assert HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 3}}).is_zero3()
+        print("yes")
+    """
+    assert _python(text) == "yes\n"
+
+
+def test_what_is_not_there_is_said() -> None:
+    said = _python("install_as_deepspeed()\nimport deepspeed.moe.layer")
+    assert said.strip().splitlines()[-1] == (
+        "ModuleNotFoundError: No module named 'deepspeed.moe': deepspeed is shardcore in this process (--as-deepspeed), which "
+        "has no counterpart of DeepSpeed's moe"
+    )
+    assert "ImportError: cannot import name 'PipelineModule'" in _python(
+        "install_as_deepspeed()\nfrom deepspeed import PipelineModule"
+    )
+
+
+def test_nothing_is_changed_on_import() -> None:
+    text = """
+        import sys, shardcore
+        import torch
+        assert "deepspeed" not in sys.modules and not hasattr(torch.nn.Parameter, "ds_status")
+        assert not any("shardcore" in str(finder) for finder in sys.meta_path)
+        print("yes")
+    """
+    assert _python(text) == "yes\n"
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
+def test_it_is_refused_where_it_comes_too_late(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")  # the real ones take seconds to import
+    said = _python(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport {name}\ninstall_as_deepspeed()")
+    assert f"RuntimeError: install_as_deepspeed: {name} is imported already" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_a_real_deepspeed_is_refused() -> None:
+    said = _python("import os\nos.environ['DS_ACCELERATOR'] = 'cpu'\nimport deepspeed\ninstall_as_deepspeed()")
+    assert "the real DeepSpeed would be in use beside shardcore" in said
+
+
+def test_copies_keep_ties() -> None:
+    weight = torch.ones(3)
+    made = names.clone_tensors_for_torch_save({"a": weight, "b": [weight, (weight[:1], 5)], "c": torch.empty(0)})
+    assert made["a"] is made["b"][0]
+    assert made["b"][1][1] == 5
+    assert made["b"][1][0].untyped_storage().nbytes() == 4, "no more than what is asked for"
+    made["a"].zero_()
+    assert weight.sum() == 3
+
+
+# --- Trainer ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(tmp_path_factory.mktemp("ddp"), TRAINER, None)
+
+
+@pytest.mark.slow
+def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, ddp: dict[str, Any]) -> None:
+    two = run(tmp_path, TRAINER, config(2), out="two")
+    three = run(tmp_path, TRAINER, config(3), out="three")
+    assert len(two["loss"]) == 4
+    assert min(two["grad_norm"]) > 0.5, "clipped at every step"
+    assert close(two, ddp)
+    assert close(three, ddp)
+    assert same_weights(two, three)
+    resumed = run(tmp_path, TRAINER, config(3), "--resume_from_checkpoint", "three/checkpoint-2", out="resumed")
+    assert same_weights(resumed, three)
+    assert resumed["grad_norm"] == three["grad_norm"]
+    unclipped = run(tmp_path, TRAINER, config(3), "--max_grad_norm", "1000", out="unclipped")
+    assert not close(unclipped, ddp), "the twin without clipping"
+
+
+@pytest.mark.slow
+def test_the_configurations_own_optimizer_and_scheduler_with_offload(tmp_path: Path) -> None:
+    def of(offload: str) -> dict[str, Any]:
+        zero = {"offload_optimizer": {"device": offload}}
+        return config(3, zero=zero, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+
+    here = run(tmp_path, TRAINER, of("none"), "--warmup_steps", "2", out="here")
+    there = run(tmp_path, TRAINER, of("cpu"), "--warmup_steps", "2", out="there")
+    assert same_weights(here, there)
+    assert here["learning_rate"] == there["learning_rate"]
+    assert max(here["learning_rate"]) == pytest.approx(0.01)
+    assert min(here["learning_rate"]) == 0.0, "DeepSpeed's scheduler, not Trainer's"
+    again = run(
+        tmp_path, TRAINER, of("cpu"), "--warmup_steps", "2", "--resume_from_checkpoint", "there/checkpoint-2", out="again"
+    )
+    assert same_weights(again, there)
+    own = run(tmp_path, TRAINER, config(2, zero={"offload_optimizer": {"device": "cpu"}}), out="own")
+    kept = run(tmp_path, TRAINER, config(2), out="kept")
+    assert same_weights(own, kept), "torch's AdamW, which Accelerate replaces by DeepSpeedCPUAdam"
+
+
+FROM_PRETRAINED = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(args.process_index)                       # ranks are to agree all the same
+model = AutoModelForCausalLM.from_pretrained("saved")
+fresh = AutoModelForCausalLM.from_config(model.config)
+sums = torch.tensor([sum(param.double().sum() for param in each.parameters()) for each in (model, fresh)])
+if args.deepspeed:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    assert is_deepspeed_zero3_enabled()
+    others = [torch.empty_like(sums) for _ in range(args.world_size)]
+    torch.distributed.all_gather(others, sums.detach())
+    assert all(torch.equal(sums, other) for other in others), others
+model.resize_token_embeddings(48, mean_resizing=False)
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+trainer.train()
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path) -> None:
+    tiny_gpt2().save_pretrained(tmp_path / "saved")
+    words = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "1")
+    sharded = run(tmp_path, FROM_PRETRAINED, config(3), *words, out="sharded")
+    plain = run(tmp_path, FROM_PRETRAINED, None, *words, out="plain")
+    assert sharded["weights"]["transformer.wte.weight"].shape[0] == 48
+    assert sharded["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), "new rows are random"
+
+
+@pytest.mark.slow
+def test_overflow_of_float16_steps_no_scheduler(tmp_path: Path) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 1000}
+    found = run(tmp_path, TRAINER, config(2, fp16=fp16), "--fp16", "1")
+    assert found["learning_rate"][0] == found["learning_rate"][1] == 0.01, "the first steps are skipped"
+
+
+@pytest.mark.slow
+def test_a_model_without_its_weights_says_where_they_are(tmp_path: Path) -> None:
+    found = run(tmp_path, TRAINER, config(3, zero={"stage3_gather_16bit_weights_on_model_save": False}))
+    assert "weights" not in found, "as with DeepSpeed: only sharded"
+    assert (tmp_path / "out" / "latest").exists()
+
+
+SFT = """
+import datasets, peft
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+(args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+trainer = SFTTrainer(
+    model=tiny(),
+    args=args,
+    train_dataset=datasets.Dataset.from_list([{"input_ids": ids.tolist()} for ids in rows()]),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
+    peft_config=lora if args.run_name == "lora" else None,
+)
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_trl_at_stage_3(kind: str, tmp_path: Path) -> None:
+    for needed in ("trl", "peft"):
+        pytest.importorskip(needed, reason="tests with TRL and PEFT")
+    words = ("--bf16", "0", "--run_name", kind)
+    plain = run(tmp_path, SFT, None, *words, out="plain")
+    sharded = run(tmp_path, SFT, config(3), *words, out="sharded")
+    assert close(sharded, plain)
+    assert sharded["weights"].keys() == plain["weights"].keys()
+    resumed = run(tmp_path, SFT, config(3), *words, "--resume_from_checkpoint", "sharded/checkpoint-2", out="resumed")
+    assert same_weights(resumed, sharded)
+
+
+EVALUATION = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=tiny(), args=args, eval_dataset=data)
+trainer.state.log_history = [{"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0, "learning_rate": 0.0}]
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_evaluation_alone_at_stage_3(tmp_path: Path) -> None:
+    adam = config(3, optimizer=ADAMW)  # which is left out
+    assert close(run(tmp_path, EVALUATION, adam), run(tmp_path, EVALUATION, None, out="plain"))
+
+
+DPO = """
+import datasets
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+
+(args,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+def text(ids):
+    return "".join(f" w{index}" for index in ids.tolist())
+
+trainer = DPOTrainer(
+    model=tiny(),
+    ref_model=tiny(),                                       # goes to initialize without an optimizer
+    args=args,
+    train_dataset=datasets.Dataset.from_list(
+        [{"prompt": text(ids[:4]), "chosen": text(ids[4:6]), "rejected": text(ids[6:])} for ids in rows()]
+    ),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
+)
+trainer.train()
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="tests with TRL")
+    assert close(run(tmp_path, DPO, config(3), "--bf16", "0"), run(tmp_path, DPO, None, "--bf16", "0", out="plain"))
