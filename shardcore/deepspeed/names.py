@@ -480,7 +480,10 @@ def install(package: ModuleType) -> None:
     """Give a package these names, and register its modules, so that `from package.ops.adam import FusedAdam` works."""
     vars(package).update(TOP)
     for path, names in MODULES.items():
-        module = _module(f"{package.__name__}.{path}", f"Names of DeepSpeed's {path}, over shardcore.")
+        name = f"{package.__name__}.{path}"
+        module = sys.modules.get(name)  # shardcore.checkpoint is a package of its own
+        if module is None:
+            module = _module(name, f"Names of DeepSpeed's {path}, over shardcore.")
         vars(module).update(names)
         above, _, own = path.rpartition(".")
         setattr(sys.modules[f"{package.__name__}.{above}"] if above else package, own, module)

@@ -35,6 +35,13 @@ def test_modules_have_deepspeeds_names() -> None:
             of_peer, ours = getattr(of_peer, part), getattr(ours, part)
 
 
+def test_shardcores_own_packages_stay() -> None:
+    assert deepspeed.checkpoint.__file__ is not None
+    assert deepspeed.checkpoint.load.load is deepspeed.load
+    code = "import shardcore, sys; from shardcore.checkpoint import safetensors, consolidate; import shardcore.checkpoint.utils"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+
+
 def test_what_is_not_there_is_an_import_error() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"shardcore\.moe"):
         __import__("shardcore.moe.layer")

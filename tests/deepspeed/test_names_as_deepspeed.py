@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from shardcore.deepspeed import names
-from tests.support.huggingface import tiny_gpt2
 
-for needed in ("transformers", "accelerate"):
+for needed in ("transformers", "accelerate", "safetensors"):
     pytest.importorskip(needed, reason="tests with Trainer")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from tests.support.huggingface import tiny_gpt2  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = """
