@@ -87,9 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _info()
     if parsed.command == "run":
         try:
-            return launch.run(parsed)
+            status = launch.run(parsed)
         except (ValueError, OSError) as error:
             runner.error(str(error))
+        if arguments is None:  # this process is the command's: threads of torch's agent and store may abort its end (2.13)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        return status
     if parsed.command == "estimate":
         try:
             return estimate.run(parsed, _columns)
