@@ -268,6 +268,7 @@ def _late(rank: int, world_size: int, store: str) -> str:
         return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_wait_for_other_ranks_ends_at_the_groups_timeout(tmp_path: Any) -> None:
     first, _ = run_ranks(2, _late, str(tmp_path / "store"))
     assert "waiting for the other ranks failed" in first

@@ -120,7 +120,7 @@ def _diverge(rank: int, world_size: int, what: str, stage: int, nccl: bool) -> t
         return "no error", time.monotonic() - began
 
 
-@pytest.mark.parametrize("nccl", [False, True], ids=["gloo", "as nccl"])
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
 @pytest.mark.parametrize(("what", "stage"), [(what, stage) for what, (_, stages, _) in DIFFERENT.items() for stage in stages])
 def test_what_can_never_end_is_an_error_that_names_it(what: str, stage: int, nccl: bool) -> None:
     answers = [said for said, _ in run_ranks(3, _diverge, what, stage, nccl)]
@@ -273,6 +273,7 @@ time.sleep(rank)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_though_the_store_is_gone() -> None:
     """Rank 0, which serves it, ends first; nothing of ours connects to it at the end."""
     port = free_port()
@@ -303,6 +304,7 @@ time.sleep(0.2)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_the_watchdog_is_inside_a_store() -> None:
     """Without an end of its thread two of three such processes abort."""
     processes = [subprocess.Popen([sys.executable, "-c", _IN_STORE]) for _ in range(4)]

@@ -25,6 +25,7 @@ from benchmarks.adam_kinds import check_same_work
 from examples import arguments, machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", ["equal", "own"])
 def test_cpu_adam(tmp_path, run_main, pages):
     options = ["--sizes", "4K", "1001", "--rounds", "2", "--threads", "1", "--pause", "0", "--pages", pages]
