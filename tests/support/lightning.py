@@ -1,5 +1,6 @@
 """Trainers and Fabrics over the ranks of a test, and the plain loops whose bits they have to have. Needs both packages."""
 
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,8 @@ def module_of(package: str = "lightning", **changes: Any) -> Any:
 
 
 def environment(package: str, rank: int, world_size: int) -> Any:
+    # Lightning sets the number of threads otherwise, and a matrix product over others has other bits.
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     base = PACKAGES[package].fabric.plugins.environments.LightningEnvironment
     methods = {
         "creates_processes_externally": property(lambda self: True),
