@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from shardcore.api import agree, shard
 from shardcore.checkpoint.materialize import Materialize
-from shardcore.deepspeed.config import BatchSizes, Config, read_config
+from shardcore.deepspeed import checkpointing
+from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
 from shardcore.deepspeed.engine import ForwardEngine, ShardedLoader, TrainingEngine
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
-from shardcore.deepspeed.options import shard_options
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
@@ -121,6 +121,8 @@ def initialize(
         problem = None  # as in shard
     if settings.log_level is not None:
         logger.setLevel(settings.log_level.upper())
+    if "activation_checkpointing.cpu_checkpointing" in settings.given:
+        checkpointing.configure(checkpoint_in_cpu=settings.cpu_checkpointing)
     if comm.rank == 0:
         _explain(settings, lr_scheduler)
     model, adam = shard(

@@ -423,9 +423,10 @@ KEYS: dict[str, Key] = {
     **_below(
         "comms_logger",
         {
-            "enabled": _honoured(_flag, "log collectives and their bytes by kind, with each line of progress"),
+            "enabled": _honoured(_flag, "log how often each collective was started, with each line of progress"),
             **dict.fromkeys(
-                ("verbose", "prof_all", "prof_ops", "debug"), _accepted("collectives are counted by kind (shardcore estimate)")
+                ("verbose", "prof_all", "prof_ops", "debug"),
+                _accepted("all collectives are counted (their bytes: shardcore estimate)"),
             ),
         },
     ),

@@ -13,7 +13,7 @@ import enum
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shardcore.api import full_grad, full_state
 from shardcore.deepspeed import lr_schedules, zero_to_fp32
+from shardcore.deepspeed.checkpointing import checkpoint, configure, is_configured
 from shardcore.deepspeed.engine import ForwardEngine
 from shardcore.deepspeed.initialize import initialize, start_process_group
 from shardcore.engine.engine import Engine
@@ -219,42 +219,6 @@ def _cloned(item: Any, device: torch.device | str, made: dict[Any, torch.Tensor]
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: a parameter that another module uses is gathered with its unit."""
-
-
-# --- checkpointing (of activations) -----------------------------------------------------------------------------------
-
-_saved_on_cpu = False
-_is_configured = False
-
-
-def configure(
-    mpu_: Any = None,
-    deepspeed_config: Any = None,
-    partition_activations: bool | None = None,
-    contiguous_checkpointing: bool | None = None,
-    num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,
-    synchronize: bool | None = None,
-    profile: bool | None = None,
-) -> None:
-    """Choose whether `checkpoint` keeps its inputs in host memory; the other arguments mean nothing here."""
-    global _saved_on_cpu, _is_configured
-    section = deepspeed_config.get("activation_checkpointing", {}) if isinstance(deepspeed_config, dict) else {}
-    _saved_on_cpu = bool(section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu)
-    _is_configured = True
-
-
-def is_configured() -> bool:
-    """Whether `configure` was called."""
-    return _is_configured
-
-
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` without keeping its activations, which backward computes again: torch.utils.checkpoint's."""
-    if not _saved_on_cpu:
-        return torch_checkpoint(function, *args, use_reentrant=False)
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return torch_checkpoint(function, *args, use_reentrant=False)
 
 
 # --- accelerator ------------------------------------------------------------------------------------------------------

@@ -31,10 +31,9 @@ from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.save import save
 from shardcore.deepspeed.auto import resolve, sizes_by
-from shardcore.deepspeed.config import Config, read_config, read_json
+from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
 from shardcore.deepspeed.initialize import check_model
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
-from shardcore.deepspeed.options import shard_options
 from shardcore.engine.engine import Engine
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
 from shardcore.optim import FusedAdam

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardcore.deepspeed.config import read_config
-from shardcore.deepspeed.options import shard_options
+from shardcore.deepspeed.config import read_config, shard_options
 from shardcore.engine.loss_scale import LossScale
 from tests.support.deepspeed import ds_config
 

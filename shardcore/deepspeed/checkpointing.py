@@ -1,0 +1,49 @@
+"""DeepSpeed's activation checkpointing by its names, over torch.utils.checkpoint.
+
+`initialize` follows the section activation_checkpointing of its configuration by calling `configure`. What DeepSpeed partitions
+over model-parallel ranks is not partitioned: there are none.
+Source: https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from shardcore.deepspeed.config import read_config
+
+_on_cpu: bool | None = None  # whether inputs are kept in host memory; None: `configure` was not called
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Choose whether `checkpoint` keeps its inputs in host memory; the other arguments mean nothing here.
+
+    deepspeed_config: a configuration, or the path of one, whose activation_checkpointing.cpu_checkpointing says so unless
+    checkpoint_in_cpu is given. Raises what `initialize` raises for it.
+    """
+    global _on_cpu
+    configured = deepspeed_config is not None and read_config(deepspeed_config).cpu_checkpointing
+    _on_cpu = bool(configured if checkpoint_in_cpu is None else checkpoint_in_cpu)
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _on_cpu is not None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` without keeping its activations, which backward computes again: torch.utils.checkpoint's."""
+    if not _on_cpu:
+        return torch_checkpoint(function, *args, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+        return torch_checkpoint(function, *args, use_reentrant=False)

@@ -1,0 +1,85 @@
+"""Checkpointed activations: the same gradients, inputs in host memory where a configuration or a call says so."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardcore.deepspeed import checkpointing
+from tests.support.deepspeed import ds_config, start
+from tests.support.models import batch_of, make_net
+
+ON_CPU = {"activation_checkpointing": {"cpu_checkpointing": True}}
+
+
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What is kept in host memory; `configure` is forgotten before and after."""
+    monkeypatch.setattr(checkpointing, "_on_cpu", None)
+    found: list[torch.Tensor] = []
+
+    @contextmanager
+    def recording(pin_memory: bool) -> Iterator[None]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", recording)
+    return found
+
+
+def gradients(net: Any, checkpointed: bool) -> tuple[list[torch.Tensor], int]:
+    calls = []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return net(x)
+
+    x = batch_of(0, 0, 0)[0].requires_grad_()
+    (checkpointing.checkpoint(run, x) if checkpointed else run(x)).sum().backward()
+    found = [param.grad.clone() for param in net.parameters()]
+    net.zero_grad()
+    return found, len(calls)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_gradients_are_the_same_and_activations_are_computed_again(on_cpu: bool, kept: list[torch.Tensor]) -> None:
+    net = make_net()
+    expected, once = gradients(net, False)
+    checkpointing.configure(None, checkpoint_in_cpu=on_cpu)
+    found, twice = gradients(net, True)
+    assert (once, twice) == (1, 2)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert [tensor.shape for tensor in kept] == ([batch_of(0, 0, 0)[0].shape] if on_cpu else []), "inputs alone are kept"
+
+
+def test_a_configuration_says_where_inputs_are_kept(tmp_path: Path, kept: list[torch.Tensor]) -> None:
+    assert not checkpointing.is_configured()
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ON_CPU))
+    for given in (ON_CPU, path):
+        checkpointing.configure(None, deepspeed_config=given)
+        gradients(make_net(), True)
+        assert kept, given
+        kept.clear()
+    checkpointing.configure(None, deepspeed_config=ON_CPU, checkpoint_in_cpu=False)
+    gradients(make_net(), True)
+    assert not kept
+    assert checkpointing.is_configured()
+    with pytest.raises(ValueError, match=r"activation_checkpointing\.cpu_checkpoints is not supported"):
+        checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpoints": True}})
+
+
+def test_initialize_follows_its_configuration(kept: list[torch.Tensor]) -> None:
+    start(ds_config())
+    assert not checkpointing.is_configured(), "what a script has configured stays"
+    start(ds_config(**ON_CPU))
+    gradients(make_net(), True)
+    assert kept
