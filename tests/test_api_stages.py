@@ -264,6 +264,7 @@ def _compiled(rank: int, world_size: int, how: str, stage: int, overlap: bool) -
     return hash_of_training(*train(rank, Run(stage=stage, steps=3, shard={"overlap_step": overlap}), model)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_compiled_blocks(how: str) -> None:
     hashes = [set(run_ranks(2, _compiled, how, stage, overlap)) for stage, overlap in ((2, False), (2, True), (3, False))]

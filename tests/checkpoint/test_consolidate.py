@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import shardcore
 import shardcore.dcp
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
+from tests.support.choice import combinations
 from tests.support.models import Run, error_of, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -41,8 +42,7 @@ def _write(rank: int, world_size: int, folder: str, stage: int, dtype: Any) -> d
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("stage", "dtype"), combinations([0, 2, 3], [None, torch.bfloat16], meet=1))
 def test_a_plain_model_loads_the_files(tmp_path: Path, stage: int, dtype: Any) -> None:
     expected = run_ranks(2, _write, str(tmp_path), stage, dtype)[0]
     files = consolidate(tmp_path / "saved", tmp_path / "checkpoint", dtype=dtype, max_shard_bytes=8192)

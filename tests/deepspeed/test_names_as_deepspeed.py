@@ -159,6 +159,7 @@ def test_imports_and_metadata_are_shardcores() -> None:
     assert _python(text) == "yes\n"
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_said() -> None:
     said = _python("install_as_deepspeed()\nimport deepspeed.moe.layer")
     assert said.strip().splitlines()[-1] == (
@@ -181,7 +182,9 @@ def test_nothing_is_changed_on_import() -> None:
     assert _python(text) == "yes\n"
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
+@pytest.mark.parametrize(
+    "name", ["deepspeed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate", "transformers"))]
+)
 def test_it_is_refused_where_it_comes_too_late(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("")  # the real ones take seconds to import

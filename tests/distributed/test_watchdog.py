@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import shardcore
 from shardcore.distributed import comm, watchdog
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
+from tests.support.choice import some
 from tests.support.groups import as_on_nccl
 from tests.support.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import context, free_port, run_ranks, start
@@ -170,12 +172,13 @@ def _out_of_memory(rank: int, world_size: int, stage: int, where: str, point: in
 
 
 POINTS = [("reduction", 0, 2), ("reduction", 2, 3), ("reduction", 3, 5), ("state_dict", 1, 2), ("state_dict", 3, 2)]
+HERE = [("reduction", 2, 3, True), ("reduction", 3, 5, False), ("state_dict", 1, 2, True), ("state_dict", 3, 2, False)]
 
 
 # gloo's own collectives, which stand in for NCCL's, end the process where sizes differ: as they do at stage 3.
 @pytest.mark.parametrize(
     ("where", "stage", "point", "nccl"),
-    [(*point, nccl) for point in POINTS for nccl in (False, True) if point[1] < 3 or not nccl],
+    some([(*point, nccl) for point in POINTS for nccl in (False, True) if point[1] < 3 or not nccl], HERE),
 )
 def test_an_error_that_one_rank_catches_ends_all(where: str, stage: int, point: int, nccl: bool) -> None:
     """Or training goes on, where the messages that were left out are those of a whole pass: to one hash on all ranks."""
@@ -199,7 +202,7 @@ def _leaves(rank: int, world_size: int, nccl: bool) -> str:
         return "no error"
 
 
-@pytest.mark.parametrize("nccl", [False, True], ids=["gloo", "as nccl"])
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
 def test_a_rank_whose_engine_is_gone_is_not_waited_for(nccl: bool) -> None:
     waiting, gone, _ = run_ranks(3, _leaves, nccl)
     assert waiting.startswith(NEVER)
@@ -258,6 +261,7 @@ def _gathers_objects(rank: int, world_size: int) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_rank_that_unpickles_what_others_sent_is_waited_for() -> None:
     assert len({*run_ranks(2, _gathers_objects)}) == 1
 
@@ -360,14 +364,17 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
 WHATS = ["skips the last unit", "has no backward", "evaluates", "reads"]
 
 
-@pytest.mark.parametrize(("what", "trained"), [("skips a unit", 0), *((what, trained) for what in WHATS for trained in (0, 2))])
+@pytest.mark.parametrize(
+    ("what", "trained"),
+    some([("skips a unit", 0), *product(WHATS, (0, 2))], [("skips a unit", 0), *zip(WHATS, [0, 2, 2, 0], strict=True)]),
+)
 def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trained: int) -> None:
     """Before the order is known, and after."""
     for error in run_ranks(3, _different, what, trained):
         assert NEVER_ENDS.match(error), error
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
 def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
@@ -447,7 +454,7 @@ def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, a
         return "nothing"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("what", "precision", "accumulate"),
     [

@@ -258,6 +258,7 @@ stepped(model, optimizer, 0, 1)
 """
 
 
+@pytest.mark.slow
 def test_fork_and_exit_with_a_step_in_flight() -> None:
     # torch's own threads do not survive a fork; Python 3.12 and newer warn of it.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore::DeprecationWarning"}

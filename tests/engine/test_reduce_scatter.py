@@ -51,7 +51,7 @@ def _twice(received: torch.Tensor) -> None:
     received.mul_(2.0)
 
 
-@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), (2, False)])
+@pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_two_ranks_in_float32_have_the_bits_of_the_ordered_sum(accumulate: int, sync_each: bool | None) -> None:
     """a + b is b + a: with two ranks there is one order of adding."""
     common = {"sync_each": sync_each, "clip_grad_norm": 0.5}

@@ -20,7 +20,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import BufferPool
 from shardcore.estimate import Prediction, predict
 from shardcore.estimate.predict import _States, _Step
-from tests.support.choice import some
+from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, loss_of, train
 from tests.support.ranks import run_ranks
 
@@ -164,10 +164,9 @@ def fits(run: Run) -> bool:
     return ("params" not in offload or run.stage == 3) and ("gradients" not in offload or run.stage > 0)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("stage", "world_size"), combinations([0, 1, 2, 3], [1, 2, 4], meet=1))
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_prediction_is_what_ranks_keep_and_send(world_size: int, stage: int, every: int) -> None:
+def test_prediction_is_what_ranks_keep_and_send(stage: int, world_size: int, every: int) -> None:
     if world_size == 2:
         every = min(every, 2)
     only_here = [run for run in CASES if "params" in (run.shard.get("offload") or {})] if world_size == 2 and stage == 3 else []
@@ -185,7 +184,8 @@ def test_one_rank_keeps_gradients_as_they_are(stage: int) -> None:
     assert differences(predicted(0, 1, run), measured[0]) == []
 
 
-@pytest.mark.parametrize(("stage",), some(zip(range(4)), [(3,)]))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
 def test_prediction_for_ranks_in_nodes_and_for_what_a_few_ranks_keep(stage: int) -> None:
     runs = [replace(run, stage=stage) for run in LAYOUTS if stage == 3 or "reshard_after_forward" not in run.shard]
     runs = [run for run in runs if fits(run)]

@@ -86,6 +86,7 @@ def test_io(tmp_path, run_main, no_fio):
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "its files are gone"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
 def test_io_beside_fio(tmp_path, run_main):
     run_main(bench_io, *io_options(tmp_path))

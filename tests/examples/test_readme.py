@@ -24,12 +24,13 @@ def python_blocks(*pages):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pages", "count"),
     [
         (["README.md"], 1),
         (["docs/guide.md", "docs/deepspeed.md"], 9),
-        pytest.param(["docs/huggingface.md"], 2, marks=pytest.mark.slow),
+        (["docs/huggingface.md"], 2),
     ],
 )
 def test_examples_run_over_two_ranks(pages, count, tmp_path):

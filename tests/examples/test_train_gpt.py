@@ -286,6 +286,7 @@ def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
     assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 2
 
 
+@pytest.mark.slow
 def test_help_names_the_choices():
     done = run_program("--help")
     assert done.returncode == 0

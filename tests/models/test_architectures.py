@@ -40,10 +40,11 @@ def _training(name: str, **options: Any) -> Training:
 
 
 ALONE = [pytest.param(name, 1, marks=() if name == "t5" else pytest.mark.slow) for name in ARCHITECTURES]
+TWO = [pytest.param(name, 2, marks=() if name in ("gpt2", "llama_lora") else pytest.mark.slow) for name in ARCHITECTURES]
 FOUR = pytest.param("gpt2", 4, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("name", "world_size"), [*ALONE, *((name, 2) for name in ARCHITECTURES), FOUR])
+@pytest.mark.parametrize(("name", "world_size"), [*ALONE, *TWO, FOUR])
 @pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: int) -> None:
     """Stage 3 goes all the way; the others perhaps a few steps, in which they have its bits."""
@@ -157,7 +158,7 @@ def _generating(rank: int, world_size: int, run: Training) -> tuple[list[int], s
     return model.said, hash_of_training(model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_evaluation_and_generate_between_steps(name: str) -> None:
     results = [answer for stage in (1, 3) for answer in run_ranks(2, _generating, _training(name, stage=stage))]
     assert all(answer == results[0] for answer in results)
@@ -170,6 +171,7 @@ def _compile(model: Any) -> None:
         block.compile(backend="aot_eager")
 
 
+@pytest.mark.slow
 def test_compiled_blocks() -> None:
     runs = [_training("gpt2", stage=stage, steps=3, prepare=_compile) for stage in (1, 3)]
     ranks = run_ranks(2, losses_and_hash, runs)

@@ -48,6 +48,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_whatever_is_in_flight():
     """Each end in a child of one process: importing torch takes longer than ending."""
     script = "signal.alarm(0)  # each child has its own\n"

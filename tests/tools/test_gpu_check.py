@@ -161,6 +161,7 @@ def is_running(pid: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_stopped_with_its_children_and_may_write_what_it_has(run, tmp_path):
     child = "import subprocess, sys; c = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     code = f"""
