@@ -1,7 +1,7 @@
 """Time saving and loading a checkpoint beside torch.save, torch.distributed.checkpoint and fio, and the pause of a save.
 
     shardcore     shardcore.save and load: O_DIRECT, a checksum per 4 MiB, every file and directory synced
-    torch.save    one file, synced afterwards; torch.load, then a copy to where the tensors are
+    torch.save    one file, synced afterwards; torch.load(mmap=True), then a copy to where the tensors are
     dcp           torch.distributed.checkpoint with its FileSystemWriter, which syncs files (sync_files=True)
     huggingface   the same with its HuggingFaceStorageWriter; weights and states by name
     fio           writes, or reads, as many bytes: io_uring, requests of 1 MiB, 16 in flight, O_DIRECT (where it is installed)
@@ -14,7 +14,8 @@ files. Reported are ratios within rounds.
                   much the next step is longer than one without a save
     memory        by how much the resident memory of this process grows, at most, during one save, and one load
 
---dir must be on the disk to measure, with room for five checkpoints of --mib.
+--dir must be on the disk to measure, with room for five checkpoints of --mib. The process holds the state twice, for the peers
+have a copy of their own; HuggingFaceStorageWriter and async_save make a third one, which --peers and --no-pause leave out.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ PEERS = ("torch.save", "dcp", "huggingface")
 class Job:
     """A model with its optimizer, and what every case saves and loads."""
 
-    def __init__(self, mib: int, folder: Path) -> None:
+    def __init__(self, mib: int, folder: Path, peers: Sequence[str] = PEERS) -> None:
+        self.peers = peers
         layers = max(1, round(mib * 2**20 / BYTES_PER_PARAM / (WIDTH * (WIDTH + 1))))
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
@@ -58,12 +60,11 @@ class Job:
         self.model, self.optimizer = shardcore.shard(model, optimizer, 2, precision="bf16", offload={"optimizer": "cpu"})
         self.folder = folder
         self.step()
-        names = [name for name, _ in self.model.named_parameters()]
-        state = self.optimizer.state_dict()["state"]
-        self.tensors: dict[str, torch.Tensor] = {}
-        for number, name in enumerate(names):
-            for key in ("master", "exp_avg", "exp_avg_sq"):
-                self.tensors[f"{name}.{key}"] = state[number][key]
+        self.tensors = {
+            f"{name}.{key}": shardcore.full_state(param, key)
+            for name, param in self.model.named_parameters()
+            for key in ("master", "exp_avg", "exp_avg_sq")
+        }
         self.size_bytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def step(self) -> None:
@@ -98,7 +99,7 @@ class Job:
         shardcore.load(self.folder / "shardcore", self.model, self.optimizer)
 
     def load_torch(self) -> None:
-        for name, value in torch.load(self.folder / "torch.pt", weights_only=True).items():
+        for name, value in torch.load(self.folder / "torch.pt", weights_only=True, mmap=True).items():
             self.tensors[name].copy_(value)
 
     def load_dcp(self) -> None:
@@ -109,8 +110,7 @@ class Job:
 
     def cases(self, what: str) -> dict[str, Callable[[], None]]:
         """Return what to time by name; what: "save" or "load"."""
-        methods = {"shardcore": "shardcore", "torch.save": "torch", "dcp": "dcp", "huggingface": "huggingface"}
-        return {name: getattr(self, f"{what}_{method}") for name, method in methods.items()}
+        return {name: getattr(self, f"{what}_{name.removesuffix('.save')}") for name in ("shardcore", *self.peers)}
 
 
 def drop_cache(folder: Path) -> None:
@@ -212,7 +212,7 @@ def shortfalls(result: dict[str, Any]) -> list[str]:
             target = TARGET_OF_FIO if peer == "fio" else 1.0
             if ratio["median"] < target:
                 found.append(f"{what}: {ratio['median']:.2f} of the speed of {peer}; expected {target:g}")
-    if result["pause"]["ratio"] > TARGET_PAUSE:
+    if "pause" in result and result["pause"]["ratio"] > TARGET_PAUSE:
         found.append(f"pause: {result['pause']['ratio']:.2f} of async_save's; expected {TARGET_PAUSE:g}")
     return found
 
@@ -221,6 +221,8 @@ def main() -> int:
     parser = suite.make_parser("checkpoint", __doc__, rounds=5, pause=0.0)
     parser.add_argument("--mib", type=positive, nargs="+", default=[1024], help="MiB of states (default: 1024)")
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, help="which to compare with (default: all)")
+    parser.add_argument("--no-pause", action="store_true", help="leave out saving in the background")
     options = suite.parse(parser)
     warnings.filterwarnings("ignore", message=".*assuming the intent is.*")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
@@ -229,7 +231,7 @@ def main() -> int:
     for mib in options.mib:
         folder = Path(tempfile.mkdtemp(prefix="bench_checkpoint_", dir=options.dir))
         try:
-            result = of_size(Job(mib, folder), options)
+            result = of_size(Job(mib, folder, options.peers), options)
         finally:
             shutil.rmtree(folder)
         report["sizes"].append(result)
@@ -240,18 +242,37 @@ def main() -> int:
             ratios = result[what]["times_faster_than"]
             row += [str(harness.Spread(**ratios[peer])) if peer in ratios else "-" for peer in ("fio", *PEERS)]
         rows.append(row)
-        pause = result["pause"]
-        print(
-            f"{mib} MiB: pause {pause['shardcore_ms']:.1f} ms (dcp.async_save {pause['dcp_ms']:.1f} ms, ratio "
-            f"{pause['ratio']:.3f}), with what the next step takes longer {pause['with_next_step_ms']}; memory: save "
-            f"{result['grown_mib']['save']:.0f} MiB, load {result['grown_mib']['load']:.0f} MiB"
-        )
+        if "pause" in result:
+            pause = result["pause"]
+            print(
+                f"{mib} MiB: pause {pause['shardcore_ms']:.1f} ms (dcp.async_save {pause['dcp_ms']:.1f} ms, ratio "
+                f"{pause['ratio']:.3f}), with what the next step takes longer {pause['with_next_step_ms']}"
+            )
+        print(f"{mib} MiB: memory: save {result['grown_mib']['save']:.0f} MiB, load {result['grown_mib']['load']:.0f} MiB")
         print("\n".join(shortfalls(result) or ["every target is met"]))
     print("how many times faster than each (fio: a fraction of its rate)")
     print(harness.table(rows))
     harness.write_json(options.out / "checkpoint.json", report)
     dist.destroy_process_group()
     return 0
+
+
+def summary_of_pauses(pauses: dict[str, list[float]]) -> dict[str, Any]:
+    """Return what is reported of `measure_pause`'s."""
+    whole = {
+        name: [
+            call + max(0.0, longer - usual)
+            for call, longer, usual in zip(pauses[name], pauses[f"{name}, step"], pauses["step"], strict=True)
+        ]
+        for name in ("shardcore", "dcp")
+    }
+    return {
+        "seconds": pauses,
+        "shardcore_ms": 1e3 * harness.spread(pauses["shardcore"]).median,
+        "dcp_ms": 1e3 * harness.spread(pauses["dcp"]).median,
+        "ratio": harness.paired(pauses["shardcore"], pauses["dcp"]).median,
+        "with_next_step_ms": {name: 1e3 * harness.spread(samples).median for name, samples in whole.items()},
+    }
 
 
 def of_size(job: Job, options: argparse.Namespace) -> dict[str, Any]:
@@ -268,21 +289,8 @@ def of_size(job: Job, options: argparse.Namespace) -> dict[str, Any]:
                 if peer != "shardcore"
             },
         }
-    pauses = measure_pause(job, options.rounds)
-    whole = {
-        name: [
-            call + max(0.0, longer - usual)
-            for call, longer, usual in zip(pauses[name], pauses[f"{name}, step"], pauses["step"], strict=True)
-        ]
-        for name in ("shardcore", "dcp")
-    }
-    result["pause"] = {
-        "seconds": pauses,
-        "shardcore_ms": 1e3 * harness.spread(pauses["shardcore"]).median,
-        "dcp_ms": 1e3 * harness.spread(pauses["dcp"]).median,
-        "ratio": harness.paired(pauses["shardcore"], pauses["dcp"]).median,
-        "with_next_step_ms": {name: 1e3 * harness.spread(samples).median for name, samples in whole.items()},
-    }
+    if not options.no_pause:
+        result["pause"] = summary_of_pauses(measure_pause(job, options.rounds))
     result["grown_mib"] = {what: grown_bytes(job.cases(what)["shardcore"]) / 2**20 for what in ("save", "load")}
     return result
 

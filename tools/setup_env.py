@@ -2,7 +2,8 @@
 
 Called by the Makefile with the machine's python3; needs only the standard library. If that Python already has a fitting torch
 it is the one used, nothing is downloaded and nothing is installed into it: the extension is built into shardcore/ and found
-through PYTHONPATH. Otherwise .venv gets torch and the ``dev`` packages of pyproject.toml. What is up to date is left alone.
+through PYTHONPATH. Otherwise .venv gets torch, the ``dev`` packages of pyproject.toml and the command shardcore. What is up to
+date is left alone.
 Writes build/python: the path of the Python to use.
 """
 
@@ -100,8 +101,18 @@ def use_venv(torch_requirement: str) -> str:
     pip.append("--no-user")  # PIP_USER=1 is common on clusters
     run([*pip, *requirements], "pip could not install the requirements (no network? TORCH=... picks another torch)", quiet=True)
     compile_packages(python)
+    add_shardcore(python)
     stamp.write_text(json.dumps(wanted))
     return str(python)
+
+
+def add_shardcore(python: Path) -> None:
+    """Let .venv find the package in this checkout, and its command: .venv/bin/shardcore. pip would build it once more."""
+    [packages] = (VENV / "lib").glob("python3*/site-packages")
+    (packages / "shardcore.pth").write_text(f"{ROOT}\n")
+    command = VENV / "bin/shardcore"
+    command.write_text(f"#!/bin/sh\nexec '{python}' -P -m shardcore \"$@\"\n")
+    command.chmod(0o755)
 
 
 def compile_packages(python: Path) -> None:

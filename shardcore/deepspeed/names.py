@@ -85,6 +85,14 @@ def init_inference(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def no_moe(*args: Any, **kwargs: Any) -> None:
+    """Refuse: scripts import the names of mixtures of experts in any case, and use them on request."""
+    raise NotImplementedError(
+        "deepspeed.moe: shardcore has no expert parallelism; expected a model with its experts as ordinary modules, which are "
+        "sharded as others are"
+    )
+
+
 # --- zero -------------------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +416,9 @@ MODULES: dict[str, dict[str, Any]] = {  # by path below the package; a module co
     "accelerator": {"get_accelerator": get_accelerator},
     "comm": {name: value for name, value in vars(dist).items() if not name.startswith("_")}
     | {"init_distributed": init_distributed},
+    "moe": {},
+    "moe.layer": {"MoE": no_moe},
+    "moe.utils": {"split_params_into_different_moe_groups_for_optimizer": no_moe},
     "ops": {},
     "ops.adam": _ADAMS,
     "runtime": {},

@@ -43,12 +43,14 @@ def test_shardcores_own_packages_stay() -> None:
 
 
 def test_what_is_not_there_is_an_import_error() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"shardcore\.moe"):
-        __import__("shardcore.moe.layer")
+    with pytest.raises(ModuleNotFoundError, match=r"shardcore\.pipe"):
+        __import__("shardcore.pipe.module")
     with pytest.raises(ImportError, match="OnebitAdam"):
         exec("from shardcore.ops.adam import OnebitAdam")
     with pytest.raises(NotImplementedError, match="shardcore trains only"):
         deepspeed.init_inference()
+    with pytest.raises(NotImplementedError, match="no expert parallelism"):
+        deepspeed.moe.layer.MoE(8)
 
 
 def test_arguments_of_the_command_line() -> None:
@@ -135,6 +137,7 @@ import argparse
 import torch, torch.nn as nn, torch.nn.functional as F
 import shardcore as deepspeed
 from shardcore.accelerator import get_accelerator
+from shardcore.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)

@@ -161,10 +161,10 @@ def test_imports_and_metadata_are_shardcores() -> None:
 
 @pytest.mark.slow
 def test_what_is_not_there_is_said() -> None:
-    said = _python("install_as_deepspeed()\nimport deepspeed.moe.layer")
+    said = _python("install_as_deepspeed()\nimport deepspeed.pipe.module")
     assert said.strip().splitlines()[-1] == (
-        "ModuleNotFoundError: No module named 'deepspeed.moe': deepspeed is shardcore in this process (--as-deepspeed), which "
-        "has no counterpart of DeepSpeed's moe"
+        "ModuleNotFoundError: No module named 'deepspeed.pipe': deepspeed is shardcore in this process (--as-deepspeed), which "
+        "has no counterpart of DeepSpeed's pipe"
     )
     assert "ImportError: cannot import name 'PipelineModule'" in _python(
         "install_as_deepspeed()\nfrom deepspeed import PipelineModule"

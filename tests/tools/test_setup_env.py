@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,7 @@ def made(checkout, monkeypatch):
         commands.append(command)
         if "venv" in command:
             (venv / "bin").mkdir(parents=True, exist_ok=True)
+            (venv / "lib/python3/site-packages").mkdir(parents=True, exist_ok=True)
             (venv / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
             (venv / "bin/python").chmod(0o755)
         elif "torch==9" in command:
@@ -186,3 +188,17 @@ def test_what_pip_installed_is_compiled(made):
     (library / "template.py").write_text("{{ no Python }}\n")
     assert "--no-compile" in made()[1]
     assert [file.name.split(".")[0] for file in library.glob("__pycache__/*.pyc")] == ["good"]
+
+
+def test_the_command_is_in_the_venv(made, tmp_path):
+    made()
+    assert (made.venv / "lib/python3/site-packages/shardcore.pth").read_text() == f"{setup_env.ROOT}\n"
+    found = subprocess.run(
+        ["shardcore", "--version"],
+        cwd=tmp_path,
+        env={"PATH": f"{made.venv}/bin:/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith("shardcore ")
