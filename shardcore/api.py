@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -304,7 +305,7 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     needed = 0
     if tiers.optimizer is not None:
         split(plan.updated, tiers.ratio)
-        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None)
+        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None)
     if tiers.gradients is not None:
         needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
     if tiers.params is not None:
@@ -326,6 +327,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
                 tiers.pin_memory_limit,
                 grads_on_host=tiers.gradients is not None,
                 weights_on_host=tiers.params is not None,
+                nvme_path=None if tiers.path is None else Path(tiers.path),
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
