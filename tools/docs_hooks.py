@@ -1,8 +1,8 @@
-"""Hooks of mkdocs (mkdocs.yml): links that are right on a code host become right in the site.
+"""Hooks of mkdocs (mkdocs.yml), by which links that are right on a code host become right in the site.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. Any other file of the checkout that a page links to is added to
-the site, too: pictures and JSON as they are, text as a page that shows it. A link to what is not there, or to a folder, stays as it
-is, so that mkdocs' own check reports it.
+it, too: pictures and JSON as they are, text as a page that shows it. A link to what is not there, or to a folder, stays as it is,
+so that mkdocs' own check reports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml",
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)(?=[#)])")
 # What a browser would fetch from another host.
-FETCHED = re.compile(r"""<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|(?:@import|url\()\W*https?:""")
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe|source|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|(?:@import|url\()\W*https?:"""
+)
 
 
 def _in_site(path: str) -> str:

@@ -137,10 +137,10 @@ def page() -> str:
 
 
 KINDS = {
-    "honoured": "**Honoured**: what each becomes here.",
-    "accepted": "**Accepted**, without effect: `initialize` logs these reasons, once.",
-    "refused": '**Refused**, unless they are off (`false`, `null`, `{"enabled": false}`): what to do instead.',
-    "removed": "**Removed by DeepSpeed itself**, and refused here, too, unless they are off.",
+    "honoured": "## Honoured\n\nWhat each becomes here.",
+    "accepted": "## Accepted, without effect\n\n`initialize` logs these reasons, once.",
+    "refused": '## Refused\n\nUnless they are off (`false`, `null`, `{"enabled": false}`). What to do instead:',
+    "removed": "## Removed by DeepSpeed itself\n\nThey are refused here, too, unless they are off.",
 }
 KEYS_HEAD = """# Keys of a DeepSpeed configuration
 
@@ -161,7 +161,7 @@ def keys_page() -> str:
             if key.kind == kind:
                 notes.setdefault(key.note, []).append(f"`{path}`")
         rows = [f"| {', '.join(paths)} | {note} |" for note, paths in notes.items()]
-        parts.append("\n".join([title, "", "| key | |", "|---|---|", *rows, ""]))
+        parts.append("\n".join([title, "", "| key | note |", "|---|---|", *rows, ""]))
     others = ", ".join(f"`{old}` for `{new}`" for old, new in ALIASES.items())
     return "\n".join(parts) + f"\nOther spellings: {others}.\n"
 
