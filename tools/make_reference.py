@@ -68,7 +68,7 @@ def _text(thing: Any) -> str:
         elif text and text[-1][:1] in ("-", " ") and not (is_start and ends):
             text.append(f"  {line.strip()}")  # goes on with an item
         else:
-            text += [*([""] if text and (text[-1][:1] in ("-", " ") or is_start and ends) else []), line.strip()]
+            text += [*([""] if text and (text[-1][:1] in ("-", " ") or (is_start and ends)) else []), line.strip()]
         before = line
     return re.sub(r"\n{3,}", "\n\n", "\n".join(text).strip()) + "\n"
 
