@@ -1,8 +1,8 @@
 """Hooks of mkdocs (mkdocs.yml), by which links that are right on a code host become right in the site.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. Any other file of the checkout that a page links to is added
-to it, too: pictures and JSON as they are, text as a page that shows it. A link to what is not there, or to a folder, stays as it
-is, so that mkdocs' own check reports it.
+to it, too: pictures and JSON as they are, text as a page that shows it. A link to a folder, or to what is not there, stays as
+it is, so that mkdocs' own check reports it.
 """
 
 from __future__ import annotations
