@@ -141,7 +141,8 @@ def _store_of_attempt() -> dist.Store | None:
     """Return torchrun's store with other names for each restart; None if its ranks are not all here, or torchrun is not.
 
     torch (2.5 to 2.13, its issue 135712) has the same names in every attempt, so that after a restart ranks may read the
-    addresses of ranks that are dead. Over several nodes restarts are counted apart: docs/guide.md, "Save and resume".
+    addresses of ranks that are dead. Over several nodes restarts are counted apart: docs/checkpoints.md,
+    "Restart after a failure".
     """
     given = os.environ
     if given.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or given["LOCAL_WORLD_SIZE"] != given["WORLD_SIZE"]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,17 @@ HEAD = """# Reference
 
 Every public name, with its docstring. Made by `python -m tools.make_reference`; [guide.md](guide.md) shows how they are used.
 """
+GROUPS = {
+    "Optimizers": ("FusedAdam", "CPUAdam", "clip_grad_norm_"),
+    "Sharding": ("shard", "LossScale", "full_params", "full_grad", "full_state", "no_sync", "memory_report", "MemoryReport"),
+    "Checkpoints": (
+        *("save", "Saving", "load", "Loaded", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),
+        *("dcp.Writer", "dcp.Reader"),
+    ),
+    "DeepSpeed": ("initialize", "TrainingEngine"),
+    "Launching": ("notebook_launcher",),
+    "More": (),  # what is in no other group
+}
 # Made by shardcore's functions, never by users, so how they are made is not shown.
 MADE_BY = {
     TrainingEngine: "initialize",
@@ -29,10 +42,43 @@ MADE_BY = {
     shardcore.MemoryReport: "memory_report",
 }
 LEFT_OUT = {"profile_hook_step", "hold", "start"}  # torch's; what the engine calls of a Saving
+# "name, name: text", and in a section any such line; "Raises", which begins a paragraph of its own.
+ITEM = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.*)")
+ITEM_OF_SECTION = re.compile(r" {4}(\w+(?:, \w+)*): (.*)")
+MARKED = re.compile(r"(`+[^`]*`+)|([*<]|(?<!\w)_|_(?!\w))")  # code, which stays; what Markdown would take for its own
 
 
 def _text(thing: Any) -> str:
-    return f"```text\n{inspect.cleandoc(thing.__doc__ or '')}\n```\n"
+    """Return a docstring as Markdown: paragraphs, and lists of what it says of arguments and errors."""
+    text: list[str] = []
+    in_section, before = False, ""
+    for line in inspect.cleandoc(thing.__doc__ or "").splitlines():
+        line = MARKED.sub(lambda found: found[1] or "\\" + found[2], line)
+        is_start = before == "" or before[-1] in ".:)"
+        ends = line.startswith(("Raises ", "Returns ", "Source: "))
+        item = (ITEM_OF_SECTION if in_section else ITEM).fullmatch(line) if is_start else None
+        if line in ("Args:", "Raises:"):
+            text += ["", f"**{line}**", ""]
+            in_section = True
+        elif item:
+            text += [*([] if in_section or text[-1:] == [""] or text[-1][:1] in "- " else [""]), f"- `{item[1]}`: {item[2]}"]
+        elif line == "":
+            text.append("")
+            in_section = False
+        elif text and text[-1][:1] in ("-", " ") and not (is_start and ends):
+            text.append(f"  {line.strip()}")  # goes on with an item
+        else:
+            text += [*([""] if text and (text[-1][:1] in ("-", " ") or (is_start and ends)) else []), line.strip()]
+        before = line
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(text).strip()) + "\n"
+
+
+def _code(call: str) -> str:
+    return f"```python\n{textwrap.fill(call, 100, subsequent_indent='    ', break_long_words=False)}\n```\n"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w-]", "", title.lower())
 
 
 def _signature(name: str, thing: Any) -> str:
@@ -44,7 +90,8 @@ def _signature(name: str, thing: Any) -> str:
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
-        shown.append(f"{'**' if parameter.kind is parameter.VAR_KEYWORD else ''}{parameter.name}{default}")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        shown.append(f"{stars}{parameter.name}{default}")
     return f"{name}({', '.join(shown)})"
 
 
@@ -62,31 +109,38 @@ def page() -> str:
     """Return the text of the page."""
     parts, shown = [HEAD], set[int]()
     public = {name: getattr(shardcore, name) for name in shardcore.__all__} | {"TrainingEngine": TrainingEngine}
-    for name in sorted(public, key=lambda name: (name != "FusedAdam", name)):  # before CPUAdam, which has the same methods
-        thing = public[name]
-        if not callable(thing):
-            continue
-        if thing in MADE_BY:
-            parts.append(f"## {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}")
-        else:
-            parts.append(f"## shardcore.{name}\n\n`{_signature(name, thing)}`\n\n{_text(thing)}")
-        for method, of in _methods(thing) if isinstance(thing, type) else ():
-            own = id(inspect.unwrap(of))  # torch wraps step per class when an optimizer is first made
-            if own in shown or method in LEFT_OUT:
-                continue
-            shown.add(own)
-            title = method if isinstance(of, property) else _signature(method, of)
-            parts.append(f"### {name}.{method}\n\n`{title}`\n\n{_text(of)}")
-    for thing in (shardcore.dcp.Writer, shardcore.dcp.Reader):  # torch calls their methods
-        parts.append(f"## shardcore.dcp.{thing.__name__}\n\n`{_signature(thing.__name__, thing)}`\n\n{_text(thing)}")
+    public |= {"dcp.Writer": shardcore.dcp.Writer, "dcp.Reader": shardcore.dcp.Reader}
+    grouped = {name for names in GROUPS.values() for name in names}
+    others = [name for name in sorted(public) if name not in grouped and callable(public[name])]
+    for group, names in GROUPS.items():
+        if names or others:
+            parts.append(f"## {group}\n")
+        for name in names or others:
+            thing = public[name]
+            if thing in MADE_BY:
+                parts.append(f"### {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}")
+            else:
+                parts.append(f"### shardcore.{name}\n\n{_code(_signature(name, thing))}\n{_text(thing)}")
+            methods: dict[str, Any] = {}
+            for method, of in _methods(thing) if isinstance(thing, type) and not name.startswith("dcp.") else ():
+                own = id(inspect.unwrap(of))  # torch wraps step per class when an optimizer is first made
+                if own not in shown and method not in LEFT_OUT:  # CPUAdam has those of FusedAdam
+                    shown.add(own)
+                    methods[method] = of
+            if len(methods) > 3:
+                links = ", ".join(f"[{method}](#{_anchor(f'{name}.{method}')})" for method in methods)
+                parts.append(f"Methods and properties: {links}.\n")
+            for method, of in methods.items():
+                title = "A property.\n" if isinstance(of, property) else _code(_signature(method, of))
+                parts.append(f"#### {name}.{method}\n\n{title}\n{_text(of)}")
     return "\n".join(parts)
 
 
 KINDS = {
-    "honoured": "**Honoured**: what each becomes here.",
-    "accepted": "**Accepted**, without effect: `initialize` logs these reasons, once.",
-    "refused": '**Refused**, unless they are off (`false`, `null`, `{"enabled": false}`): what to do instead.',
-    "removed": "**Removed by DeepSpeed itself**, and refused here, too, unless they are off.",
+    "honoured": "## Honoured\n\nWhat each becomes here.",
+    "accepted": "## Accepted, without effect\n\n`initialize` logs these reasons, once.",
+    "refused": '## Refused\n\nUnless they are off (`false`, `null`, `{"enabled": false}`). What to do instead:',
+    "removed": "## Removed by DeepSpeed itself\n\nThey are refused here, too, unless they are off.",
 }
 KEYS_HEAD = """# Keys of a DeepSpeed configuration
 
@@ -107,7 +161,7 @@ def keys_page() -> str:
             if key.kind == kind:
                 notes.setdefault(key.note, []).append(f"`{path}`")
         rows = [f"| {', '.join(paths)} | {note} |" for note, paths in notes.items()]
-        parts.append("\n".join([title, "", "| key | |", "|---|---|", *rows, ""]))
+        parts.append("\n".join([title, "", "| key | note |", "|---|---|", *rows, ""]))
     others = ", ".join(f"`{old}` for `{new}`" for old, new in ALIASES.items())
     return "\n".join(parts) + f"\nOther spellings: {others}.\n"
 

@@ -1,4 +1,4 @@
-"""The Python example of the README; those of the guide and the page about DeepSpeed, which are one script; Hugging Face's."""
+"""The Python example of the README; those of the guide and the pages after it, which are one script; Hugging Face's."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def python_blocks(*pages):
     ("pages", "count"),
     [
         (["README.md"], 1),
-        (["docs/guide.md", "docs/deepspeed.md"], 9),
+        ([f"docs/{page}.md" for page in ("guide", "checkpoints", "meta_models", "optimizers", "deepspeed")], 9),
         (["docs/huggingface.md"], 2),
     ],
 )
@@ -56,7 +56,7 @@ class Run:
     """A model in training, that the guide's functions save and resume."""
 
     def __init__(self, seed, stage):
-        (source,) = (block for block in python_blocks("docs/guide.md") if "def resume" in block)
+        (source,) = (block for block in python_blocks("docs/checkpoints.md") if "def resume" in block)
         self.functions = {"shardcore": shardcore}
         exec(source.partition('\nsave("')[0], self.functions)
         model = make_net(seed)
