@@ -159,7 +159,8 @@ def shard(
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
             least number of parameters per unit.
-        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there; beside it
+        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
+            {"optimizer": "nvme", "path": DIR} keeps them in a file, which is read and written chunk by chunk; beside it
             "gradients": "cpu" (stages 1 to 3), "params": "cpu" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
             "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32

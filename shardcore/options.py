@@ -162,9 +162,9 @@ class OffloadOptions:
     """What is kept in host memory or in files, and how.
 
     optimizer: the tier of states and masters ("cpu", or "nvme": in a file under the directory `path`), or None: beside the
-    weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at most
-    device_memory_limit bytes of states stay. gradients: the tier of reduced gradients, or None: on the device.
-    params: the same of the shards of weights.
+    weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
+    chosen after a few steps, so that at most device_memory_limit bytes of states stay. gradients: the tier of reduced
+    gradients, or None: on the device. params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave.

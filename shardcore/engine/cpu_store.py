@@ -1,8 +1,8 @@
 """Optimizer states off the device: updated on the CPU, chunk by chunk, with the same bits as on the device.
 
-States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step copies each chunk of the reduced gradient to the host (and of weights, unless
-float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is
-still separate memory, so that the copies can be tested without a GPU.
+States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step copies each chunk of the
+reduced gradient to the host (and of weights, unless float32 masters replace them), runs the same Adam kernel there, and copies
+the new weights back. On CPU ranks the tier is still separate memory, so that the copies can be tested without a GPU.
 
 Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied back. So there are two staging
 buffers for gradients, and three for weights, used in turn; one for weights is used again when its last copy back is done. Only
@@ -94,7 +94,7 @@ class HostStates:
         return range_of(self._states[bucket], start, numel)
 
     def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
-        """Yield (start, numel, states to be written to) of each part of a range; they are kept once the next one is asked for."""
+        """Yield (start, numel, states to write to) of each part of a range; they are kept once the next one is asked for."""
         yield start, numel, self.kept(bucket, start, numel)
 
     def shrink(self, bucket: Bucket) -> Kept:
@@ -156,8 +156,8 @@ class CpuStore:
         nvme_path: a directory, in a file of which the states are.
         """
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
-        self._files = None if nvme_path is None else nvme_states.NvmeStates(
-            buckets, nvme_path, partial(self.copies.empty, pinned=False)
+        self._files = (
+            None if nvme_path is None else nvme_states.NvmeStates(buckets, nvme_path, partial(self.copies.empty, pinned=False))
         )
         self._states: HostStates | nvme_states.NvmeStates = self._files or HostStates(
             buckets, self.copies, staging_numel(buckets, chunk_numel)

@@ -131,7 +131,9 @@ def memory_lines(
         yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
     if store.scratch_bytes + grad_staging_bytes:
-        yield MemoryLine("shared", "communication", "device" if store.tier == "device" else "cpu", store.scratch_bytes + grad_staging_bytes)
+        yield MemoryLine(
+            "shared", "communication", "device" if store.tier == "device" else "cpu", store.scratch_bytes + grad_staging_bytes
+        )
 
 
 def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:

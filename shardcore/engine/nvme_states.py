@@ -46,6 +46,11 @@ class _Chunk:
     write: _C.FileTransfer | None = None  # that may not be over
 
 
+def file_engine() -> _C.FileEngine:
+    """Return what reads and writes a rank's file."""
+    return _C.FileEngine()
+
+
 def chunk_numel(buckets: Sequence[Bucket]) -> int:
     """Return the most elements that a chunk has."""
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
@@ -53,7 +58,7 @@ def chunk_numel(buckets: Sequence[Bucket]) -> int:
 
 def buffer_bytes(buckets: Sequence[Bucket]) -> int:
     """Return the bytes of host memory that all buffers take."""
-    return (PLACES + 1) * _place_bytes(buckets)
+    return (PLACES + 1) * (_place_bytes(buckets) + _ALIGNMENT)
 
 
 def _place_bytes(buckets: Sequence[Bucket], alignment: int = _ALIGNMENT) -> int:
@@ -67,11 +72,9 @@ class NvmeStates:
     tier = "nvme"
     places = PLACES
 
-    def __init__(
-        self, buckets: Sequence[Bucket], directory: Path, allocate: Allocate, engine: _C.FileEngine | None = None
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], directory: Path, allocate: Allocate) -> None:
         """Take a file's space for the states of `buckets`, all zero, and memory for the buffers. Raises OSError."""
-        self._engine = engine or _C.FileEngine()
+        self._engine = file_engine()
         self._chunks = {bucket: list(_chunks_of(bucket)) for bucket in buckets}
         every = [chunk for chunks in self._chunks.values() for chunk in chunks]
         self.chunk_numel = chunk_numel(buckets)
@@ -90,7 +93,7 @@ class NvmeStates:
         self.file_bytes = cursor
         size = _place_bytes(buckets, alignment)
         self._buffers = [_aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
-        self.scratch_bytes = size * len(self._buffers)
+        self.scratch_bytes = (size + alignment) * len(self._buffers)
         self._alignment = alignment
         self._lock = threading.RLock()
         self._held: _Chunk | None = None
@@ -118,7 +121,7 @@ class NvmeStates:
         return found[0] if len(found) == 1 else {key: torch.cat([one[key] for one in found]) for key in found[0]}
 
     def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
-        """Yield (start, numel, states to be written to) of each part of a range; they are kept once the next one is asked for."""
+        """Yield (start, numel, states to write to) of each part of a range; they are kept once the next one is asked for."""
         with self._lock:
             for chunk, first, count in self._overlapping(bucket, start, numel):
                 views = self._hold(chunk)
