@@ -249,19 +249,18 @@ def _parts(
     if bucket.group is None:
         return
     live = held is not None and engine.store.tier != "device" and start >= bucket.device_numel
-    views = engine.store.kept(bucket, start, numel) if live else {}
+    views = engine.store.kept(bucket, start, numel) if live and engine.store.tier == "cpu" else {}  # what is in files is copied
     for part, dtype in bucket.state_format.dtypes.items():
         if part in ("master", "remainder") or (states and managed.step > 0):
             first = param_start // BLOCK if part in SCALES.values() else param_start
             count = layout.stored_numel(part, numel)
+            read = partial(itself, views[part]) if views else partial(_kept, engine, bucket, part, start, numel)
             if held is not None and live:
-                item = LiveItem(
-                    name, part, dtype, first, count, partial(itself, views[part]), bucket, start, start + numel, held
-                )
+                item = LiveItem(name, part, dtype, first, count, read, bucket, start, start + numel, held)
                 held.add(item)
                 yield item
             else:
-                yield Item(name, part, dtype, first, count, partial(_kept, engine, bucket, part, start, numel))
+                yield Item(name, part, dtype, first, count, read)
 
 
 def _kept(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:

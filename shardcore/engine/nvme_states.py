@@ -206,8 +206,11 @@ class NvmeStates:
             self._put_held()
             self._settle(chunk)
             self._held = None
-            self._file.read(self._memory(chunk, PLACES), chunk.offset).wait()
-            self._check(chunk, PLACES)
+            if chunk.crc is None:  # never written
+                self._memory(chunk, PLACES).zero_()
+            else:
+                self._file.read(self._memory(chunk, PLACES), chunk.offset).wait()
+                self._check(chunk, PLACES)
             self._held = chunk
         return self._views(chunk, PLACES)
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,19 @@ def _saves_and_loads(rank: int, world_size: int, folder: str, wait: bool) -> tup
         runs = (model, optimizer), (other, other_optimizer), (plain, plain_optimizer)
         first, second, third = (hash_of_training(*pair) for pair in runs)
         return first, second, third
+
+
+def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    model, optimizer, _ = train(0, _run(2, "masters", "states", str(tmp_path / "nvme")))
+    read: list[int] = []
+    kept = nvme_states.NvmeStates.kept
+    monkeypatch.setattr(nvme_states.NvmeStates, "kept", lambda *args: read.append(args[3]) or kept(*args))
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    saving = shardcore.save(tmp_path / "saved", model, optimizer, wait=False)
+    assert read == [], "nothing is kept in host memory until then"
+    monkeypatch.undo()
+    saving.thread.start()
+    saving.wait()
 
 
 @pytest.mark.parametrize("wait", [True, False])
