@@ -6,6 +6,8 @@
 # make crash-test  kill, fill, damage: checkpoints lose nothing. KILLS=300 MUTATIONS=20000 FAULTS=200 FULL_DISKS=100 DEAD_RANKS=20
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
+# make wheel   dist/shardcore-*.whl for this torch and Python, with CUDA code where nvcc is found, then check it where there is no
+#              compiler (needs auditwheel and patchelf); docs/install.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
 # make clean   remove what was built (distclean: .venv too)
@@ -28,7 +30,7 @@ DEAD_RANKS ?= 20
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test quick test-all crash-test gpu-check lint clean distclean
+.PHONY: help setup demo test quick test-all crash-test gpu-check wheel lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -59,6 +61,9 @@ crash-test: setup
 
 gpu-check:
 	@$(PYTHON) -m tools.gpu_check $(if $(PART),--part $(PART)) $(if $(COMMIT),--commit $(COMMIT))
+
+wheel: setup
+	@wheel="$$($(PICKED) -m tools.make_wheel)" && $(PICKED) -m tools.check_wheel "$$wheel"
 
 lint: setup
 	@PYTHON=$(PICKED) bash tools/lint.sh
