@@ -36,6 +36,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "": ("shardcore/", "cpp"),
     "build": ("ci", "native", "optional_packages", "pip", "sdist", "wheel"),
     "examples": ("examples/", "benchmarks/", "benchmarks", "readme"),
+    "launch": ("shardcore/launch/", "ray"),
     "models": ("architectures", "libraries", "pretrained"),
     "native": ("csrc/bind/",),
     "support": ("tests/support/",),
