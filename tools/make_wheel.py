@@ -46,10 +46,11 @@ def make(out: Path) -> Path:
         )
     build = ROOT / "build"
     build.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=build) as name:  # a folder of its own: setuptools' has modules that are gone by now
+    for stale in build.glob("lib.*"):  # of an earlier wheel, with modules that are gone by now
+        shutil.rmtree(stale)
+    with tempfile.TemporaryDirectory(dir=build) as name:
         folder = Path(name)
-        command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", name, "build", "--build-lib", f"{name}/lib"]
-        command += ["bdist_wheel", "--bdist-dir", f"{name}/bdist", "--dist-dir", f"{name}/plain"]
+        command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", name, "bdist_wheel", "--dist-dir", f"{name}/plain"]
         run(command, "the build failed", env)
         (plain,) = (folder / "plain").glob("*.whl")
         command = [sys.executable, "-m", "auditwheel", "repair", "--strip", "--wheel-dir", f"{name}/repaired"]
