@@ -95,9 +95,13 @@ def check_platform(name: str, shown: dict[str, object]) -> None:
 
 def run(command: list[str], folder: Path, env: dict[str, str] | None = None) -> str:
     """Run a command in a folder; returns its output. Raises WheelError with it if the command fails."""
-    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     if done.returncode:
-        raise WheelError(f"{done.stdout[-4000:]}\n\ncheck_wheel: {' '.join(command[:4])} failed (exit status {done.returncode})")
+        raise WheelError(
+            f"{done.stdout[-4000:]}\n\ncheck_wheel: {' '.join(command[:4])} failed (exit status {done.returncode})"
+        )
     return done.stdout
 
 

@@ -50,7 +50,17 @@ def make(out: Path) -> Path:
         shutil.rmtree(stale)
     with tempfile.TemporaryDirectory(dir=build) as name:
         folder = Path(name)
-        command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", name, "bdist_wheel", "--dist-dir", f"{name}/plain"]
+        command = [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "egg_info",
+            "--egg-base",
+            name,
+            "bdist_wheel",
+            "--dist-dir",
+            f"{name}/plain",
+        ]
         run(command, "the build failed", env)
         (plain,) = (folder / "plain").glob("*.whl")
         command = [sys.executable, "-m", "auditwheel", "repair", "--strip", "--wheel-dir", f"{name}/repaired"]

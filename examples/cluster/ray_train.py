@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--restarts", type=int, default=3, help="after failures (default: %(default)s)")
     parser.add_argument("--storage", help="for Ray's own results (default: ~/ray_results)")
     options = parser.parse_args()
-    checkpoints = str(Path(options.checkpoints).resolve()) if options.checkpoints else None  # workers have other current folders
+    checkpoints = (
+        str(Path(options.checkpoints).resolve()) if options.checkpoints else None
+    )  # workers have other current folders
     trainer = TorchTrainer(
         train,
         train_loop_config={"stage": options.stage, "steps": options.steps, "checkpoints": checkpoints},
