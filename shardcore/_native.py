@@ -50,8 +50,8 @@ def _other_torch(built_for: str | None, cuda: str | None) -> str:
     with_cuda = f" and CUDA {cuda}" if cuda else ""
     here = f"{torch.__version__} with {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     return (
-        f"shardcore: its C++ extension is built for torch {built_for}{with_cuda}, but torch is {here}; install the wheel for this "
-        f"torch, or rebuild: {_BUILD}. Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
+        f"shardcore: its C++ extension is built for torch {built_for}{with_cuda}, but torch is {here}; install the wheel for "
+        f"this torch, or rebuild: {_BUILD}. Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
     )
 
 

@@ -1,9 +1,9 @@
 """Makes the wheel of a release: python -m tools.make_wheel [--out dist]
 
-One wheel is for one Python and one torch, with CPU and CUDA code where nvcc and a CUDA build of torch are there. auditwheel names
-it after the oldest glibc that has the symbols it needs. The libraries of torch and of CUDA are left out, since `import torch`
-loads them before the extension; liburing is linked statically, or else copied into the wheel. Objects are those of `make setup`,
-in build/.
+One wheel is for one Python and one torch, with CPU and CUDA code where nvcc and a CUDA build of torch are there. auditwheel
+names it after the oldest glibc that has the symbols it needs. The libraries of torch and of CUDA are left out, since `import
+torch` loads them before the extension; liburing is linked statically, or else copied into the wheel. Objects are those of `make
+setup`, in build/.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ray Train starts the ranks: python examples/cluster/ray_train.py --workers 8 --gpu --checkpoints /shared/run
 
 Ray's workers have the process group and RANK, LOCAL_RANK, MASTER_ADDR and so on when the function begins, so `shard` and
-`initialize` need nothing of it. After a failure Ray starts all workers anew, and they go on from the last checkpoint: a directory
-that every machine sees, since each rank writes its share. On several machines start Ray first (ray start), with torch and
-shardcore installed on each.
+`initialize` need nothing of it. After a failure Ray starts all workers anew, and they go on from the last checkpoint: a
+directory that every machine sees, since each rank writes its share. On several machines start Ray first (ray start), with torch
+and shardcore installed on each.
 """
 
 import argparse

