@@ -1,8 +1,8 @@
 """Checks a wheel of tools/make_wheel.py: python -m tools.check_wheel dist/shardcore-*.whl
 
 What is in it (no library of torch's, no source), what it requires, whether its name promises no older glibc than it needs; and
-that it works where there is no compiler: in a new environment that sees the torch of the running Python, from another folder, with
-nothing else on PATH, two steps of training equal torch's, a checkpoint is saved and loaded, and the command runs.
+that it works where there is no compiler: in a new environment that sees the torch of the running Python, from another folder,
+with nothing else on PATH, two steps of training equal torch's, a checkpoint is saved and loaded, and the command runs.
 """
 
 from __future__ import annotations
