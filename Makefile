@@ -7,6 +7,8 @@
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
 # make docs    the documentation site, into build/site: fails on links and anchors that lead nowhere
+# make wheel   dist/shardcore-*.whl for this torch and Python, with CUDA code where nvcc is found, then check it where there is no
+#              compiler (needs auditwheel and patchelf); docs/install.md
 # make lint    ruff, mypy, import order, C++ format, the include check
 # make setup   only prepare: pick or make the Python environment, build the extension in place
 # make clean   remove what was built (distclean: .venv too)
@@ -29,7 +31,7 @@ DEAD_RANKS ?= 20
 PICKED = "$$(cat build/python)"
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help setup demo test quick test-all crash-test gpu-check docs lint clean distclean
+.PHONY: help setup demo test quick test-all crash-test gpu-check docs wheel lint clean distclean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -63,6 +65,9 @@ gpu-check:
 
 docs:
 	@PYTHON=$(PYTHON) bash tools/docs.sh
+
+wheel: setup
+	@wheel="$$($(PICKED) -m tools.make_wheel)" && $(PICKED) -m tools.check_wheel "$$wheel"
 
 lint: setup
 	@PYTHON=$(PICKED) bash tools/lint.sh

@@ -103,6 +103,8 @@ if __name__ == "__main__":
         if needs_torch(sys.argv[1:]):
             decision = prepare()
             arguments, requirement = extension_arguments(decision), decision.requirement
+            if os.environ.get("SHARDCORE_LOCAL_VERSION") == "1":  # of tools/make_wheel.py: 0.1.0+torch2.13.0.cpu
+                arguments["options"] = {"egg_info": {"tag_build": f"+{decision.local_version}"}}
     except BuildError as error:
         sys.exit(f"\n{error}\n")
     setup(license="Apache-2.0", install_requires=[requirement], **arguments)

@@ -29,20 +29,29 @@ def _public(version: str) -> str:
 
 def _why(error: ImportError) -> str:
     """Return the text of the ImportError for a _C that did not load."""
-    built_for = build_record().get("torch")
+    record = build_record()
     if not any(_RECORD.parent.glob("_C*.so")):
         return f"shardcore: its C++ extension (shardcore._C) is not built; {_BUILD}"
-    if built_for and _public(built_for) != _public(torch.__version__):
-        return _other_torch(built_for) + f" [{error}]"
+    if other := _other_torch(record.get("torch"), record.get("cuda")):
+        return f"{other} [{error}]"
     if isinstance(error, ModuleNotFoundError):  # a library is there, under the suffix of another Python
         return f"shardcore: its C++ extension is built for another Python; {_BUILD}"
     return f"shardcore: its C++ extension does not load: {error}; rebuild: {_BUILD}"
 
 
-def _other_torch(built_for: str) -> str:
+def _other_torch(built_for: str | None, cuda: str | None) -> str:
+    """Return the text for a build whose torch, or the major version of its CUDA, is not the one here; "" if it fits.
+
+    A build without CUDA works with any torch of its version.
+    """
+    other = built_for is not None and _public(built_for) != _public(torch.__version__)
+    if not other and (not cuda or cuda.split(".")[0] == str(torch.version.cuda).split(".")[0]):
+        return ""
+    with_cuda = f" and CUDA {cuda}" if cuda else ""
+    here = f"{torch.__version__} with {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'no CUDA'}"
     return (
-        f"shardcore: its C++ extension is built for torch {built_for}, but torch is {torch.__version__}; rebuild: {_BUILD}. "
-        "Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
+        f"shardcore: its C++ extension is built for torch {built_for}{with_cuda}, but torch is {here}; install the wheel for "
+        f"this torch, or rebuild: {_BUILD}. Where pip installs what it built before: --no-cache-dir --force-reinstall --no-deps"
     )
 
 
@@ -51,7 +60,8 @@ try:
 except ImportError as error:
     raise ImportError(_why(error)) from error
 
-if _public(_C.build_info()["torch"]) != _public(torch.__version__):  # it loaded, but the ABI is only promised for one torch
-    raise ImportError(_other_torch(_C.build_info()["torch"]))
+_built = _C.build_info()  # it loaded, but the ABI is only promised for one torch
+if _other := _other_torch(_built["torch"], _built["cuda"]):
+    raise ImportError(_other)
 
 __all__ = ["_C", "build_record"]

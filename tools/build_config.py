@@ -75,6 +75,11 @@ class Decision:
         """What the built package requires: the torch that import demands, too, of any local version (+cpu, +cu130)."""
         return f"torch=={self.torch.split('+')[0]}"
 
+    @property
+    def local_version(self) -> str:
+        """The local version of a wheel that is given to others (PEP 440): torch2.13.0.cpu, torch2.11.0.cu130."""
+        return f"torch{self.torch.split('+')[0]}.{'cu' + self.cuda.replace('.', '') if self.cuda else 'cpu'}"
+
 
 def decide(
     forced: str | None,

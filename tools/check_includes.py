@@ -34,8 +34,9 @@ ROOMS: dict[str, set[str]] = {
 # What test files are named after: modules of shardcore/<folder>, or where it is listed here of these folders, and these words.
 TESTED: dict[str, tuple[str, ...]] = {
     "": ("shardcore/", "cpp"),
-    "build": ("ci", "native", "optional_packages", "pip", "sdist"),
+    "build": ("ci", "native", "optional_packages", "pip", "sdist", "wheel"),
     "examples": ("examples/", "benchmarks/", "benchmarks", "readme"),
+    "launch": ("shardcore/launch/", "ray"),
     "models": ("architectures", "libraries", "pretrained"),
     "native": ("csrc/bind/",),
     "support": ("tests/support/",),

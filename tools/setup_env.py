@@ -33,6 +33,7 @@ VENV = ROOT / ".venv"
 BUILD_ENV = ("SHARDCORE_CUDA", "TORCH_CUDA_ARCH_LIST", "CUDA_HOME", "CUDA_PATH", *FLAG_VARIABLES)
 OPTIONAL = {
     "accelerate": "tests with Accelerate and Trainer",
+    "auditwheel": "make wheel, with patchelf",
     "hypothesis": "property tests",
     "lightning": "tests with Lightning",
     "matplotlib": "plots",

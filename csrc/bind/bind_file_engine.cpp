@@ -53,6 +53,12 @@ uint32_t append(PyFileWriter& writer, const at::Tensor& tensor) {
   return writer.append(data, static_cast<int64_t>(tensor.nbytes()));
 }
 
+// A function, since pybind11 of torch 2.11 takes a noexcept method of a base for one of the base, which Python does not know.
+template <class File>
+void close(File& file) {
+  file.close();
+}
+
 uint32_t crc32c_of(const at::Tensor& tensor) {
   const void* const data = dense_bytes("crc32c", "tensor", tensor);
   const py::gil_scoped_release no_gil;
@@ -151,7 +157,7 @@ void bind_file_engine(py::module_& module) {
            py::arg("overwrite") = false)
       .def("append", &append, py::arg("tensor"))
       .def("finish", &PyFileWriter::finish, py::call_guard<py::gil_scoped_release>())
-      .def("close", &PyFileWriter::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &close<PyFileWriter>, py::call_guard<py::gil_scoped_release>());
 
   py::class_<PyFileRead, std::shared_ptr<PyFileRead>>(module, "FileRead").def("wait", &PyFileRead::wait);
 
@@ -170,7 +176,7 @@ void bind_file_engine(py::module_& module) {
             return std::make_shared<PyFileRead>(reader, offset, nbytes);
           },
           py::arg("offset"), py::arg("nbytes"))
-      .def("close", &PyFileReader::close, py::call_guard<py::gil_scoped_release>());
+      .def("close", &close<PyFileReader>, py::call_guard<py::gil_scoped_release>());
 
   py::class_<PyFileTransfer, std::shared_ptr<PyFileTransfer>>(module, "FileTransfer")
       .def("wait", &PyFileTransfer::wait, py::call_guard<py::gil_scoped_release>());

@@ -26,11 +26,13 @@ def package(tmp_path):
     return folder
 
 
-def import_error(package: Path) -> str:
+def import_error(package: Path, cuda: str | None = None) -> str:
     """The ImportError of ``import shardcore._native`` in a new process; it has no torch but a stand-in of that version."""
+    tag = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
     code = (
         "import sys, types\n"
-        "torch = types.ModuleType('torch'); torch.__version__ = '2.13.0+cpu'; sys.modules['torch'] = torch\n"
+        f"torch = types.ModuleType('torch'); torch.__version__ = '2.13.0+{tag}'; sys.modules['torch'] = torch\n"
+        f"torch.version = types.SimpleNamespace(cuda={cuda!r})\n"
         "try:\n"
         "    import shardcore._native\n"
         "except ImportError as error:\n"
@@ -67,11 +69,21 @@ def test_does_not_load_and_the_record_is_broken(package, record):
 def test_does_not_load_because_of_another_torch(package):
     suffix = Path(_C.__file__).name.removeprefix("_C")
     (package / f"_C{suffix}").write_bytes(b"not a library")
-    (package / "_C.build.json").write_text(json.dumps({"torch": "2.11.0+cu130"}))
+    (package / "_C.build.json").write_text(json.dumps({"torch": "2.11.0+cpu", "cuda": ""}))
     text = import_error(package)
-    assert text.startswith("shardcore: its C++ extension is built for torch 2.11.0+cu130, but torch is 2.13.0+cpu; rebuild: ")
+    assert text.startswith("shardcore: its C++ extension is built for torch 2.11.0+cpu, but torch is 2.13.0+cpu with no CUDA; ")
+    assert "; install the wheel for this torch, or rebuild: " in text
     assert HOW in text
     assert "--no-cache-dir --force-reinstall --no-deps" in text
+
+
+@pytest.mark.parametrize(("cuda", "here"), [(None, "2.13.0+cpu with no CUDA"), ("13.0", "2.13.0+cu130 with CUDA 13.0")])
+def test_does_not_load_because_of_another_cuda(package, cuda, here):
+    suffix = Path(_C.__file__).name.removeprefix("_C")
+    (package / f"_C{suffix}").write_bytes(b"not a library")
+    (package / "_C.build.json").write_text(json.dumps({"torch": "2.13.0+cu128", "cuda": "12.8"}))
+    text = import_error(package, cuda)
+    assert text.startswith(f"shardcore: its C++ extension is built for torch 2.13.0+cu128 and CUDA 12.8, but torch is {here}; ")
 
 
 def test_built_for_another_python(package):
@@ -81,13 +93,24 @@ def test_built_for_another_python(package):
     assert HOW in text
 
 
-@pytest.mark.parametrize(("built_for", "loads"), [("2.13.0", True), ("2.13.1", False), ("2.11.0", False)])
-def test_loads_but_is_built_for_another_torch(package, built_for, loads):
-    (package / "_C.py").write_text(f"def build_info():\n    return {{'torch': {built_for!r}}}\n")
-    text = import_error(package)
-    assert text.startswith(
-        "IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}, but torch is 2.13.0+cpu"
-    )
+@pytest.mark.parametrize(
+    ("built_for", "built_cuda", "cuda", "loads"),
+    [
+        ("2.13.0", "", None, True),
+        ("2.13.0", "", "13.0", True),
+        ("2.13.0", "13.0", "13.0", True),
+        ("2.13.0", "13.2", "13.0", True),
+        ("2.13.0", "12.8", "13.0", False),
+        ("2.13.0", "13.0", None, False),
+        ("2.13.1", "", None, False),
+        ("2.11.0", "13.0", "13.0", False),
+    ],
+)
+def test_loads_but_is_built_for_another_torch(package, built_for, built_cuda, cuda, loads):
+    (package / "_C.py").write_text(f"def build_info():\n    return {{'torch': {built_for!r}, 'cuda': {built_cuda!r}}}\n")
+    text = import_error(package, cuda)
+    assert text.startswith("IMPORTED" if loads else f"shardcore: its C++ extension is built for torch {built_for}")
+    assert loads or ", but torch is 2.13.0+" in text
 
 
 def test_stub_and_extension_agree():

@@ -27,6 +27,7 @@ OPTIONAL = (
     "safetensors",
     "peft",
     "trl",
+    "ray",
 )
 
 

@@ -84,6 +84,21 @@ def test_other_values_are_refused(value):
         decide(value, None, "2.13.0", None)
 
 
+@pytest.mark.parametrize(
+    ("torch", "cuda", "requirement", "local"),
+    [
+        ("2.13.0+cpu", "", "torch==2.13.0", "torch2.13.0.cpu"),
+        ("2.13.0", "", "torch==2.13.0", "torch2.13.0.cpu"),
+        ("2.11.0+cu130", "13.0", "torch==2.11.0", "torch2.11.0.cu130"),
+        ("2.11.0+cu128", "12.8", "torch==2.11.0", "torch2.11.0.cu128"),
+        ("2.11.0+cu130", "", "torch==2.11.0", "torch2.11.0.cpu"),
+    ],
+)
+def test_a_wheel_names_its_torch(torch, cuda, requirement, local):
+    decision = Decision(torch, cuda, "", "")
+    assert (decision.requirement, decision.local_version) == (requirement, local)
+
+
 @pytest.mark.parametrize("version", ["2.10.1", "1.13.0+cpu", "2.9.0a0"])
 def test_old_torch_is_refused(version):
     with pytest.raises(BuildError, match=r"expected 2\.11 or newer"):
