@@ -1,7 +1,7 @@
 """Times the parts of steps on one rank, once something has asked for it; until then a part costs one look at a flag.
 
-On a GPU times are between events on the current stream, which are read when they are over, so nothing waits for them: a wait for a
-collective takes what the stream stands still for it. On the CPU they are those of the host.
+On a GPU times are those between events on the current stream, which are read when they are over, so nothing waits for them: a
+wait for a collective takes as long as the stream stands still for it. On the CPU they are those of the host.
 """
 
 import time
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-# Parts of a step, in order: what is computed, and what is waited for inside of it (reduced gradients, gathered weights, host
-# memory and the CPU's updates).
+# Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights; host memory and the update of
+# what is there). The first ones are in none, the others in one of these.
 PARTS = ("forward", "backward", "optimizer", "exposed_reduce", "exposed_gather", "exposed_offload")
 OUTER = PARTS[:3]
 
@@ -47,8 +47,10 @@ class Clock:
         """End a part, and what was left open inside it; nothing if it was not begun."""
         while any(name == part for name, _ in self._open):
             name, first = self._open.pop()
-            if name == part and first is not None:
-                self._over.append((part, self._open[-1][0] if self._open else None, first, self._mark()))
+            if name == part:
+                last = self._mark()
+                if first is not None and last is not None:
+                    self._over.append((part, self._open[-1][0] if self._open else None, first, last))
                 return
 
     def part(self, part: str | None) -> AbstractContextManager[None]:
@@ -83,15 +85,12 @@ class Clock:
             part, around, first, last = self._over[0]
             if isinstance(last, float):
                 ms = 1000.0 * (last - first)
-            elif last is None or not (wait or last.query()):
-                if last is None:
-                    self._over.popleft()
-                    continue
-                return
-            else:
+            elif wait or last.query():
                 last.synchronize()
                 ms = first.elapsed_time(last)
                 self._spare += [first, last]
+            else:
+                return
             self._over.popleft()
             self._ms[part] += ms
             if around is not None:

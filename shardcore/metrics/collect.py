@@ -55,12 +55,11 @@ class Metrics:
         self._engine = engine_behind("Metrics", model)
         optimizer = self._engine._optimizer()
         if not isinstance(optimizer, AdamOptimizer):
-            raise ValueError("Metrics: the model was sharded without an optimizer; expected one that trains")
+            raise ValueError("Metrics: the model was sharded without an optimizer, or that is gone; expected one that trains")
         self._optimizer, self._comm = optimizer, self._engine.comm
         folder = None if directory is None else Path(directory)
         self._every, self._steps, self._flops = every, start, flops
         self._counted: float | None = None  # operations of the step that count_flops counts
-        self._log, self._table = log, None
         self._write: list[Callable[[Row], None]] = []
         _together(self._comm, lambda: _check(every, start, flops, folder, tensorboard))
         if len(set(self._comm.gather_json(f"every {every}, start {start}"))) > 1:
@@ -71,7 +70,9 @@ class Metrics:
         self._comm.clock.start(self._engine.device)
         optimizer.register_step_post_hook(weakly(self._after_step))
         self._row: Row = {}  # what was noted right after the optimizer's step
-        self._begin(self._counts())
+        self._loss: torch.Tensor | float = 0.0  # since the last row: the sum of losses, how many these are, tokens
+        self._losses = self._tokens = 0
+        self._first, self._since, self._before = start, perf_counter(), self._counts()
 
     def step(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> Row | None:
         """Note that a step ended, with this rank's `loss` (one element; not scaled) and the `tokens` it trained on.
@@ -117,12 +118,6 @@ class Metrics:
 
     # --- one row ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, counts: Mapping[str, float]) -> None:
-        """Begin with the steps of the next row."""
-        self._loss: torch.Tensor | float = 0.0
-        self._losses = self._tokens = 0
-        self._first, self._since, self._before = self._steps, perf_counter(), counts
-
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note the learning rate before a scheduler changes it, and memory before zero_grad frees gradients."""
         lr = optimizer.param_groups[0]["lr"]
@@ -154,7 +149,8 @@ class Metrics:
             **self._row,
         }
         row["lr"] = None if row["lr"] is None else float(row["lr"])
-        self._begin(counts)
+        self._loss, self._losses, self._tokens = 0.0, 0, 0
+        self._first, self._since, self._before = self._steps, self._since + seconds, counts
         return row
 
     def _counts(self) -> dict[str, float]:
@@ -177,13 +173,12 @@ class Metrics:
             folder.mkdir(parents=True, exist_ok=True)
             self._write.append(writers.Table(folder, start).write)
             (folder / writers.FACTS).write_text(json.dumps(_facts(self._engine)) + "\n")
-        into: list[writers.Write] = []
         if folder is not None and tensorboard:
-            into.append(writers.open_tensorboard(packages["tensorboard"], folder / "tensorboard"))
+            tensorboard_events = writers.open_tensorboard(packages["tensorboard"], folder / "tensorboard")
+            self._write.append(lambda row: tensorboard_events(writers.as_events(row)))
         if wandb is not False:
-            into.append(writers.open_wandb(packages["wandb"], {} if wandb is True else wandb))
-        if into:
-            self._write.append(lambda row: [write(writers.as_events(row)) for write in into] and None)
+            wandb_events = writers.open_wandb(packages["wandb"], {} if wandb is True else wandb)
+            self._write.append(lambda row: wandb_events(writers.as_events(row)))
 
 
 def _check(every: int, start: int, flops: float | None, folder: Path | None, tensorboard: bool) -> None:

@@ -1,7 +1,7 @@
 """`shardcore report`: one page with plots of what shardcore.Metrics wrote to a directory.
 
-The page is one file without scripts, fonts or pictures from elsewhere. Its plots are SVG with colours of the page's style, light or
-dark as the reader's system is.
+The page is one file, without scripts, and loads nothing from elsewhere. Its plots are SVG in the colours of the page, which is
+light or dark as the reader's system is.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from shardcore.distributed.clock import PARTS
 from shardcore.metrics.writers import FACTS, FILE, KINDS, TIERS, read_table
 
 POINTS = 400  # of a line: of more rows the mean of so many ranges is drawn
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 250, 58, 14, 12, 34
+_WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 560, 250, 16, 12, 216  # of the drawing; where its right, top and bottom edges are
 _TICKS = 5
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BYTES = ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B"))
@@ -27,11 +27,11 @@ Column = list[float]  # NaN where it is not known
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot over steps: of one column, or of several on top of each other. scale: its values times this are shown."""
+    """A plot over steps: of one column, or of several on top of each other (by label). unit: "", "ms" or "B"."""
 
     title: str
     unit: str
-    columns: Mapping[str, str]  # by label
+    columns: Mapping[str, str]
     stacked: bool = False
     about: str = ""
 
@@ -44,7 +44,7 @@ PLOTS = (
     Plot("Loss", "", {"loss": "loss"}, about="mean over ranks, and over the steps of a row"),
     Plot("Learning rate", "", {"lr": "lr"}, about="of the first param_group"),
     Plot("Gradient norm", "", {"gradient norm": "grad_norm"}, about="global, before clipping"),
-    Plot("Tokens per second", "/s", {"tokens per second": "tokens_per_s"}, about="all ranks together"),
+    Plot("Tokens per second", "", {"tokens per second": "tokens_per_s"}, about="all ranks together"),
     Plot("TFLOP/s", "", {"TFLOP/s": "tflops_per_s"}, about="of a rank, matrix products and attention alone"),
     Plot(
         "Time of a step",
@@ -99,12 +99,11 @@ def page(folder: Path) -> str:
         raise ValueError(f"report: {folder / FILE} has no rows; expected the metrics of at least one step (see `every`)")
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
     drawn = [text for plot in PLOTS if (text := draw(plot, columns))]
-    facts_line = " · ".join(f"{_say(name)} {_say(value)}" for name, value in facts.items() if name != "model")
     heading = html.escape(str(facts.get("model", folder.resolve().name)))
     return _PAGE.format(
         title=f"{heading}: metrics",
         heading=heading,
-        facts=facts_line,
+        facts=" · ".join(html.escape(text) for text in _said(facts)),
         cards="".join(f"<div class=card><b>{value}</b><span>{name}</span></div>" for name, value in _cards(columns)),
         plots="".join(drawn),
         folder=html.escape(str(folder)),
@@ -112,8 +111,10 @@ def page(folder: Path) -> str:
     )
 
 
-def _say(value: Any) -> str:
-    return html.escape(f"{value:,}" if isinstance(value, int) else str(value))
+def _said(facts: Mapping[str, Any]) -> list[str]:
+    """Return what is known of a run, in words."""
+    forms = {"parameters": "{:,} parameters", "ranks": "{} ranks" if facts.get("ranks", 0) > 1 else "{} rank", "device": "{}"}
+    return [forms.get(name, name + " {}").format(value) for name, value in facts.items() if name != "model"]
 
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> dict[str, Column]:
@@ -150,53 +151,63 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
 
 def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
     """Return a plot as a figure of HTML; "" where there is nothing to see."""
-    chosen = {label: columns[name] for label, name in plot.columns.items() if _is_there(name, columns[name])}
+    chosen = {number: columns[name] for number, name in enumerate(plot.columns.values()) if _is_there(name, columns[name])}
     if not chosen:
         return ""
-    steps = _thin(columns["step"])
-    lines = [_thin(column) for column in chosen.values()]
+    steps, lines = _thin(columns["step"]), {number: _thin(column) for number, column in chosen.items()}
     if plot.stacked:
-        lines = [[0.0 if math.isnan(value) else value for value in line] for line in lines]
-        tops, total = [], [0.0] * len(steps)
-        for line in lines:
-            total = [below + value for below, value in zip(total, line, strict=True)]
-            tops.append(total)
+        total = [0.0] * len(steps)
+        for number, line in lines.items():
+            total = [below + (value if math.isfinite(value) else 0.0) for below, value in zip(total, line, strict=True)]
+            lines[number] = total
         shown = [0.0, *total]
     else:
-        tops, shown = lines, [value for value in lines[0] if math.isfinite(value)]
-    ticks = _ticks(min(shown), max(shown))
-    low, high = ticks[0], ticks[-1]
-    span = steps[-1] - steps[0] or 1.0
+        shown = [value for line in lines.values() for value in line if math.isfinite(value)]
+    size, suffix = _unit(max(map(abs, shown)), plot.unit)
+    ticks = _ticks(min(shown) / size, max(shown) / size)
+    labels = _labels(ticks, "" if plot.unit else suffix)
+    left, low, high, span = 14.0 + 9.5 * max(5, *map(len, labels)), ticks[0], ticks[-1], steps[-1] - steps[0] or 1.0
 
-    def x(step: float) -> float:
-        return _LEFT + (step - steps[0]) / span * (_WIDTH - _LEFT - _RIGHT)
+    def at(step: float, value: float) -> tuple[float, float]:
+        x = left + (step - steps[0]) / span * (_WIDTH - left - _RIGHT)
+        return round(x, 1), round(_BOTTOM - (value / size - low) / (high - low) * (_BOTTOM - _TOP), 1)
 
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = [_axes(plot, ticks, _step_ticks(steps), x, y)]
-    if plot.stacked:
-        below = [0.0] * len(steps)
-        for number, top in enumerate(tops):
-            there = [f"{x(s):.1f},{y(v):.1f}" for s, v in zip(steps, top, strict=True)]
-            back = [f"{x(s):.1f},{y(v):.1f}" for s, v in reversed([*zip(steps, below, strict=True)])]
-            if len(steps) == 1:  # one row: a bar
-                there.append(f"{_WIDTH - _RIGHT},{y(top[0]):.1f}")
-                back.insert(0, f"{_WIDTH - _RIGHT},{y(below[0]):.1f}")
-            parts.append(f'<polygon class="area c{number}" points="{" ".join(there + back)}"/>')
+    parts = []
+    for tick, label in zip(ticks, labels, strict=True):
+        y = at(steps[0], tick * size)[1]
+        parts.append(f'<line class="grid" x1="{left}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{label}</text>')
+    for step in _step_ticks(steps):
+        parts.append(f'<text x="{at(step, 0)[0]}" y="{_BOTTOM + 20}" text-anchor="middle">{step:,.0f}</text>')
+    parts.append(f'<text x="{left - 7}" y="{_BOTTOM + 20}" text-anchor="end">step</text>')
+    below = [at(step, 0.0) for step in steps]
+    for number, line in lines.items():
+        if plot.stacked:
+            top = [at(step, value) for step, value in zip(steps, line, strict=True)]
+            end = [(_WIDTH - _RIGHT, top[0][1]), (_WIDTH - _RIGHT, below[0][1])] if len(steps) == 1 else []  # one row: a bar
+            parts.append(f'<polygon class="area c{number}" points="{_points([*top, *end, *below[::-1]])}"/>')
             below = top
-    else:
-        parts += [_line(run, x, y) for run in _runs(steps, tops[0])]
-    legend = "".join(f'<li><i class="c{number}"></i>{html.escape(label)}</li>' for number, label in enumerate(chosen))
-    ends = [_number(columns[name][-1], plot.unit) for name in plot.columns.values()] if not plot.stacked else []
+        else:
+            for run in _runs(steps, line):
+                first = at(*run[0])
+                dot = f'<circle class="dot" cx="{first[0]}" cy="{first[1]}" r="3"/>'
+                points = _points([at(*point) for point in run])
+                parts.append(dot if len(run) == 1 else f'<polyline class="line" points="{points}"/>')
+    legend = "".join(f'<li><i class="c{number}"></i>{html.escape([*plot.columns][number])}</li>' for number in chosen)
+    last = "" if plot.stacked else _number(columns[next(iter(plot.columns.values()))][-1], plot.unit)
+    title = plot.title + (f" ({suffix.strip()})" if plot.unit else "")
     return (
-        f"<figure><figcaption><h2>{html.escape(plot.title)}</h2>"
-        + (f"<output>{html.escape(ends[0])}</output>" if ends and ends[0] else "")
+        f"<figure><figcaption><h2>{html.escape(title)}</h2>"
+        + (f"<output>{last}</output>" if last else "")
         + f"<p>{html.escape(plot.about)}</p></figcaption>"
         + f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(plot.title)}">{"".join(parts)}</svg>'
         + (f"<ul>{legend}</ul>" if plot.stacked else "")
         + "</figure>"
     )
+
+
+def _points(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x},{y}" for x, y in points)
 
 
 def _is_there(name: str, column: Column) -> bool:
@@ -227,13 +238,6 @@ def _runs(steps: Column, line: Column) -> list[list[tuple[float, float]]]:
     return [run for run in runs if run]
 
 
-def _line(run: Sequence[tuple[float, float]], x: Any, y: Any) -> str:
-    if len(run) == 1:
-        return f'<circle class="dot" cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.1f}" r="3"/>'
-    points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
-    return f'<polyline class="line" points="{points}"/>'
-
-
 def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers at equal distances, the first at most `low` and the last at least `high`."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
@@ -250,26 +254,14 @@ def _step_ticks(steps: Column) -> list[float]:
     return ticks or [steps[0]]
 
 
-def _axes(plot: Plot, ticks: Sequence[float], steps: Sequence[float], x: Any, y: Any) -> str:
-    labels = _labels(ticks, plot.unit)
-    parts = [
-        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{label}</text>'
-        for tick, label in zip(ticks, labels, strict=True)
-    ]
-    bottom = _HEIGHT - _BOTTOM + 18
-    parts += [f'<text x="{x(step):.1f}" y="{bottom}" text-anchor="middle">{step:,.0f}</text>' for step in steps]
-    return "".join(parts)
-
-
-def _labels(ticks: Sequence[float], unit: str) -> list[str]:
-    """Return the numbers of an axis, all in the unit that fits the greatest."""
-    size, name = _unit(max(map(abs, ticks)), unit)
-    gap = abs(ticks[1] - ticks[0]) / size
-    digits = max(0, -math.floor(math.log10(gap) + 1e-9)) + (gap * 10 ** max(0, -math.floor(math.log10(gap) + 1e-9)) % 1 > 1e-6)
-    if digits > 5:
-        return [f"{tick:.3g}" for tick in ticks]
-    return [f"{tick / size:,.{digits}f}{name if tick else ''}" for tick in ticks]
+def _labels(ticks: Sequence[float], suffix: str) -> list[str]:
+    """Return the numbers of an axis, with as many digits as they need."""
+    digits = next(
+        (d for d in range(5) if all(abs(round(tick, d) - tick) < 1e-6 * (ticks[1] - ticks[0]) for tick in ticks)), None
+    )
+    if digits is None:
+        return [f"{tick:.3g}{suffix}" for tick in ticks]
+    return [f"{tick:,.{digits}f}{suffix if tick else ''}" for tick in ticks]
 
 
 def _unit(value: float, unit: str) -> tuple[float, str]:
@@ -286,7 +278,7 @@ def _number(value: float, unit: str) -> str:
     if not math.isfinite(value):
         return str(value)
     size, name = _unit(value, unit)
-    return f"{value / size:.4g}{name}" + ("/s" if unit == "/s" else "")
+    return f"{value / size:.4g}{name}"
 
 
 _PAGE = """<!doctype html>

@@ -29,15 +29,15 @@ _PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def import_package(name: str, asked: str) -> Any:
-    """Import what writes to "tensorboard" or "wandb". ImportError if it is not installed; asked: what asks for it, as "a is b"."""
+    """Import what writes to "tensorboard" or "wandb". ImportError, in which `asked` says by what, if it is not installed."""
     try:
         return import_module(_PACKAGES[name])
     except ImportError as error:
         option, value = asked.rsplit(" is ", 1)
         off = "false" if value == "true" else "False"
         raise ImportError(
-            f"{asked}, and the package {name} cannot be imported ({error}); expected it to be installed "
-            f"(pip install {name}), or {option.split()[-1]} {off}"
+            f"{asked}, and the package {name} cannot be imported ({error}); expected it to be installed (pip install {name}), "
+            f"or {option.split()[-1]} {off}"
         ) from error
 
 
