@@ -1,4 +1,4 @@
-"""The command line: ``shardcore info``, ``run``, ``estimate``, ``consolidate``, ``report``, ``bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info | run | estimate | consolidate | report | bench`` (or ``python -m shardcore``).
 
 Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that
 of the rank that failed first.

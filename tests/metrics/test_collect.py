@@ -368,7 +368,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         metrics.step(loss="1")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="step: tokens has type float"):
         metrics.step(tokens=1.0)  # type: ignore[arg-type]
-    del optimizer
+    del optimizer, metrics
     with pytest.raises(ValueError, match="Metrics: the model was sharded without an optimizer, or that is gone"):
         shardcore.Metrics(model)
 

@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard's files read back, Weights & Biases by a stand-in, the CSV file. (DeepSpeed's: test_monitor.py)"""
+"""Where metrics go: TensorBoard's files read back, Weights & Biases by a stand-in, the CSV file."""
 
 import sys
 from pathlib import Path
