@@ -28,7 +28,26 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """Writes loss, norm, speed, times, memory and bytes of a training every few steps (docs/metrics.md has the columns)."""
+    """Writes loss, norm, speed, times, memory and bytes of a training every few steps, on rank 0. Collective.
+
+    docs/metrics.md has the columns.
+
+    Args:
+        model: What shardcore.shard or initialize returned, with its optimizer.
+        directory: Of metrics.csv, which `shardcore report` plots; None for no file.
+        every: Steps between two rows.
+        start: Steps made before, to go on in the same directory: its later rows are dropped.
+        flops: Floating-point operations of a step on this rank; None: see `count_flops`.
+        log: Print a line for each row.
+        tensorboard: Write to directory/tensorboard, too.
+        wandb: Write to Weights & Biases, too; True, or options of wandb.init.
+
+    Raises:
+        ValueError, TypeError: On every rank, for bad arguments.
+        FileExistsError, OSError: On rank 0 (RuntimeError on the others), where there are metrics and `start` is 0, and for a
+            directory that cannot be written.
+        ImportError: On rank 0 (RuntimeError on the others), for a package that is not installed.
+    """
 
     def __init__(
         self,
@@ -42,16 +61,7 @@ class Metrics:
         tensorboard: bool = False,
         wandb: bool | Mapping[str, Any] = False,
     ) -> None:
-        """Begin to measure what shardcore.shard or initialize returned. Collective; rank 0 writes.
-
-        directory: of metrics.csv, which `shardcore report` plots; None for no file. every: steps between two rows. start: steps
-        made before, to go on in the same directory: its later rows are dropped. flops: floating-point operations of a step on
-        this rank; None: see `count_flops`. log: print a line a row. tensorboard: write to directory/tensorboard, too. wandb: to
-        Weights & Biases, with these options of wandb.init.
-
-        Raises ValueError or TypeError on every rank for bad arguments; OSError (FileExistsError where a directory has metrics
-        and `start` is 0) and ImportError (tensorboard or wandb is not installed) on rank 0, RuntimeError on the others.
-        """
+        """Begin to measure."""
         self._engine = engine_behind("Metrics", model)
         optimizer = self._engine._optimizer()
         if not isinstance(optimizer, AdamOptimizer):

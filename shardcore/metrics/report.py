@@ -19,7 +19,6 @@ from shardcore.metrics.writers import FACTS, FILE, KINDS, TIERS, read_table
 
 POINTS = 400  # of a line: of more rows the mean of so many ranges is drawn
 _WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 560, 250, 16, 12, 216  # of the drawing; where its right, top and bottom edges are
-_TICKS = 5
 _LARGE = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 _BYTES = ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B"))
 Column = list[float]  # NaN where it is not known
@@ -27,13 +26,17 @@ Column = list[float]  # NaN where it is not known
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot over steps: of one column, or of several on top of each other (by label). unit: "", "ms" or "B"."""
+    """A plot over steps: of one column, or of several on top of each other (by label). unit: "", "ms" or "B".
+
+    from_zero: its axis begins there, so that noise looks as small as it is.
+    """
 
     title: str
     unit: str
     columns: Mapping[str, str]
     stacked: bool = False
     about: str = ""
+    from_zero: bool = False
 
 
 def _memory(tier: str) -> dict[str, str]:
@@ -44,8 +47,8 @@ PLOTS = (
     Plot("Loss", "", {"loss": "loss"}, about="mean over ranks, and over the steps of a row"),
     Plot("Learning rate", "", {"lr": "lr"}, about="of the first param_group"),
     Plot("Gradient norm", "", {"gradient norm": "grad_norm"}, about="global, before clipping"),
-    Plot("Tokens per second", "", {"tokens per second": "tokens_per_s"}, about="all ranks together"),
-    Plot("TFLOP/s", "", {"TFLOP/s": "tflops_per_s"}, about="of a rank, matrix products and attention alone"),
+    Plot("Tokens per second", "", {"tokens per second": "tokens_per_s"}, about="all ranks together", from_zero=True),
+    Plot("TFLOP/s", "", {"TFLOP/s": "tflops_per_s"}, about="of a rank, matrix products and attention alone", from_zero=True),
     Plot(
         "Time of a step",
         "ms",
@@ -69,7 +72,13 @@ PLOTS = (
         Plot(f"Memory: {name}", "B", _memory(tier), stacked=True, about="shardcore's on rank 0, activations not included")
         for tier, name in zip(TIERS, ("device", "host", "NVMe"), strict=True)
     ),
-    Plot("Device memory at its peak", "B", {"peak": "device_peak_bytes"}, about="of torch's allocator on rank 0, all included"),
+    Plot(
+        "Device memory at its peak",
+        "B",
+        {"peak": "device_peak_bytes"},
+        about="of torch's allocator on rank 0, all included",
+        from_zero=True,
+    ),
     Plot("Loss scale", "", {"loss scale": "loss_scale"}, about="float16"),
     Plot("Skipped steps", "", {"skipped steps": "skipped_steps"}, about="so far, for gradients that were not finite"),
 )
@@ -160,9 +169,11 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         for number, line in lines.items():
             total = [below + (value if math.isfinite(value) else 0.0) for below, value in zip(total, line, strict=True)]
             lines[number] = total
-        shown = [0.0, *total]
+        shown = total
     else:
         shown = [value for line in lines.values() for value in line if math.isfinite(value)]
+    if plot.stacked or plot.from_zero:
+        shown = [0.0, *shown]
     size, suffix = _unit(max(map(abs, shown)), plot.unit)
     ticks = _ticks(min(shown) / size, max(shown) / size)
     labels = _labels(ticks, "" if plot.unit else suffix)
@@ -178,7 +189,7 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
         parts.append(f'<line class="grid" x1="{left}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{left - 7}" y="{y + 4}" text-anchor="end">{label}</text>')
     for step in _step_ticks(steps):
-        parts.append(f'<text x="{at(step, 0)[0]}" y="{_BOTTOM + 20}" text-anchor="middle">{step:,.0f}</text>')
+        parts.append(f'<text x="{at(step, 0)[0]}" y="{_BOTTOM + 20}" text-anchor="middle">{_step(step)}</text>')
     parts.append(f'<text x="{left - 7}" y="{_BOTTOM + 20}" text-anchor="end">step</text>')
     below = [at(step, 0.0) for step in steps]
     for number, line in lines.items():
@@ -238,11 +249,11 @@ def _runs(steps: Column, line: Column) -> list[list[tuple[float, float]]]:
     return [run for run in runs if run]
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers at equal distances, the first at most `low` and the last at least `high`."""
+def _ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round numbers at equal distances, the first at most `low` and the last at least `high`; about `count`."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (0.0, 1.0)
-    raw = (high - low) / _TICKS
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -250,8 +261,12 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _step_ticks(steps: Column) -> list[float]:
-    ticks = [tick for tick in _ticks(steps[0], steps[-1]) if steps[0] <= tick <= steps[-1] and tick == int(tick)]
+    ticks = [tick for tick in _ticks(steps[0], steps[-1], 7) if steps[0] <= tick <= steps[-1] and tick == int(tick)]
     return ticks or [steps[0]]
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}" if step < 100_000 else f"{step / 1000:,g}k"
 
 
 def _labels(ticks: Sequence[float], suffix: str) -> list[str]:
