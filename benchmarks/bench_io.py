@@ -104,9 +104,9 @@ class Shardcore:
 class Fio:
     """fio, one process a sample."""
 
-    def __init__(self, folder: Path, size_bytes: int) -> None:
+    def __init__(self, folder: Path, size_bytes: int, sync: bool = True) -> None:
         self.file, self.other = folder / "fio", folder / "fio_other"
-        self.size_bytes = size_bytes
+        self.size_bytes, self.sync = size_bytes, sync
 
     def run(self, *jobs: tuple[str, Path]) -> float:
         """Run jobs (rw, file) at once; returns bytes per second of all."""
@@ -115,7 +115,7 @@ class Fio:
             command.append(f"--iodepth={DEPTH // len(jobs)}")
         for rw, file in jobs:
             command += [f"--name={rw}", f"--rw={rw}", f"--filename={file}"]
-            command += ["--end_fsync=1"] if rw == "write" else ["--end_fsync=0"]
+            command.append(f"--end_fsync={int(self.sync and rw == 'write')}")
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"bench_io: fio failed: {done.stderr[-500:]}")

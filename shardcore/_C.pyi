@@ -398,6 +398,29 @@ class FileReader:
     def close(self) -> None:
         """Close the file when the reads that were started are over."""
 
+class FileTransfer:
+    """A read or write under way; it keeps its memory, which nothing else may use until it is over."""
+
+    def wait(self) -> None:
+        """Wait until it is over, any number of times. OSError as in FileWriter, each time."""
+
+class BlockFile:
+    """A file of `size_bytes`, made or emptied, whose blocks are read and written in place; unwritten ones read as zeros.
+
+    Its space is taken first, where the file system can; past the page cache where it can (direct). OSError as in FileWriter.
+    """
+
+    def __init__(self, engine: FileEngine, path: str | PathLike[str], size_bytes: int, direct: bool = True) -> None: ...
+    @property
+    def block_bytes(self) -> int:
+        """What addresses of memory, offsets and sizes are multiples of, else ValueError."""
+    def read(self, memory: torch.Tensor, offset: int) -> FileTransfer:
+        """Start to read as many bytes as a contiguous CPU tensor has, from `offset` on."""
+    def write(self, memory: torch.Tensor, offset: int) -> FileTransfer:
+        """Start to write them."""
+    def sync(self) -> None:
+        """Make durable what was written (fdatasync)."""
+
 def crc32c(tensor: torch.Tensor) -> int:
     """The CRC-32C (Castagnoli) of the bytes of a contiguous CPU tensor."""
 

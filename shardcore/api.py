@@ -5,6 +5,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -158,7 +159,8 @@ def shard(
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
             least number of parameters per unit.
-        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there; beside it
+        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
+            {"optimizer": "nvme", "path": DIR} keeps them in a file, which is read and written chunk by chunk; beside it
             "gradients": "cpu" (stages 1 to 3), "params": "cpu" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
             "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
@@ -304,7 +306,7 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     needed = 0
     if tiers.optimizer is not None:
         split(plan.updated, tiers.ratio)
-        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None)
+        needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None)
     if tiers.gradients is not None:
         needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
     if tiers.params is not None:
@@ -326,6 +328,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
                 tiers.pin_memory_limit,
                 grads_on_host=tiers.gradients is not None,
                 weights_on_host=tiers.params is not None,
+                nvme_path=None if tiers.path is None else Path(tiers.path),
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -158,18 +159,19 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """What is kept in host memory, and how.
+    """What is kept in host memory or in files, and how.
 
-    optimizer: the tier of states and masters ("cpu"), or None: beside the weights. ratio: the share of them (and of the step)
-    that is there; the rest stays on the device. auto: it starts as 1 and is chosen after a few steps, so that at most
-    device_memory_limit bytes of states stay. gradients: the tier of reduced gradients, or None: on the device.
-    params: the same of the shards of weights.
+    optimizer: the tier of states and masters ("cpu", or "nvme": in a file under the directory `path`), or None: beside the
+    weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
+    chosen after a few steps, so that at most device_memory_limit bytes of states stay. gradients: the tier of reduced
+    gradients, or None: on the device. params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave.
     """
 
     optimizer: str | None = None
+    path: str | None = None
     ratio: float = 1.0
     auto: bool = False
     device_memory_limit: int | None = None
@@ -194,10 +196,16 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
     tier = offload.get("optimizer")
     if tier is None and offload.get("params") is not None and "ratio" not in offload:  # all states on the device
         tier, offload = "cpu", {**offload, "ratio": 0.0}
-    if tier == "nvme":
-        raise NotImplementedError('shard: offload["optimizer"] is "nvme", which is not built yet; expected "cpu"')
-    if tier != "cpu":
-        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu"')
+    if tier not in ("cpu", "nvme"):
+        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu" or "nvme"')
+    path = offload.get("path")
+    if path is not None and not isinstance(path, str | os.PathLike):
+        raise TypeError(f'shard: offload["path"] is {path!r}; expected a directory on the disk to use')
+    if (path is None) != (tier == "cpu"):
+        raise ValueError(
+            f'shard: offload["path"] is {path!r} with the optimizer on "{tier}"; expected a directory on the disk to use with '
+            '"nvme", else None'
+        )
     pin_memory = offload.get("pin_memory", True)
     if not isinstance(pin_memory, bool):
         raise TypeError(f'shard: offload["pin_memory"] is {pin_memory!r}; expected True or False')
@@ -226,9 +234,12 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             'shard: offload["gradients"] is "cpu" at stage 0, where p.grad shows them on the device; expected None, or a '
             "stage from 1 on"
         )
+    if auto and tier == "nvme":
+        raise ValueError('shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number from 0 to 1')
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     threads = _threads_of(offload.get("cpu_threads"))
-    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
+    path = None if path is None else os.fspath(path)
+    return OffloadOptions(tier, path, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
 
 
 def _threads_of(threads: Any) -> int | None:

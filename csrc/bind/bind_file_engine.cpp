@@ -22,6 +22,9 @@ struct PyFileWriter : FileWriter {
 struct PyFileReader : FileReader {
   using FileReader::FileReader;
 };
+struct PyBlockFile : BlockFile {
+  using BlockFile::BlockFile;
+};
 
 std::string path_of(const py::handle& path) {
   PyObject* bytes = nullptr;
@@ -98,6 +101,24 @@ class PyFileRead {
   std::unique_ptr<FileRead> read_;  // destroyed with the GIL held, which no transfer needs
 };
 
+// Keeps the memory, which only the transfer uses until it is over.
+class PyFileTransfer {
+ public:
+  PyFileTransfer(BlockFile& file, FileOp op, at::Tensor memory, int64_t offset) : memory_(std::move(memory)) {
+    check_layout({"BlockFile", "memory"}, memory_, at::kCPU);
+    if (op == FileOp::read) mark_written(memory_);
+    void* const data = op == FileOp::read ? memory_.mutable_data_ptr() : const_cast<void*>(memory_.const_data_ptr());
+    const py::gil_scoped_release no_gil;
+    transfer_ = file.start(op, data, offset, static_cast<int64_t>(memory_.nbytes()));
+  }
+
+  void wait() { transfer_->wait(); }
+
+ private:
+  const at::Tensor memory_;
+  std::unique_ptr<FileTransfer> transfer_;
+};
+
 }  // namespace
 
 void bind_file_engine(py::module_& module) {
@@ -150,6 +171,31 @@ void bind_file_engine(py::module_& module) {
           },
           py::arg("offset"), py::arg("nbytes"))
       .def("close", &PyFileReader::close, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<PyFileTransfer, std::shared_ptr<PyFileTransfer>>(module, "FileTransfer")
+      .def("wait", &PyFileTransfer::wait, py::call_guard<py::gil_scoped_release>());
+
+  py::class_<PyBlockFile, std::shared_ptr<PyBlockFile>>(module, "BlockFile")
+      .def(py::init([](std::shared_ptr<PyFileEngine> engine, const py::object& path, int64_t size_bytes, bool direct) {
+             const std::string name = path_of(path);
+             const py::gil_scoped_release no_gil;
+             return std::make_shared<PyBlockFile>(std::move(engine), name, size_bytes, direct);
+           }),
+           py::arg("engine").none(false), py::arg("path"), py::arg("size_bytes"), py::arg("direct") = true)
+      .def_property_readonly("block_bytes", &PyBlockFile::block_bytes)
+      .def(
+          "read",
+          [](PyBlockFile& file, const at::Tensor& memory, int64_t offset) {
+            return std::make_shared<PyFileTransfer>(file, FileOp::read, memory, offset);
+          },
+          py::arg("memory"), py::arg("offset"))
+      .def(
+          "write",
+          [](PyBlockFile& file, const at::Tensor& memory, int64_t offset) {
+            return std::make_shared<PyFileTransfer>(file, FileOp::write, memory, offset);
+          },
+          py::arg("memory"), py::arg("offset"))
+      .def("sync", &PyBlockFile::sync, py::call_guard<py::gil_scoped_release>());
 
   module.def("crc32c", &crc32c_of, py::arg("tensor"));
   module.def("copy_crc32c", &copy_crc32c_of, py::arg("dst"), py::arg("src"));

@@ -149,27 +149,60 @@ void FileWriter::finished(IoRequest& request) noexcept {
   signal_->changed.notify_all();  // with the mutex held: a writer that waits may be destroyed right after
 }
 
-FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, int64_t offset, int64_t bytes)
-    : engine_(std::move(engine)), file_(std::move(file)), pool_(engine_->read_buffers()) {
-  const int64_t block = file_->block_bytes();
-  const int64_t begin = offset - offset % block, end = round_up(offset + bytes, block);
-  start_ = offset - begin;
-  in_flight_ = static_cast<size_t>((end - begin - 1) / FileEngine::kTransferBytes + 1);
+FileTransfer::FileTransfer(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, FileOp op, char* data,
+                           int64_t offset, int64_t bytes, int64_t needed_bytes)
+    : engine_(std::move(engine)), file_(std::move(file)) {
+  in_flight_ = static_cast<size_t>((bytes - 1) / FileEngine::kTransferBytes + 1);
   requests_.resize(in_flight_);
   std::vector<IoRequest*> queued;
   queued.reserve(in_flight_);
-  buffer_ = pool_->take(end - begin);
-  int64_t at = begin;
+  int64_t at = 0;
   for (IoRequest& request : requests_) {
-    request.file = file_.get(), request.owner = this;
-    request.data = buffer_.data + (at - begin), request.offset = at;
-    request.size_bytes = std::min(end - at, FileEngine::kTransferBytes);
-    request.needed_bytes = std::min(request.size_bytes, offset + bytes - at);
+    request.op = op, request.file = file_.get(), request.owner = this;
+    request.data = data + at, request.offset = offset + at;
+    request.size_bytes = std::min(bytes - at, FileEngine::kTransferBytes);
+    request.needed_bytes = std::clamp<int64_t>(needed_bytes - at, 0, request.size_bytes);
     at += request.size_bytes;
     queued.push_back(&request);
   }
+  engine_->submit(queued);  // throws with nothing queued
+}
+
+FileTransfer::~FileTransfer() {
+  if (engine_->orphaned()) {
+    static_cast<void>(signal_.release());
+  } else {
+    drain();
+  }
+}
+
+void FileTransfer::drain() noexcept {
+  std::unique_lock<std::mutex> lock(signal_->mutex);
+  signal_->changed.wait(lock, [&] { return in_flight_ == 0; });
+}
+
+void FileTransfer::wait() {
+  engine_->check_not_orphaned("FileTransfer.wait");
+  drain();
+  for (const IoRequest& request : requests_) {
+    if (request.error != 0) throw request.failure();
+  }
+}
+
+void FileTransfer::finished(IoRequest& /*request*/) noexcept {
+  const std::lock_guard<std::mutex> lock(signal_->mutex);
+  if (--in_flight_ == 0) signal_->changed.notify_all();  // with the mutex held, as above
+}
+
+FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, int64_t offset, int64_t bytes)
+    : engine_(std::move(engine)), pool_(engine_->read_buffers()) {
+  const int64_t block = file->block_bytes();
+  const int64_t begin = offset - offset % block, end = round_up(offset + bytes, block);
+  start_ = offset - begin;
+  buffer_ = pool_->take(end - begin);
   try {
-    engine_->submit(queued);
+    transfer_ = std::make_unique<FileTransfer>(engine_, std::move(file), FileOp::read, buffer_.data, begin, end - begin,
+                                               offset + bytes - begin);
   } catch (...) {  // nothing was queued
     pool_->give(buffer_);
     throw;
@@ -177,34 +210,18 @@ FileRead::FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> fil
 }
 
 FileRead::~FileRead() {
-  if (engine_->orphaned()) {
-    static_cast<void>(signal_.release());
-    return;
-  }
-  drain();
+  if (engine_->orphaned()) return;  // the transfer's destructor waits for nothing there, either
+  transfer_.reset();
   if (buffer_.data != nullptr) pool_->give(buffer_);
-}
-
-void FileRead::drain() noexcept {
-  std::unique_lock<std::mutex> lock(signal_->mutex);
-  signal_->changed.wait(lock, [&] { return in_flight_ == 0; });
 }
 
 FileRead::Result FileRead::wait() {
   engine_->check_not_orphaned("FileRead.wait");
   if (waited_.exchange(true)) throw std::logic_error("FileRead.wait: was called before; expected one call");
-  drain();
-  for (const IoRequest& request : requests_) {
-    if (request.error != 0) throw request.failure();
-  }
+  transfer_->wait();
   const BufferPool::Buffer buffer = buffer_;
   buffer_ = {};
   return {pool_, buffer, buffer.data + start_};
-}
-
-void FileRead::finished(IoRequest& /*request*/) noexcept {
-  const std::lock_guard<std::mutex> lock(signal_->mutex);
-  if (--in_flight_ == 0) signal_->changed.notify_all();  // with the mutex held, as above
 }
 
 FileReader::FileReader(std::shared_ptr<FileEngine> engine, const std::string& path, bool direct)
@@ -231,6 +248,35 @@ std::unique_ptr<FileRead> FileReader::start(int64_t offset, int64_t bytes) {
 void FileReader::close() noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   file_.reset();
+}
+
+BlockFile::BlockFile(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct)
+    : engine_(std::move(engine)),
+      size_bytes_(size_bytes),
+      file_(std::make_shared<File>(path, File::Mode::write, direct)),
+      block_bytes_(file_->block_bytes()) {
+  if (size_bytes < 0 || size_bytes % block_bytes_ != 0) {
+    throw std::invalid_argument("BlockFile: size_bytes has " + std::to_string(size_bytes) + "; expected a multiple of " +
+                                std::to_string(block_bytes_) + " (the block of " + path + ")");
+  }
+  file_->reserve(size_bytes, engine_->faults().error(FileOp::reserve));
+  file_->truncate(size_bytes);  // where no space could be taken it has its size at least
+}
+
+std::unique_ptr<FileTransfer> BlockFile::start(FileOp op, void* data, int64_t offset, int64_t bytes) {
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(data) % static_cast<uintptr_t>(block_bytes_));
+  if (bytes <= 0 || offset < 0 || offset > size_bytes_ || bytes > size_bytes_ - offset ||
+      (offset | bytes | address) % block_bytes_ != 0) {
+    throw std::invalid_argument("BlockFile.start: offset " + std::to_string(offset) + " and " + std::to_string(bytes) +
+                                " bytes of memory; expected whole blocks of " + std::to_string(block_bytes_) + " inside of " +
+                                file_->path() + ", which has " + std::to_string(size_bytes_));
+  }
+  return std::make_unique<FileTransfer>(engine_, file_, op, static_cast<char*>(data), offset, bytes, bytes);
+}
+
+void BlockFile::sync() {
+  engine_->check_not_orphaned("BlockFile.sync");
+  file_->sync(engine_->faults().error(FileOp::sync));
 }
 
 }  // namespace shardcore

@@ -1,4 +1,4 @@
-// A file written from its beginning to its end, and reads of any part of a file, by a FileEngine.
+// A file written from its beginning to its end, reads of any part of a file, and transfers in place, by a FileEngine.
 #pragma once
 
 #include <atomic>
@@ -68,10 +68,37 @@ class FileWriter : public IoOwner {
   std::optional<IoError> error_;  // the first
 };
 
-// One read: its memory, and the requests that fill it.
-class FileRead final : public IoOwner {
+// One transfer between memory and a part of a file: the requests that make it.
+class FileTransfer final : public IoOwner {
  public:
-  // [offset, offset + bytes) of the file; bytes > 0. Throws what FileEngine::submit throws, and std::bad_alloc.
+  // op: read or write. data, offset and bytes: in whole blocks of the file; bytes > 0. needed_bytes: how many of a read must
+  // come. The memory must live as long as this. Throws what FileEngine::submit throws, and std::bad_alloc.
+  FileTransfer(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, FileOp op, char* data, int64_t offset,
+               int64_t bytes, int64_t needed_bytes);
+  ~FileTransfer();  // waits
+  FileTransfer(const FileTransfer&) = delete;
+  FileTransfer& operator=(const FileTransfer&) = delete;
+
+  // Throws IoError, each time; std::logic_error in a forked child.
+  void wait();
+
+  void finished(IoRequest& request) noexcept override;
+
+ private:
+  void drain() noexcept;
+
+  const std::shared_ptr<FileEngine> engine_;
+  const std::shared_ptr<File> file_;
+  std::vector<IoRequest> requests_;
+
+  std::unique_ptr<IoSignal> signal_ = std::make_unique<IoSignal>();
+  size_t in_flight_;  // guarded by its mutex
+};
+
+// One read, into memory of its own.
+class FileRead {
+ public:
+  // [offset, offset + bytes) of the file; bytes > 0. Throws what FileTransfer's constructor throws.
   FileRead(std::shared_ptr<FileEngine> engine, std::shared_ptr<File> file, int64_t offset, int64_t bytes);
   ~FileRead();
   FileRead(const FileRead&) = delete;
@@ -85,21 +112,13 @@ class FileRead final : public IoOwner {
   // Waits, once. Throws IoError; std::logic_error when called again, or in a forked child.
   Result wait();
 
-  void finished(IoRequest& request) noexcept override;
-
  private:
-  void drain() noexcept;
-
   const std::shared_ptr<FileEngine> engine_;
-  const std::shared_ptr<File> file_;
   const std::shared_ptr<BufferPool> pool_;
   BufferPool::Buffer buffer_;
   int64_t start_;  // of the first byte asked for, in the buffer
-  std::vector<IoRequest> requests_;
+  std::unique_ptr<FileTransfer> transfer_;
   std::atomic<bool> waited_{false};
-
-  std::unique_ptr<IoSignal> signal_ = std::make_unique<IoSignal>();
-  size_t in_flight_;  // guarded by its mutex
 };
 
 // A file for reads of any part. May be used by several threads at once.
@@ -122,6 +141,25 @@ class FileReader {
   mutable std::mutex mutex_;  // guards file_
   std::shared_ptr<File> file_;
   int64_t size_bytes_;
+};
+
+// A file of a fixed size whose blocks are read and written in place, from and to memory of the caller. Unwritten blocks read as
+// zeros. May be used by several threads at once; what a part has while it is written is undefined.
+class BlockFile {
+ public:
+  // Creates the file, or empties it, and takes its space. Throws IoError.
+  BlockFile(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct);
+
+  int64_t block_bytes() const { return block_bytes_; }  // what data, offset and bytes are multiples of
+  // op: read or write; bytes > 0. Throws std::invalid_argument for what is not in whole blocks, or not inside of the file.
+  std::unique_ptr<FileTransfer> start(FileOp op, void* data, int64_t offset, int64_t bytes);
+  void sync();  // what was written is durable; throws IoError
+
+ private:
+  const std::shared_ptr<FileEngine> engine_;
+  const int64_t size_bytes_;
+  std::shared_ptr<File> file_;
+  int64_t block_bytes_ = 1;
 };
 
 }  // namespace shardcore

@@ -36,10 +36,10 @@ class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
     gradient_clipping: global norm, 0 for none. optimizer: FusedAdam's options, None without an optimizer. loss_scale: fixed or
-    dynamic, None without fp16. offload: "cpu" or None, for states; ratio: their share; params: the same for weights.
-    scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none. steps_per_print: None
-    for never. tensorboard and so on: these sections; None if not enabled. given: dotted paths that the user wrote. accepted:
-    of the keys that mean nothing here, a line for each reason. source: the configuration as it was given.
+    dynamic, None without fp16. offload: "cpu", "nvme" (under nvme_path) or None, for states; ratio: their share; params: "cpu"
+    or None, for weights. scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none.
+    steps_per_print: None for never. tensorboard and so on: these sections, None if off. given: dotted paths that the user
+    wrote. accepted: of the keys that mean nothing here, a line for each reason. source: the configuration as it was given.
     """
 
     train_batch_size: int | None = None
@@ -57,6 +57,7 @@ class Config:
     hpz_partition_size: int = 1
     gathers_to_save: bool = True
     offload: str | None = None
+    nvme_path: str | None = None
     ratio: float = 1.0
     params: str | None = None
     pin_memory: bool = True
@@ -116,6 +117,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
     f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
     f"{_STATES}.device": "offload",
+    f"{_STATES}.nvme_path": "nvme_path",
     f"{_STATES}.ratio": "ratio",
     f"{_WEIGHTS}.device": "params",
     "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
@@ -270,6 +272,8 @@ def shard_options(settings: Config) -> dict[str, Any]:
     tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}
     if settings.offload is not None:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
+        if settings.offload == "nvme":
+            tiers["path"] = settings.nvme_path
     return {
         "stage": settings.stage,
         "offload": tiers if settings.offload is not None or settings.params is not None else None,
@@ -301,6 +305,8 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
     for section in (_STATES, _WEIGHTS):
         if section in values and section + ".device" not in values:
             yield ValueError(f'{OP}: config {section}.device is missing; expected "cpu" or "none"')
+    if values.get(f"{_STATES}.device") == "nvme" and values.get(f"{_STATES}.nvme_path") is None:
+        yield ValueError(f"{OP}: config {_STATES}.nvme_path is missing; expected a directory on the disk to use")
     if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
         yield NotImplementedError(
             f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'

@@ -137,11 +137,17 @@ def _text(where: str, value: Any) -> str:
 
 
 def _device(where: str, value: Any) -> str | None:
+    if value not in ("cpu", "nvme", "none"):
+        raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu", "nvme" or "none"'))
+    return None if value == "none" else str(value)
+
+
+def _device_of_weights(where: str, value: Any) -> str | None:
     if value == "nvme":
         raise NotImplementedError(f'{OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
     if value not in ("cpu", "none"):
         raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu" or "none"'))
-    return "cpu" if value == "cpu" else None
+    return _device(where, value)
 
 
 def _dtype(*known: str) -> Check:
@@ -376,7 +382,7 @@ KEYS: dict[str, Key] = {
             "device": _honoured(_device, 'shard(offload={"optimizer": ...})'),
             "pin_memory": _honoured(_flag, "page-lock host memory that the GPU reads or writes"),
             "ratio": _honoured(_share, "the share of states that the CPU updates"),
-            "nvme_path": _accepted("it is of the device nvme"),
+            "nvme_path": _honoured(_or_none(_text), 'shard(offload={"path": ...}) of the device nvme'),
             **dict.fromkeys(
                 ("buffer_count", "pipeline", "pipeline_read", "pipeline_write", "fast_init"), _accepted(_OWN_BUFFERS)
             ),
@@ -389,7 +395,9 @@ KEYS: dict[str, Key] = {
     **_below(
         f"{_ZERO}.offload_param",
         {
-            "device": _honoured(_device, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'),
+            "device": _honoured(
+                _device_of_weights, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'
+            ),
             "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
             "nvme_path": _accepted("it is of the device nvme"),
             **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _accepted(_OWN_BUFFERS)),

@@ -1,8 +1,8 @@
-"""The cpu tier of optimizer states: updated on the CPU, chunk by chunk, with the same bits as on the device.
+"""Optimizer states off the device: updated on the CPU, chunk by chunk, with the same bits as on the device.
 
-States and masters live in host buffers. A step copies each chunk of the reduced gradient to the host (and of weights, unless
-float32 masters replace them), runs the same Adam kernel there, and copies the new weights back. On CPU ranks the tier is
-still separate memory, so that the copies can be tested without a GPU.
+States and masters live in host buffers (HostStates), or in files (engine/nvme_states.py). A step copies each chunk of the
+reduced gradient to the host (and of weights, unless float32 masters replace them), runs the same Adam kernel there, and copies
+the new weights back. On CPU ranks the tier is still separate memory, so that the copies can be tested without a GPU.
 
 Note [Staging]. While Adam works on a chunk, the next one is copied in and the one before copied back. So there are two staging
 buffers for gradients, and three for weights, used in turn; one for weights is used again when its last copy back is done. Only
@@ -15,15 +15,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from shardcore._native import _C
+from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.overlap_step import own_thread_count
-from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of, read_part
+from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of
 from shardcore.layout import BLOCK, round_up
-from shardcore.optim.state_format import Kept, kept_values, range_of
+from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
 
 logger = logging.getLogger("shardcore")
 
@@ -37,16 +39,21 @@ def staging_numel(buckets: Sequence[Bucket], chunk_numel: int = CHUNK_NUMEL) -> 
     return min(chunk_numel, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def staging_bytes(buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False) -> int:
-    """Return the bytes of all staging buffers; see CpuStore."""
+def staging_bytes(
+    buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False, *, nvme: bool = False
+) -> int:
+    """Return the bytes of all staging buffers, those of files among them; see CpuStore."""
     count = (0 if grads_on_host else GRAD_BUFFERS) + (0 if weights_on_host else WEIGHT_BUFFERS)
-    return count * staging_numel(buckets) * _ITEM_BYTES
+    numel = nvme_states.chunk_numel(buckets) if nvme else staging_numel(buckets)
+    return count * numel * _ITEM_BYTES + (nvme_states.buffer_bytes(buckets) if nvme else 0)
 
 
-def host_bytes(buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False) -> int:
-    """Return the bytes of host memory that a CpuStore of these buckets takes."""
-    states = sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
-    return states + staging_bytes(buckets, grads_on_host, weights_on_host)
+def host_bytes(
+    buckets: Sequence[Bucket], grads_on_host: bool = False, weights_on_host: bool = False, *, nvme: bool = False
+) -> int:
+    """Return the bytes of host memory that a CpuStore of these buckets takes. nvme: its states are in files."""
+    states = 0 if nvme else sum(bucket.state_format.nbytes(bucket.host_numel) for bucket in buckets)
+    return states + staging_bytes(buckets, grads_on_host, weights_on_host, nvme=nvme)
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,71 @@ class _Part:
     buckets: list[Bucket]
 
 
-class CpuStore:
-    """Optimizer states in host memory, of each bucket's elements from `device_numel` on.
-
-    `copies` is the only way to and from that memory.
-    """
+class HostStates:
+    """Optimizer states in host memory: flat tensors of each bucket's part in the tier, with which ranges here begin."""
 
     tier = "cpu"
+    scratch_bytes = 0
+    places = 1  # of chunks, which take turns
+
+    def __init__(self, buckets: Sequence[Bucket], copies: _C.HostTier, chunk_numel: int) -> None:
+        """Allocate zero states for `buckets`, to be updated in chunks of at most `chunk_numel` elements."""
+        self.chunk_numel, self._allocate = chunk_numel, partial(copies.empty, pinned=False)
+        self._states = {bucket: self._zeros(bucket) for bucket in buckets}
+
+    def _zeros(self, bucket: Bucket) -> Kept:
+        return bucket.state_format.new(bucket.host_numel, self._allocate)
+
+    def stored(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
+        """Yield (key, bytes) of each tensor that keeps a bucket's states."""
+        return ((key, flat.nbytes) for key, flat in self._states[bucket].items())
+
+    def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
+        """View states of elements [start, start + numel); not to be written."""
+        return range_of(self._states[bucket], start, numel)
+
+    def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
+        """Yield (start, numel, states to write to) of each part of a range; they are kept once the next one is asked for."""
+        yield start, numel, self.kept(bucket, start, numel)
+
+    def shrink(self, bucket: Bucket) -> Kept:
+        """See CpuStore."""
+        kept, first = self._states[bucket], bucket.device_numel
+        if first:
+            self._states[bucket] = self._zeros(bucket)
+            for key, flat in range_of(kept, first, bucket.host_numel).items():
+                self._states[bucket][key].copy_(flat)
+        return range_of(kept, 0, first)
+
+    def cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
+        """Cut spans at block boundaries into as few lists as can be, of about equal size."""
+        numel = sum(round_up(span.numel, BLOCK) for span in spans)
+        most = round_up(-(-numel // -(-numel // self.chunk_numel)), BLOCK)
+        chunk: list[Span] = []
+        room = most
+        for span in spans:
+            done = 0
+            while done < span.numel:
+                part = span.part(done, min(span.numel - done, room))
+                chunk.append(part)
+                done, room = done + part.numel, room - round_up(part.numel, BLOCK)
+                if room <= 0:
+                    yield chunk
+                    chunk, room = [], most
+        if chunk:
+            yield chunk
+
+    def of_chunk(self, spans: Sequence[Span], turn: int) -> list[Kept]:
+        """View the states of each span of chunk `turn` of a step, where they are while Adam works on them."""
+        return [self.kept(span.bucket, span.start - span.bucket.device_numel, span.numel) for span in spans]
+
+
+class CpuStore:
+    """Optimizer states that the CPU updates, of each bucket's elements from `device_numel` on, in host memory or in files.
+
+    `copies` is the only way to and from host memory.
+    """
+
     weight_scratch_bytes = 0
 
     def __init__(
@@ -82,41 +147,47 @@ class CpuStore:
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
+        nvme_path: Path | None = None,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
         At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
         (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
+        nvme_path: a directory, in a file of which the states are.
         """
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
-        self._chunk_numel = staging_numel(buckets, chunk_numel)
-        size = self._chunk_numel * _ITEM_BYTES
+        self._files = (
+            None if nvme_path is None else nvme_states.NvmeStates(buckets, nvme_path, partial(self.copies.empty, pinned=False))
+        )
+        self._states: HostStates | nvme_states.NvmeStates = self._files or HostStates(
+            buckets, self.copies, staging_numel(buckets, chunk_numel)
+        )
+        self.tier = self._states.tier
+        size = self._states.chunk_numel * _ITEM_BYTES
         self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_on_host else GRAD_BUFFERS)]
         self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)]
-        self.scratch_bytes = size * (len(self._grads) + len(self._weights))
+        self.scratch_bytes = size * (len(self._grads) + len(self._weights)) + self._states.scratch_bytes
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
-        self._states = {bucket: self._zeros(bucket) for bucket in buckets}
         self._before_change: BeforeChange | None = None
-
-    def _zeros(self, bucket: Bucket) -> Kept:
-        return bucket.state_format.new(bucket.host_numel, partial(self.copies.empty, pinned=False))
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
-        return read_part(self._states[bucket], bucket.device_numel, bucket, key, start, numel)
+        end = bucket.owned_numel if numel is None else start + numel
+        return values_of(self.kept(bucket, start, end - start), key, bucket.owned_weight[start:end])
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
         if self._before_change is not None:
             self._before_change(bucket, start, values.numel())
-        kept = range_of(self._states[bucket], start - bucket.device_numel, values.numel())
-        for name, source in kept_values(bucket.state_format, key, values.to(self._device)).items():
-            self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
+        first, sources = start - bucket.device_numel, kept_values(bucket.state_format, key, values.to(self._device))
+        for at, numel, kept in self._states.change(bucket, first, values.numel()):
+            for name, source in range_of(sources, at - first, numel).items():
+                self.copies.to_tier(kept[name], source.to(kept[name].dtype).contiguous().view(-1)).synchronize()
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
         """See StateStore."""
-        return range_of(self._states[bucket], start - bucket.device_numel, numel)
+        return self._states.kept(bucket, start - bucket.device_numel, numel)
 
     def watch(self, before_change: BeforeChange | None) -> None:
         """See StateStore."""
@@ -124,17 +195,13 @@ class CpuStore:
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """See StateStore."""
-        return ((self.tier, key, flat.nbytes) for key, flat in self._states[bucket].items())
+        return ((self.tier, key, nbytes) for key, nbytes in self._states.stored(bucket))
 
     def shrink(self, bucket: Bucket) -> Kept:
         """Free the states of a bucket's first `device_numel` elements (until now it kept all), and return them."""
+        assert isinstance(self._states, HostStates)
         self._parts.clear()
-        kept, first = self._states[bucket], bucket.device_numel
-        if first:
-            self._states[bucket] = self._zeros(bucket)
-            for key, flat in range_of(kept, first, bucket.host_numel).items():
-                self._states[bucket][key].copy_(flat)
-        return range_of(kept, 0, first)
+        return self._states.shrink(bucket)
 
     def steps(
         self,
@@ -154,13 +221,16 @@ class CpuStore:
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
-        before_change = self._before_change
-        threads = 0 if before_change is not None else own_thread_count()  # 0: Adam runs in the waits below
+        before_change, files = self._before_change, self._files
+        alone = before_change is None and files is None
+        threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights in host memory that are still being copied to the device must not change.
             if not chunks and not self._weights:
                 self.copies.synchronize()
+            if files is not None:
+                files.begin([spans for part in kept for spans in part.cut])
             self._pipeline.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
             last = 0
             for index, part in enumerate(kept):
@@ -172,7 +242,11 @@ class CpuStore:
                     if before_change is not None:
                         for span in part.cut[number - first]:
                             before_change(span.bucket, span.start, span.numel)
+                    if files is not None:
+                        files.before(number)
                     self._pipeline.wait_updated(number, number + 1)
+                    if files is not None:
+                        files.after(number)
                 yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
             self._pipeline.end()
@@ -184,11 +258,11 @@ class CpuStore:
         """Return the chunks of `spans`, of which the first is chunk `turn` of the step."""
         if not spans:
             return _Part([], [], [], [], [])
-        key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS)
+        key = spans[0].bucket, turn % (GRAD_BUFFERS * WEIGHT_BUFFERS * self._states.places)
         grad_dtypes = [_grad_of(bucket)[0].dtype for bucket in dict.fromkeys(span.bucket for span in spans)]
         part = self._parts.get(key)
         if part is None or part.spans != spans or part.grad_dtypes != grad_dtypes:
-            cut = list(self._cut(spans))
+            cut = list(self._states.cut(spans))
             chunks = [self._chunk(of_chunk, turn + number) for number, of_chunk in enumerate(cut)]
             buckets = [span.bucket for of_chunk in cut for span in of_chunk]
             part = self._parts[key] = _Part(list(spans), grad_dtypes, chunks, cut, buckets)
@@ -213,7 +287,7 @@ class CpuStore:
                 params.append(weight)
             weights.append(weight if self._weights else None)
             cursor += round_up(span.numel, BLOCK)
-        states = [range_of(self._states[s.bucket], s.start - s.bucket.device_numel, s.numel) for s in spans]
+        states = self._states.of_chunk(spans, turn)
         return self._pipeline.chunk(
             params=params,
             grads=grads,
@@ -223,24 +297,6 @@ class CpuStore:
             place=turn % WEIGHT_BUFFERS if self._weights else 0,
             **lists_of(spans, states),
         )
-
-    def _cut(self, spans: Sequence[Span]) -> Iterator[list[Span]]:
-        """Cut spans at block boundaries into as few lists as can be, of about equal size."""
-        numel = sum(round_up(span.numel, BLOCK) for span in spans)
-        most = round_up(-(-numel // -(-numel // self._chunk_numel)), BLOCK)
-        chunk: list[Span] = []
-        room = most
-        for span in spans:
-            done = 0
-            while done < span.numel:
-                part = span.part(done, min(span.numel - done, room))
-                chunk.append(part)
-                done, room = done + part.numel, room - round_up(part.numel, BLOCK)
-                if room <= 0:
-                    yield chunk
-                    chunk, room = [], most
-        if chunk:
-            yield chunk
 
 
 def _view(buffer: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:

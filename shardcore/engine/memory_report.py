@@ -45,7 +45,7 @@ class MemoryReport:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Bytes by tier ("device", "cpu")."""
+        """Bytes by tier ("device", "cpu", "nvme")."""
         return self._sum("tier")
 
     def __str__(self) -> str:
@@ -136,7 +136,9 @@ def memory_lines(
         yield MemoryLine("shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes)
     yield MemoryLine("shared", "communication", "device", max(pooled, 0))
     if store.scratch_bytes + grad_staging_bytes:
-        yield MemoryLine("shared", "communication", store.tier, store.scratch_bytes + grad_staging_bytes)
+        yield MemoryLine(
+            "shared", "communication", "device" if store.tier == "device" else "cpu", store.scratch_bytes + grad_staging_bytes
+        )
 
 
 def gradient_bytes(bucket: Bucket, shown: torch.Tensor | None) -> int:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 import torch
 
@@ -58,8 +59,6 @@ class SplitStore:
     as the largest such part. The CPU's part is updated where it lies.
     """
 
-    tier = "cpu"
-
     def __init__(
         self,
         buckets: Sequence[Bucket],
@@ -69,6 +68,7 @@ class SplitStore:
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
+        nvme_path: Path | None = None,
     ) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
         self._buckets, self._device, self._weights_on_host = list(buckets), device, weights_on_host
@@ -76,8 +76,15 @@ class SplitStore:
         self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
         self.on_cpu = CpuStore(
-            buckets, device, pin_memory, pin_memory_limit, grads_on_host=grads_on_host, weights_on_host=weights_on_host
+            buckets,
+            device,
+            pin_memory,
+            pin_memory_limit,
+            grads_on_host=grads_on_host,
+            weights_on_host=weights_on_host,
+            nvme_path=nvme_path,
         )
+        self.tier = self.on_cpu.tier
         self._make_device_store()
 
     def _make_device_store(self) -> None:

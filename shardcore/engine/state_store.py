@@ -133,7 +133,8 @@ class DeviceStore:
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
-        return read_part(self._states[bucket], 0, bucket, key, start, numel)
+        end = bucket.owned_numel if numel is None else start + numel
+        return values_of(self.kept(bucket, start, end - start), key, bucket.owned_weight[start:end])
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
@@ -199,12 +200,6 @@ def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | Non
     if copied is not None:
         copied.wait()
     yield
-
-
-def read_part(kept: Kept, first: int, bucket: Bucket, key: str, start: int, numel: int | None) -> torch.Tensor:
-    """Read from the states of a bucket's elements from `first` on, where they are kept. See StateStore.read."""
-    end = bucket.owned_numel if numel is None else start + numel
-    return values_of(range_of(kept, start - first, end - start), key, bucket.owned_weight[start:end])
 
 
 # (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device.

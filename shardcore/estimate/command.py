@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state-dtype", choices=["fp32", "bf16", "8bit"], default="fp32", help="of Adam's moments (default: %(default)s)"
     )
-    parser.add_argument("--offload", choices=["cpu"], help="where masters and states go (default: beside the weights)")
+    parser.add_argument("--offload", choices=["cpu", "nvme"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
     parser.add_argument("--offload-params", action="store_const", const="cpu", help="and shards of weights, at stage 3")
     parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
@@ -73,10 +73,11 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
     print(f"{options.precision} weights{masters}, {options.state_dtype} moments, {options.grad_dtype} reduced gradients")
-    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", "total", "sent per step", "collectives"]]
+    on_disk = options.offload == "nvme"
+    rows = [["ranks", "stage", *_KINDS, "on device", "on cpu", *["on nvme"] * on_disk, "total", "sent per step", "collectives"]]
     for world_size, stage, prediction in found:
         report = prediction.resting
-        tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu")]
+        tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu", *["nvme"] * on_disk)]
         held = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
         cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
@@ -147,6 +148,8 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
 def _offload(options: argparse.Namespace) -> dict[str, Any] | None:
     tiers = {"gradients": options.offload_gradients, "params": options.offload_params, "ratio": options.ratio}
     chosen = {key: value for key, value in tiers.items() if value is not None}
+    if options.offload == "nvme":
+        chosen["path"] = "."  # nothing is written there
     return {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
 
 

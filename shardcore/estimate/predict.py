@@ -175,7 +175,9 @@ class _States(DeviceStore):
         super().__init__([], _META)
         if tiers.optimizer is not None:
             self.tier = tiers.optimizer
-            self.scratch_bytes = staging_bytes(buckets, tiers.gradients is not None, tiers.params is not None)
+            self.scratch_bytes = staging_bytes(
+                buckets, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None
+            )
         if tiers.params is not None:
             self.weight_scratch_bytes = weight_scratch_bytes(buckets)
 

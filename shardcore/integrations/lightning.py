@@ -66,7 +66,7 @@ OFFLOAD = {
     2: {"optimizer": "cpu", "gradients": "cpu"},
     3: {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"},
 }
-NVME = {"optimizer": "nvme", "gradients": "nvme", "params": "nvme"}
+NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "cpu"}  # the path is DeepSpeed's default
 
 # What `shardcore` registers, by name.
 STRATEGIES: dict[str, dict[str, Any]] = {

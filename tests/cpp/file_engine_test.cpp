@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 #include "cpp/common.h"
@@ -205,6 +206,46 @@ TEST_F(file_engine, objects_may_be_destroyed_with_transfers_in_flight) {
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which starts no threads in a child
+TEST_F(file_engine, blocks_are_read_and_written_in_place) {
+  constexpr int64_t kBlock = 4096, kBlocks = 1000;  // several requests for each transfer
+  for (const std::string& backend : backends()) {
+    for (const bool direct : {true, false}) {
+      const auto engine = std::make_shared<FileEngine>(backend, 4, "short");
+      BlockFile file(engine, path, kBlocks * kBlock, direct);
+      const FileBytes bytes = random_bytes(kBlocks * kBlock, 3);
+      auto* const memory = static_cast<char*>(std::aligned_alloc(kBlock, kBlocks * kBlock));
+      std::copy(bytes.begin(), bytes.end(), memory);
+      file.start(FileOp::write, memory + 300 * kBlock, 300 * kBlock, 700 * kBlock)->wait();
+      file.start(FileOp::write, memory, 0, 100 * kBlock);  // its end waits
+      file.sync();
+      std::fill_n(memory, kBlocks * kBlock, '\xff');
+      {
+        const auto first = file.start(FileOp::read, memory, 0, 500 * kBlock);
+        const auto second = file.start(FileOp::read, memory + 500 * kBlock, 500 * kBlock, 500 * kBlock);
+        second->wait();
+        first->wait();
+        first->wait();
+      }
+      for (int64_t at = 0; at < kBlocks * kBlock; ++at) {
+        const bool hole = at >= 100 * kBlock && at < 300 * kBlock;
+        ASSERT_EQ(static_cast<uint8_t>(memory[at]), hole ? 0 : bytes[static_cast<size_t>(at)]) << backend << " " << at;
+      }
+      if (file.block_bytes() > 1) {
+        EXPECT_THROW(file.start(FileOp::read, memory + 1, 0, kBlock), std::invalid_argument);
+        EXPECT_THROW(file.start(FileOp::read, memory, 0, kBlock - 1), std::invalid_argument);
+        EXPECT_THROW(BlockFile(engine, path + "x", 1, direct), std::invalid_argument);
+        unlink((path + "x").c_str());
+      }
+      EXPECT_THROW(file.start(FileOp::read, memory, kBlock, kBlocks * kBlock), std::invalid_argument);
+      EXPECT_THROW(file.start(FileOp::write, memory, 0, 0), std::invalid_argument);
+      BlockFile broken(std::make_shared<FileEngine>(backend, 4, "write:EIO@8192"), path, kBlocks * kBlock, direct);
+      const auto failing = broken.start(FileOp::write, memory, 0, 4 * kBlock);
+      for (int time = 0; time < 2; ++time) EXPECT_EQ(io_error_of([&] { failing->wait(); }).first, EIO);
+      std::free(memory);
+    }
+  }
+}
+
 TEST_F(file_engine, a_forked_child_is_told_and_can_make_its_own) {
   const FileBytes bytes = random_bytes(2 << 20, 6);
   for (const std::string& backend : backends()) {

@@ -38,6 +38,11 @@ def test_estimate(capsys):
     cells = dict(zip(titles.replace("on ", "on_").split()[:10], map(float, row.split()[:10]), strict=True))
     assert cells["total"] == pytest.approx(cells["on_device"] + cells["on_cpu"], abs=0.02)
     assert cells["on_cpu"] * 2**30 / numel == pytest.approx(8 + 8 / 256, rel=1e-3)  # 2 + 2 + 2 + 2, and scales of moments
+    assert cli.main(["estimate", "examples.llama:llama_7b", "--offload", "nvme", "--stage", "3", "--offload-params"]) == 0
+    _, _, titles, row, *_ = capsys.readouterr().out.splitlines()
+    cells = dict(zip(titles.replace("on ", "on_").split()[:11], map(float, row.split()[:11]), strict=True))
+    assert cells["on_nvme"] * 2**30 / numel == pytest.approx(12, rel=1e-3)
+    assert cells["on_cpu"] * 2**30 / numel == pytest.approx(2, rel=0.05)
     nodes = ["--world-size", "16", "--ranks-per-node", "4", "--hybrid", "--keep", "2", "--stage", "3", "--json"]
     assert cli.main(["estimate", "examples.llama:llama_7b", *nodes]) == 0
     (entry,) = json.loads(capsys.readouterr().out)

@@ -16,6 +16,7 @@ from benchmarks import (
     bench_checkpoint,
     bench_cpu_adam,
     bench_io,
+    bench_nvme_step,
     bench_reduced_states,
     bench_train_step,
     convergence,
@@ -114,6 +115,18 @@ def test_checkpoints_that_fall_short_are_named():
         "save: 0.90 of the speed of huggingface; expected 1",
         "pause: 0.20 of async_save's; expected 0.1",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
+def test_nvme_step(tmp_path, run_main):
+    where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
+    printed = run_main(bench_nvme_step, "--mib", "16", "--rounds", "1", "--pause", "0", *where)
+    assert "over the bound" in printed
+    result = json.loads((tmp_path / "nvme_step.json").read_text())
+    assert set(result["seconds"]) == {"nvme", "cpu", "fio"}
+    assert result["host_bytes"]["cpu"] > result["state_bytes"]
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme_step.json"], "its files are gone"
 
 
 def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):

@@ -1,0 +1,116 @@
+"""Time a step whose states are in files beside what bounds it: fio moving the same bytes, and the same step in host memory.
+
+    nvme    optimizer.step() with offload={"optimizer": "nvme"}: each chunk read, updated, written
+    cpu     the same with "cpu": Adam, which the bound has as well
+    fio     reads as many bytes of one file as it writes over in another: io_uring, 1 MiB, 16 in flight, O_DIRECT, no fsync
+
+The bound of a round is the larger of fio's and cpu's time. Steps follow one another, so what one leaves to be written is
+counted in the next. The states are those of bfloat16 weights on one rank: float32 masters, and moments of --state-dtype. Each
+round runs every case once, in a random order. --dir must be on the disk to measure, with room for three times --mib.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardcore
+from benchmarks import harness, suite
+from benchmarks.bench_io import Fio
+from examples.arguments import positive
+
+WIDTH = 1024
+STEPS = 3  # in a row, of which each case's time is the mean
+TARGET = 1.10  # of the bound
+
+
+class Job:
+    """A model with gradients, whose optimizer can step again and again."""
+
+    def __init__(self, options: argparse.Namespace, offload: dict[str, Any]) -> None:
+        per_param = 12 if options.state_dtype == "fp32" else 8
+        layers = max(1, round(options.mib * 2**20 / per_param / (WIDTH * WIDTH)))
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        adam = shardcore.FusedAdam(model.parameters(), lr=1e-3, state_dtype=options.state_dtype)
+        self.model, self.optimizer = shardcore.shard(model, adam, 2, precision="bf16", offload=offload)
+        self.model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
+        self.optimizer.step()
+        report = shardcore.memory_report(self.model)
+        self.state_bytes = report.by_kind["master"] + report.by_kind["states"]
+        self.host_bytes = report.by_tier["cpu"]
+
+    def seconds(self) -> float:
+        """Return the time of a step."""
+        self.optimizer.step()
+        begun = time.perf_counter()
+        for _ in range(STEPS):
+            self.optimizer.step()
+        return (time.perf_counter() - begun) / STEPS
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run all cases in turns."""
+    jobs = {
+        "nvme": Job(options, {"optimizer": "nvme", "path": str(folder)}),
+        "cpu": Job(options, {"optimizer": "cpu"}),
+    }
+    size = jobs["nvme"].state_bytes
+    fio = Fio(folder, size, sync=False)
+    fio.prepare("mixed")
+    fio.prepare("read")
+    cases = {name: job.seconds for name, job in jobs.items()}
+    cases["fio"] = lambda: 2 * size / fio.cases()["mixed"]()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for order in harness.random_order(list(cases), 1 + options.rounds, seed=0):
+        for name in order:
+            os.sync()
+            time.sleep(options.pause)
+            seconds[name].append(cases[name]())
+    seconds = {name: samples[1:] for name, samples in seconds.items()}
+    bound = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
+    return {
+        "state_bytes": size,
+        "host_bytes": {name: job.host_bytes for name, job in jobs.items()},
+        "seconds": seconds,
+        "over": {
+            "bound": asdict(harness.paired(seconds["nvme"], bound)),
+            **{name: asdict(harness.paired(seconds["nvme"], seconds[name])) for name in ("fio", "cpu")},
+        },
+    }
+
+
+def main() -> int:
+    """Run, print a table, write nvme_step.json into --out."""
+    parser = suite.make_parser("nvme_step", __doc__, rounds=7, pause=0.2)
+    parser.add_argument("--mib", type=positive, default=1024, help="MiB of states (default: %(default)s)")
+    parser.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32", help="of moments (default: %(default)s)")
+    parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
+    options = suite.parse(parser)
+    if shutil.which("fio") is None:
+        print("bench_nvme_step: fio is not on PATH; expected it there (apt-get install fio)", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bench_nvme_step_", dir=options.dir) as folder:
+        result = measure(options, Path(folder))
+    rows = [["MiB of states", "MiB of host memory", "step, s", "over the bound", "over fio", "over cpu"]]
+    median = harness.spread(result["seconds"]["nvme"]).median
+    over = [str(harness.Spread(**result["over"][name])) for name in ("bound", "fio", "cpu")]
+    host = result["host_bytes"]["nvme"]
+    rows.append([f"{result['state_bytes'] / 2**20:.0f}", f"{host / 2**20:.0f}", f"{median:.3f}", *over])
+    print(harness.table(rows))
+    if result["over"]["bound"]["median"] > TARGET:
+        print(f"{result['over']['bound']['median']:.2f} of the bound; expected at most {TARGET}")
+    harness.write_json(options.out / "nvme_step.json", {**suite.about_run("nvme_step", options), **result})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""States in files: the same bits as anywhere else, bounded memory, no file left behind, damage and full disks named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore._native import _C
+from shardcore.engine import nvme_states
+from shardcore.estimate import predict
+from tests.support.choice import combinations
+from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.ranks import run_ranks
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {"amsgrad": True}),
+    "masters": ("bf16", {"master": "fp32"}),
+    "split 8-bit": ("bf16", {"master": "split", "state_dtype": "8bit"}),
+    "bf16 states": ("fp16", {"state_dtype": "bf16"}),
+    "stochastic": ("bf16", {"stochastic_rounding": True, "state_dtype": "8bit", "seed": 3}),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "states": {},
+    "overlapped": {"overlap_step": True},
+    "a share": {"offload": {"ratio": 0.37}},
+    "gradients, too": {"offload": {"gradients": "cpu"}},
+    "weights, too": {"offload": {"gradients": "cpu", "params": "cpu"}, "overlap_step": True},
+    "added up": {"accumulate": 3, "clip_grad_norm": 0.01},
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+
+
+def _run(stage: int, form: str, way: str, folder: str | None) -> Run:
+    precision, adam = FORMS[form]
+    shard = {"offload": None, **WAYS[way]}
+    tiers = shard.pop("offload") or {}
+    if folder is not None:
+        if stage == 0:
+            tiers = {key: value for key, value in tiers.items() if key != "gradients"}
+        if stage < 3:
+            tiers = {key: value for key, value in tiers.items() if key != "params"}
+        shard["offload"] = {"optimizer": "nvme", "path": folder, **tiers}
+    else:
+        shard.pop("overlap_step", None)
+    accumulate = shard.pop("accumulate", 1)
+    return Run(stage, 4, accumulate=accumulate, precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+
+
+def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+        return [hash_of_training(*train(rank, run)[:2]) for run in runs]
+
+
+@pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS)))
+def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path: Path) -> None:
+    runs = [_run(stage, form, way, None), _run(stage, form, way, str(tmp_path))]
+    assert len({hash_ for hashes in run_ranks(2, _hashes, runs) for hash_ in hashes}) == 1
+    assert list(tmp_path.iterdir()) == [], "no file has a name"
+
+
+def test_a_write_that_is_left_out_changes_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    run = _run(2, "masters", "states", str(tmp_path))
+    expected = hash_of_training(*train(0, run)[:2])
+    after, left = nvme_states.NvmeStates.after, [3]
+
+    def leave_one_out(self: Any, number: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            self._start_write = lambda chunk, place: None
+        after(self, number)
+        self.__dict__.pop("_start_write", None)
+
+    monkeypatch.setattr(nvme_states.NvmeStates, "after", leave_one_out)
+    assert hash_of_training(*train(0, run)[:2]) != expected
+
+
+def _saves_and_loads(rank: int, world_size: int, folder: str, wait: bool) -> tuple[str, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+        run = _run(2, "split 8-bit", "states", f"{folder}/nvme")
+        model, optimizer, _ = train(rank, run)
+        shardcore.save(f"{folder}/saved", model, optimizer, wait=wait)
+        for step in (4, 5):
+            stepped(model, optimizer, rank, step)
+        other, other_optimizer, _ = train(rank, Run(**{**run.__dict__, "seed": 5, "steps": 1}))
+        shardcore.load(f"{folder}/saved", other, other_optimizer)
+        for step in (4, 5):
+            stepped(other, other_optimizer, rank, step)
+        plain, plain_optimizer, _ = train(rank, _run(1, "split 8-bit", "states", None))
+        for step in (4, 5):
+            stepped(plain, plain_optimizer, rank, step)
+        runs = (model, optimizer), (other, other_optimizer), (plain, plain_optimizer)
+        first, second, third = (hash_of_training(*pair) for pair in runs)
+        return first, second, third
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
+    for hashes in run_ranks(2, _saves_and_loads, str(tmp_path), wait):
+        assert len(set(hashes)) == 1
+
+
+def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
+    run = _run(2, "masters", "states", str(tmp_path))
+    model, _, _ = train(0, run)
+    found = shardcore.memory_report(model)
+    twin = make_net()
+    expected = predict(twin, shardcore.FusedAdam(twin.parameters()), 2, world_size=1, precision="bf16", **run.shard).resting
+    assert found.by_tier["nvme"] == expected.by_tier["nvme"] >= 12 * sum(p.numel() for p in Net().parameters())
+    assert found.by_tier["cpu"] == expected.by_tier["cpu"]
+    place = 2 * 4096 + 4096  # a chunk in whole blocks, and what aligns it
+    assert found.by_tier["cpu"] == (nvme_states.PLACES + 1) * place + 5 * 512 * 4, "as large as the largest chunk alone"
+
+
+def test_nothing_grows(tmp_path: Path, small: None) -> None:
+    model, optimizer, _ = train(0, _run(3, "masters", "states", str(tmp_path)))
+    before = len(os.listdir("/proc/self/fd"))
+    for step in range(200):
+        stepped(model, optimizer, 0, step)
+    assert len(os.listdir("/proc/self/fd")) == before
+    del model, optimizer
+    assert list(tmp_path.iterdir()) == []
+
+
+def _with_faults(monkeypatch: pytest.MonkeyPatch, faults: str) -> None:
+    monkeypatch.setattr(nvme_states, "file_engine", lambda: _C.FileEngine(faults=faults))
+
+
+@pytest.mark.parametrize(
+    ("faults", "says"),
+    [
+        ("read:EIO@8192", "read at offset 8192.*Input/output error"),
+        ("write:EIO@8192", "write at offset 8192.*Input/output error"),
+        ("flip:read@8192", r"states of .* in bytes 8192 to .* are not what was written"),
+    ],
+)
+def test_errors_name_file_and_offset(
+    faults: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None
+) -> None:
+    _with_faults(monkeypatch, faults)
+    run = _run(2, "fp32", "states", str(tmp_path))
+    with pytest.raises((OSError, RuntimeError), match=says) as error:
+        train(0, run)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_full_disk_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_faults(monkeypatch, "reserve:ENOSPC")
+    with pytest.raises(RuntimeError, match=r"taking memory failed.*No space left on device"):
+        train(0, _run(2, "fp32", "states", str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_step_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    model, optimizer, _ = train(0, _run(2, "fp32", "states", str(tmp_path)))
+    monkeypatch.setattr(nvme_states.NvmeStates, "_check", lambda self, chunk, place: (_ for _ in ()).throw(OSError(5, "bad")))
+    loss_of(model, batch_of(4, 0, 0)).backward()
+    assert "updating the weights failed on its way" in error_of(optimizer.step)
+    assert "some weights are new, some are not" in error_of(optimizer.step)
+
+
+def test_a_killed_job_leaves_no_file(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, torch, shardcore
+model = torch.nn.Linear(64, 64)
+offload = {{"optimizer": "nvme", "path": {str(tmp_path)!r}}}
+model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload)
+model(torch.ones(1, 64)).sum().backward()
+optimizer.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_models_use_one_directory(tmp_path: Path, small: None) -> None:
+    run = _run(2, "masters", "states", str(tmp_path))
+    pairs = [train(0, run)[:2], train(0, run)[:2]]
+    for model, optimizer in pairs:
+        stepped(model, optimizer, 0, 9)
+    assert hash_of_training(*pairs[0]) == hash_of_training(*pairs[1])
+
+
+def test_parts_are_read_and_written_across_chunks(tmp_path: Path, small: None) -> None:
+    model, optimizer, _ = train(0, _run(0, "fp32", "states", str(tmp_path)))
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["exp_avg"] = torch.randn(entry["exp_avg"].shape, generator=torch.Generator().manual_seed(1))
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()
+    kept = hash_of([entry["exp_avg"] for entry in again["state"].values()])
+    assert kept == hash_of([entry["exp_avg"] for entry in state["state"].values()])
+    for param, entry in zip(model.parameters(), state["state"].values(), strict=True):
+        assert shardcore.full_state(param, "exp_avg").equal(entry["exp_avg"])
