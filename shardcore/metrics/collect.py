@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from shardcore.distributed.comm import Comm, Traffic
+from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
+from shardcore.engine.split_store import SplitStore
 from shardcore.metrics import writers
 from shardcore.metrics.writers import COLUMNS
 from shardcore.optim import AdamOptimizer
@@ -165,12 +167,12 @@ class Metrics:
 
     def _counts(self) -> dict[str, float]:
         """Return what is counted from the start on."""
-        sent, host = self._comm.sent, getattr(self._engine.store, "copies", None)
+        sent, store = self._comm.sent, self._engine.store
+        moved = store.moved_bytes if isinstance(store, CpuStore | SplitStore) else {}
         return {f"{part}_ms": ms for part, ms in self._comm.clock.totals().items()} | {
             "sent_gradients_bytes": sent[Traffic.BACKWARD],
             "sent_weights_bytes": sent[Traffic.WEIGHTS] + sent[Traffic.STEP],
-            "to_host_bytes": 0 if host is None else host.bytes_to_tier,
-            "from_host_bytes": 0 if host is None else host.bytes_from_tier,
+            **{f"{way}_bytes": moved.get(way, 0) for way in ("to_host", "from_host", "to_nvme", "from_nvme")},
         }
 
     # --- where rows go ------------------------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ PLOTS = (
             "weights sent": "sent_weights_bytes",
             "to host memory": "to_host_bytes",
             "from host memory": "from_host_bytes",
+            "to files": "to_nvme_bytes",
+            "from files": "from_nvme_bytes",
         },
         stacked=True,
         about="by rank 0",

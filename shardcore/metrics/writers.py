@@ -21,7 +21,7 @@ TIERS = ("device", "cpu", "nvme")
 COLUMNS = (
     *("step", "loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "step_ms", "tokens_per_s", "tflops_per_s"),
     *(f"{part}_ms" for part in PARTS),
-    *("sent_gradients_bytes", "sent_weights_bytes", "to_host_bytes", "from_host_bytes"),
+    *("sent_gradients_bytes", "sent_weights_bytes", "to_host_bytes", "from_host_bytes", "to_nvme_bytes", "from_nvme_bytes"),
     *(f"{kind}_{tier}_bytes" for tier in TIERS for kind in KINDS),
     "device_peak_bytes",
 )

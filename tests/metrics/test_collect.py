@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 HEAD = (
     "step,loss,lr,grad_norm,loss_scale,skipped_steps,step_ms,tokens_per_s,tflops_per_s,"
     "forward_ms,backward_ms,optimizer_ms,exposed_reduce_ms,exposed_gather_ms,exposed_offload_ms,"
-    "sent_gradients_bytes,sent_weights_bytes,to_host_bytes,from_host_bytes,"
+    "sent_gradients_bytes,sent_weights_bytes,to_host_bytes,from_host_bytes,to_nvme_bytes,from_nvme_bytes,"
     "weights_device_bytes,gradients_device_bytes,master_device_bytes,states_device_bytes,communication_device_bytes,"
     "weights_cpu_bytes,gradients_cpu_bytes,master_cpu_bytes,states_cpu_bytes,communication_cpu_bytes,"
     "weights_nvme_bytes,gradients_nvme_bytes,master_nvme_bytes,states_nvme_bytes,communication_nvme_bytes,device_peak_bytes"
@@ -283,6 +283,16 @@ def test_an_overlapped_step_is_not_waited_for_to_measure_memory() -> None:
     _, expected = train(0, 4, plain_model, plain, shardcore.Metrics(plain_model, log=False))
     assert losses == expected
     assert rows[-1]["states_cpu_bytes"] > 0
+
+
+def test_states_in_files_are_read_and_written_once_a_step(tmp_path: Path) -> None:
+    model, optimizer = sharded(offload={"optimizer": "nvme", "path": str(tmp_path), "ratio": 0.75})
+    rows, _ = train(0, 3, model, optimizer, shardcore.Metrics(model, log=False))
+    kept, moved = rows[2]["states_nvme_bytes"], rows[2]["from_nvme_bytes"]
+    blocks = sum(bucket.host_numel > 0 for bucket in optimizer._engine.buckets)
+    assert kept <= moved == rows[2]["to_nvme_bytes"] <= kept + 4096 * blocks
+    assert rows[2]["states_device_bytes"] > 0
+    assert rows[2]["to_host_bytes"] > 0
 
 
 def test_a_line_for_each_row_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
