@@ -15,6 +15,7 @@ from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
+from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
 
@@ -24,6 +25,7 @@ __all__ = [
     "Loaded",
     "LossScale",
     "MemoryReport",
+    "Metrics",
     "Saving",
     "__version__",
     "clip_grad_norm_",

@@ -1,4 +1,4 @@
-"""The command line: ``shardcore info``, ``run``, ``estimate``, ``consolidate`` and ``bench`` (or ``python -m shardcore``).
+"""The command line: ``shardcore info | run | estimate | consolidate | report | bench`` (or ``python -m shardcore``).
 
 Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run`` that
 of the rank that failed first.
@@ -20,6 +20,7 @@ from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.estimate import command as estimate
 from shardcore.launch import command as launch
+from shardcore.metrics import report
 from shardcore.options import DTYPES
 from shardcore.version import __version__
 
@@ -65,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (of this process, by default) and return the exit status."""
     parser = argparse.ArgumentParser(prog="shardcore", description="Sharded, offloaded training on torch.distributed.")
     parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | run | estimate | consolidate | bench")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="info | run | estimate | consolidate | report | bench"
+    )
     commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
     runner = commands.add_parser("run", help="start a training program's ranks, with the options of DeepSpeed's launcher")
     launch.add_arguments(runner)
@@ -79,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
     consolidator.add_argument("--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)")
     consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
+    reporter = commands.add_parser("report", help="write a page with plots of a training that shardcore.Metrics watched")
+    report.add_arguments(reporter)
     bench = commands.add_parser("bench", help="run a benchmark of a source checkout", usage="shardcore bench [SUITE [OPTIONS]]")
     bench.add_argument("suite", nargs="?", metavar="SUITE", help="which one (default: list them)")
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
@@ -107,6 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         except (OSError, ValueError) as error:
             consolidator.error(str(error))
+    if parsed.command == "report":
+        try:
+            return report.run(parsed)
+        except (OSError, ValueError) as error:
+            reporter.error(str(error))
     suites = _suites(_CHECKOUT)
     if not suites:
         bench.error(

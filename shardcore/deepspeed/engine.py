@@ -223,7 +223,7 @@ class TrainingEngine(ForwardEngine):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward, with its hooks; under torch.autocast if the configuration says so."""
-        with self._report.part("forward"), self._report.operations(self.global_steps + 1):
+        with self._report.operations(self.global_steps + 1):
             return super().__call__(*inputs, **kwargs)
 
     forward = __call__
@@ -242,7 +242,7 @@ class TrainingEngine(ForwardEngine):
         if scale_wrt_gas and self._sizes.accumulation > 1:
             loss = (loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss) / self._sizes.accumulation
         before = {engine: engine._core.reducer.backwards for engine in _engines}
-        with self._report.part("backward"), self._report.operations(self.global_steps + 1):
+        with self._report.operations(self.global_steps + 1):
             self.scale(loss).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         for engine, count in before.items():
             engine._divided += engine._core.reducer.backwards - count
@@ -289,8 +289,7 @@ class TrainingEngine(ForwardEngine):
 
     def _step_at_boundary(self, lr_kwargs: Mapping[str, Any] | None, grad_scale: float) -> None:
         before = None if self.lr_scheduler is None else self.optimizer.skipped_steps
-        with self._report.part("step"):
-            self.optimizer.step(grad_scale=None if grad_scale == 1.0 else grad_scale)
+        self.optimizer.step(grad_scale=None if grad_scale == 1.0 else grad_scale)
         loss = self._loss
         self.zero_grad()
         self.global_steps += 1

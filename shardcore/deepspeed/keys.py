@@ -234,7 +234,7 @@ KEYS: dict[str, Key] = {
     "steps_per_print": _honoured(_print, "steps between two lines of progress; null for none"),
     "dataloader_drop_last": _honoured(_flag, "drop the last, smaller batch of an epoch"),
     "communication_data_type": _honoured(_or_none(_dtype("fp32", "bf16", "fp16")), "dtype of gradients that ranks send"),
-    "wall_clock_breakdown": _honoured(_flag, "log the time of forward, backward and step"),
+    "wall_clock_breakdown": _honoured(_flag, "log the time of forward, backward, the update, and what they wait for"),
     "memory_breakdown": _honoured(_flag, "log the memory of weights, gradients and states"),
     "dump_state": _honoured(_flag, "log the configuration"),
     "log_level": _honoured(

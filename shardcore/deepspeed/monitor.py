@@ -8,16 +8,13 @@ Source: https://www.deepspeed.ai/docs/config-json/#monitoring-module; files are 
 import csv
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# (name, value, samples so far): the name as "Train/Samples/lr", the value a number or a tensor of one element
-Event = tuple[str, Any, int]
-Write = Callable[[list[Event]], None]
+from shardcore.metrics.writers import Event, Write, import_package, open_tensorboard, open_wandb
 
 _FILES = {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"}
 SECTIONS: dict[str, dict[str, Any]] = {  # keys of each section, and their defaults; all but `enabled` are text
@@ -25,7 +22,6 @@ SECTIONS: dict[str, dict[str, Any]] = {  # keys of each section, and their defau
     "wandb": {"enabled": False, "group": None, "team": None, "project": "deepspeed"},
     "csv_monitor": _FILES,
 }
-_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
 
 
 def check_section(where: str, value: Any) -> dict[str, Any] | None:
@@ -79,7 +75,9 @@ class MonitorMaster:
         self._writers: list[Write] = []
         if rank != 0:
             return
-        packages = {name: _imported(name) for name in chosen if name in _PACKAGES}
+        packages = {
+            name: import_package(name, f"initialize: config {name}.enabled is true") for name in chosen if name != "csv_monitor"
+        }
         for name, options in chosen.items():
             self._writers.append(_OPEN[name](options, packages.get(name)))
 
@@ -92,41 +90,10 @@ class MonitorMaster:
             write(events)
 
 
-def _imported(section: str) -> Any:
-    try:
-        return import_module(_PACKAGES[section])
-    except ImportError as error:
-        raise ImportError(
-            f"initialize: config {section}.enabled is true, and the package {section} cannot be imported ({error}); expected "
-            f"it to be installed (pip install {section}), or {section}.enabled false"
-        ) from error
-
-
 def _folder(options: Mapping[str, Any]) -> Path:
     path: Path = Path(options["output_path"]) / options["job_name"]
     path.mkdir(parents=True, exist_ok=True)
     return path
-
-
-def _open_tensorboard(options: Mapping[str, Any], package: Any) -> Write:
-    writer = package.SummaryWriter(log_dir=str(_folder(options)))
-
-    def write(events: list[Event]) -> None:
-        for event in events:
-            writer.add_scalar(*event)
-        writer.flush()
-
-    return write
-
-
-def _open_wandb(options: Mapping[str, Any], package: Any) -> Write:
-    package.init(project=options["project"], group=options["group"], entity=options["team"])
-
-    def write(events: list[Event]) -> None:
-        for name, value, step in events:
-            package.log({name: value}, step=step)
-
-    return write
 
 
 def _open_csv(options: Mapping[str, Any], _: Any) -> Write:
@@ -148,7 +115,9 @@ def _open_csv(options: Mapping[str, Any], _: Any) -> Write:
 
 
 _OPEN: dict[str, Callable[[Mapping[str, Any], Any], Write]] = {
-    "tensorboard": _open_tensorboard,
-    "wandb": _open_wandb,
+    "tensorboard": lambda options, package: open_tensorboard(package, _folder(options)),
+    "wandb": lambda options, package: open_wandb(
+        package, {"project": options["project"], "group": options["group"], "entity": options["team"]}
+    ),
     "csv_monitor": _open_csv,
 }

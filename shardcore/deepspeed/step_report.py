@@ -1,11 +1,9 @@
 """What a DeepSpeed configuration asks to print of steps: the time of their parts, memory, collectives, operations.
 
-All of it is off by default, and costs nothing then. On a GPU times are of the device, by events that are read when a step is
-reported, so nothing waits in between. Source: wall_clock_breakdown, memory_breakdown, comms_logger and flops_profiler of
-https://www.deepspeed.ai/docs/config-json.
+All of it is off by default, and costs nothing then. Times are those of the engine's clock (distributed/clock.py). Source:
+wall_clock_breakdown, memory_breakdown, comms_logger and flops_profiler of https://www.deepspeed.ai/docs/config-json.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,29 +23,14 @@ class StepReport:
 
     def __init__(self, config: Config, module: nn.Module, comm: Comm, device: torch.device) -> None:
         """Begin. See the head of this file."""
-        self._config, self._module, self._comm, self._device = config, module, comm, device
+        self._config, self._module, self._comm = config, module, comm
+        if config.wall_clock_breakdown:
+            comm.clock.start(device)
         self._ms: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._collectives: Counter[str] = Counter()
         flops = config.flops_profiler
         self._profiled = flops.get("profile_step", 1) if flops.get("enabled") else 0
         self._flops: dict[str, Counter[str]] = {}  # by module, by operation
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time inside as that of a part of the step."""
-        if not self._config.wall_clock_breakdown:
-            yield
-        elif self._device.type == "cuda":
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            first.record()
-            yield
-            last.record()
-            self._events.append((name, first, last))
-        else:
-            began = time.perf_counter()
-            yield
-            self._add(name, 1000.0 * (time.perf_counter() - began))
 
     @contextmanager
     def operations(self, step: int) -> Iterator[None]:
@@ -68,7 +51,7 @@ class StepReport:
             lines += self._operations(step)
         if step % (every or 1) == 0:
             if self._config.wall_clock_breakdown:
-                lines.append("time (ms) | " + " | ".join(f"{name}: {ms:.2f}" for name, ms in self._times().items()))
+                lines.append(self._times())
             if self._config.memory_breakdown:
                 lines.append(f"memory\n{memory_report(self._module)}")
             if self._config.comms_logger.get("enabled"):
@@ -77,17 +60,11 @@ class StepReport:
             for line in lines:
                 print(f"step={step} {line}", flush=True)
 
-    def _times(self) -> dict[str, float]:
-        if self._events:
-            self._events[-1][2].synchronize()
-        for name, first, last in self._events:
-            self._add(name, first.elapsed_time(last))
-        self._events.clear()
-        found, self._ms = self._ms, {}
-        return found
-
-    def _add(self, name: str, ms: float) -> None:
-        self._ms[name] = self._ms.get(name, 0.0) + ms
+    def _times(self) -> str:
+        totals, before = self._comm.clock.totals(), self._ms
+        self._ms = totals
+        new = {part.replace("_", " "): ms - before.get(part, 0.0) for part, ms in totals.items()}
+        return "time (ms) | " + " | ".join(f"{part}: {ms:.2f}" for part, ms in new.items())
 
     def _communication(self) -> str:
         counts = Counter(self._comm.collectives())

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
+from shardcore.distributed.clock import Clock
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -92,7 +93,10 @@ class Started:
 
 
 class Comm:
-    """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`."""
+    """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`.
+
+    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by kind.
+    """
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class Comm:
         self._backends = {} if self.group is None else backends_of(self.group)
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
-        self.tags = Tags()
+        self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
         self._slot = GroupSlot(None)
         self._in_flight: list[Any] = []
         self._log: watchdog.Log | None = None
@@ -256,6 +260,7 @@ class Comm:
         if self.uses_nccl and ranks is None:
             self._global(0)  # raises if the group was destroyed
             operation = self._start(name)
+            self.sent[kind] += sent.nbytes // self.world_size * (self.world_size - 1)
             work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
             return self._started(operation, [work])
         ranks = range(self.world_size) if ranks is None else ranks
@@ -266,6 +271,7 @@ class Comm:
         if sent.numel() == 0:
             return []
         operation = self._start(name)
+        self.sent[Traffic.BACKWARD] += sent.nbytes // self.world_size * (self.world_size - 1)
         if self.topology.nodes == 1:
             work = _reduce_scatter(received, sent, group=self.group, async_op=True)
         else:
@@ -289,6 +295,7 @@ class Comm:
             self._global(0)  # raises if the group was destroyed
             flat = as_bytes(full)
             own = flat.chunk(self.world_size)[self.rank]
+            self.sent[kind] += own.nbytes * (self.world_size - 1)
             return self._started(self._start(name), [_all_gather(flat, own, group=self.group, async_op=True)])
         return self.gather_parts(_pieces(full, len(ranks)), kind, name, ranks, of)
 
@@ -322,6 +329,7 @@ class Comm:
                 peer = self._global(rank)
                 if data.numel() > 0:
                     messages.append((call, data, peer))
+                    self.sent[kind] += data.nbytes * (call is dist.isend)
         if host is not None:
             operation = watchdog.log_of(host).start(name)
         else:

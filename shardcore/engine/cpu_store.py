@@ -171,6 +171,17 @@ class CpuStore:
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
         self._before_change: BeforeChange | None = None
 
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes so far between the device and host memory, and between that and files."""
+        read, written = (0, 0) if self._files is None else (self._files.bytes_read, self._files.bytes_written)
+        return {
+            "to_host": self.copies.bytes_to_tier,
+            "from_host": self.copies.bytes_from_tier,
+            "to_nvme": written,
+            "from_nvme": read,
+        }
+
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
         end = bucket.owned_numel if numel is None else start + numel

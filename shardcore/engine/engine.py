@@ -396,7 +396,7 @@ class Engine:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with scope("step"):
+        with scope("step"), self.comm.clock.part("optimizer"):
             self._step(grad_scale, max_norm, problems)
         return loss
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.units import callable_parts
+from shardcore.engine.units import callable_parts, in_backward
 from shardcore.engine.unshard import Unsharder
 
 
@@ -131,6 +131,9 @@ class _BeforeForward(_EngineHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         if self.engine is not None:
+            clock = self.engine.comm.clock
+            if clock.on and _trains():
+                clock.begin("forward")
             self.engine.begin_forward(module)
         if self.input_dtype is None:
             return None
@@ -140,10 +143,18 @@ class _BeforeForward(_EngineHook):
         return value.to(self.input_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def _trains() -> bool:
+    """Whether this forward is a step's: none without gradients, or repeated in backward. Compiled ones are not timed."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling() and not in_backward()
+
+
 class _AfterForward(_EngineHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.engine is not None:
             self.engine.end_forward(module, output)
+            clock = self.engine.comm.clock
+            if clock.on and _trains():
+                clock.end("forward")
 
 
 class _UnitHook(_EngineHook):

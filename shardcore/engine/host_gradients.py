@@ -207,9 +207,10 @@ class HostGrads:
 
         Raises RuntimeError if a copy or an addition failed, on every call until `discard`.
         """
-        self._wait_for_copies()
-        for adding in filter(None, self._adding):
-            self._watch("adding", adding.result)
+        with self._comm.clock.part("exposed_offload" if self._memory else None):
+            self._wait_for_copies()
+            for adding in filter(None, self._adding):
+                self._watch("adding", adding.result)
         if self._failure is not None:
             doing, error = self._failure
             raise RuntimeError(
@@ -282,7 +283,8 @@ class HostGrads:
         while len(self._pending) > count:
             pending = self._pending.popleft()
             if pending.copied is not None:
-                self._watch("keeping", pending.copied.wait)
+                with self._comm.clock.part("exposed_offload"):
+                    self._watch("keeping", pending.copied.wait)
             pending.release(pending.source)
 
     def _start_copy(self, pending: _Pending) -> None:

@@ -81,6 +81,11 @@ def memory_report(model: nn.Module) -> MemoryReport:
     if not isinstance(engine, Engine):
         raise ValueError(f"memory_report: {type(model).__name__} is not sharded; expected shardcore.shard's result")
     engine.synchronize()
+    return report_now(engine)
+
+
+def report_now(engine: Engine) -> MemoryReport:
+    """Return what `engine` keeps, while an overlapped step may still run."""
     param_grads = engine.reducer.param_grads
     return MemoryReport(
         tuple(

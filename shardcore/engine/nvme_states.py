@@ -95,6 +95,7 @@ class NvmeStates:
         self._buffers = [_aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
         self.scratch_bytes = (size + alignment) * len(self._buffers)
         self._alignment = alignment
+        self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
         self._held: _Chunk | None = None
         self._held_is_newer = False
@@ -186,10 +187,16 @@ class NvmeStates:
             self._settle(before)
         chunk = self._step[number]
         self._settle(chunk)
-        self._reads[number] = self._file.read(self._memory(chunk, place), chunk.offset)
+        self._reads[number] = self._read(chunk, place)
+
+    def _read(self, chunk: _Chunk, place: int) -> _C.FileTransfer:
+        memory = self._memory(chunk, place)
+        self.bytes_read += memory.nbytes
+        return self._file.read(memory, chunk.offset)
 
     def _start_write(self, chunk: _Chunk, place: int) -> None:
         memory = self._memory(chunk, place)
+        self.bytes_written += memory.nbytes
         chunk.crc = _C.crc32c(memory)
         chunk.write = self._file.write(memory, chunk.offset)
 
@@ -209,7 +216,7 @@ class NvmeStates:
             if chunk.crc is None:  # never written
                 self._memory(chunk, PLACES).zero_()
             else:
-                self._file.read(self._memory(chunk, PLACES), chunk.offset).wait()
+                self._read(chunk, PLACES).wait()
                 self._check(chunk, PLACES)
             self._held = chunk
         return self._views(chunk, PLACES)

@@ -291,7 +291,7 @@ class OverlapStep:
         self._raise_failure()
         if not self._pending:
             return
-        with self._lock:
+        with self._lock, self.comm.clock.part("exposed_offload"):
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
                 if self._gathers:

@@ -77,7 +77,8 @@ class ReduceScatter:
     def drain(self, keep: int = 0) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Wait and go on until at most `keep` buckets are in flight. What is yielded may be used until the next one."""
         while len(self._flights) > keep:
-            wait_all(self._flights[0].works)
+            with self.comm.clock.part("exposed_reduce"):
+                wait_all(self._flights[0].works)
             flight = self._flights.popleft()
             parts = self._parts(flight)
             if flight.level + 1 == len(self._levels):

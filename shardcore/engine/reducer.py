@@ -289,6 +289,7 @@ class Reducer:
         """Prepare for the gradients of one backward, unless one is under way."""
         if self._boundary.under_way:
             return
+        self.comm.clock.begin("backward")
         self.settle()
         if self.overlap_step is not None:
             self.overlap_step.finish()
@@ -382,6 +383,7 @@ class Reducer:
         else:
             for bucket in self.buckets:
                 bucket.collect_waiting()
+        self.comm.clock.end("backward")
         self._boundary.clear()
         self.backwards += self._any_grad
         self._number = self.backwards
@@ -423,8 +425,9 @@ class Reducer:
     def _wait_gathers(self) -> None:
         gathers = [*self._gathers]
         self._gathers.clear()
-        if not self.comm.broken:
-            wait_all(gathers)
+        if gathers and not self.comm.broken:
+            with self.comm.clock.part("exposed_reduce"):
+                wait_all(gathers)
 
     # --- one bucket ---------------------------------------------------------------------------------------------------
 

@@ -118,6 +118,11 @@ class SplitStore:
         return self.on_cpu.copies
 
     @property
+    def moved_bytes(self) -> dict[str, int]:
+        """See CpuStore."""
+        return self.on_cpu.moved_bytes
+
+    @property
     def scratch_bytes(self) -> int:
         """See StateStore."""
         return self.on_cpu.scratch_bytes

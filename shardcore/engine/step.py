@@ -199,14 +199,16 @@ class Updater:
                 works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks))
 
         try:
-            for _ in update_parts([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
-                if left:
-                    gather_next()
+            with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
+                for _ in update_parts([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
+                    if left:
+                        gather_next()
         except Exception as error:
             self._failure = error
             while left:  # other ranks wait for them; at the next step this one refuses
                 gather_next()
-        wait_all(works)
+        with self.comm.clock.part("exposed_gather" if works else None):
+            wait_all(works)
         self.raise_failure()
 
     def raise_failure(self) -> None:

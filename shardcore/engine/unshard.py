@@ -44,6 +44,7 @@ class Gatherer:
         tiered = any(bucket.tier is not None for bucket in buckets)
         self._comm, self._alone = comm, len(comm.shard_ranks) == 1
         self.apart = tiered or not self._alone
+        self.exposes = "exposed_offload" if self._alone else "exposed_gather"  # what a wait is for (Clock)
         cuda = tiered and device.type == "cuda"
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
@@ -325,8 +326,9 @@ class Unsharder:
     def _wait(self, unit: Unit) -> None:
         """Wait until a unit is unsharded; can be interrupted, and done again until its `gathers` are None."""
         try:
-            if unit.gathers is not None:
-                self._gatherer.wait(unit.gathers)
+            if unit.gathers:
+                with self.comm.clock.part(self._gatherer.exposes):
+                    self._gatherer.wait(unit.gathers)
         except Exception:
             self._lose(unit)
             raise

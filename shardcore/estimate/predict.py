@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from shardcore.api import shard
+from shardcore.distributed.clock import Clock
 from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build
@@ -68,7 +69,7 @@ class _Rank(Comm):
 
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
-        self.uses_nccl = True  # which keeps no buffers of others
+        self.uses_nccl, self.clock = True, Clock()  # NCCL keeps no buffers of others
 
     def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
         return []

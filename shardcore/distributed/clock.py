@@ -1,0 +1,97 @@
+"""Times the parts of steps on one rank, once something has asked for it; until then a part costs one look at a flag.
+
+On a GPU times are those between events on the current stream, which are read when they are over, so nothing waits for them: a
+wait for a collective takes as long as the stream stands still for it. On the CPU they are those of the host.
+"""
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+# Parts of a step: what is computed, and what that waits for (reduced gradients; gathered weights; host memory and the update of
+# what is there). The first ones are in none, the others in one of these.
+PARTS = ("forward", "backward", "optimizer", "exposed_reduce", "exposed_gather", "exposed_offload")
+OUTER = PARTS[:3]
+
+
+class Clock:
+    """Sums the time of each part, less that of parts inside it: the sums of all parts are the time in any of them."""
+
+    def __init__(self) -> None:
+        """Measure nothing until `start`."""
+        self.on = False
+        self._device = torch.device("cpu")
+        self._open: list[tuple[str, Any]] = []  # the parts begun, each with its mark
+        self._over: deque[tuple[str, str | None, Any, Any]] = deque()  # part, the one around it, first and last event
+        self._spare: list[torch.cuda.Event] = []
+        self._ms: defaultdict[str, float] = defaultdict(float)
+
+    def start(self, device: torch.device) -> None:
+        """Measure from now on, what runs on `device`."""
+        self.on, self._device = True, device
+
+    def begin(self, part: str) -> None:
+        """Begin a part. One of OUTER ends whatever was left open (by an error)."""
+        if not self.on:
+            return
+        if part in OUTER:
+            self._open.clear()
+            self._read(wait=False)
+        self._open.append((part, self._mark()))
+
+    def end(self, part: str) -> None:
+        """End a part, and what was left open inside it; nothing if it was not begun."""
+        while any(name == part for name, _ in self._open):
+            name, first = self._open.pop()
+            if name == part:
+                last = self._mark()
+                if first is not None and last is not None:
+                    self._over.append((part, self._open[-1][0] if self._open else None, first, last))
+                return
+
+    def part(self, part: str | None) -> AbstractContextManager[None]:
+        """Count what runs inside as a part; None: nothing."""
+        return self._inside(part) if self.on and part is not None else nullcontext()
+
+    @contextmanager
+    def _inside(self, part: str) -> Iterator[None]:
+        self.begin(part)
+        try:
+            yield
+        finally:
+            self.end(part)
+
+    def totals(self) -> dict[str, float]:
+        """Return the milliseconds of each of PARTS since `start`. Waits for the device."""
+        self._read(wait=True)
+        return {part: self._ms[part] for part in PARTS}
+
+    def _mark(self) -> Any:
+        """Return the time on the CPU, else an event; None while a CUDA graph is captured, which has no such events."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self, wait: bool) -> None:
+        while self._over:
+            part, around, first, last = self._over[0]
+            if isinstance(last, float):
+                ms = 1000.0 * (last - first)
+            elif wait or last.query():
+                last.synchronize()
+                ms = first.elapsed_time(last)
+                self._spare += [first, last]
+            else:
+                return
+            self._over.popleft()
+            self._ms[part] += ms
+            if around is not None:
+                self._ms[around] -= ms
