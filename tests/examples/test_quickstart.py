@@ -1,4 +1,4 @@
-"""Every script of examples/quickstart, as its first lines say to start it, on CPUs: the losses fall, and equal ones are equal."""
+"""Every script of examples/quickstart, started as its first lines say, on CPUs: losses fall, and equal trainings are equal."""
 
 import difflib
 import json
@@ -39,10 +39,16 @@ def run(script: Path, *arguments: str, how: str = TORCHRUN, folder: Path) -> lis
     return losses_in(run_script(script, *arguments, launcher=STARTED_BY[how](), folder=folder))
 
 
-@cache
-def trained(name: str, *arguments: str) -> list[str]:
-    """Return the losses of a script over two ranks, which runs once for all tests."""
-    return run(FOLDER / name, *arguments, folder=FOLDER)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function that runs a script of the folder, once for all tests, and returns its losses."""
+    folder = tmp_path_factory.mktemp("quickstart")
+
+    @cache
+    def losses_of(name: str, *arguments: str) -> list[str]:
+        return run(FOLDER / name, *arguments, how=SCRIPTS[name][1], folder=folder)
+
+    return losses_of
 
 
 def code_of(name: str) -> list[str]:
@@ -75,11 +81,11 @@ def test_scripts_are_short_and_say_how_to_start_them(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_losses_fall(name, tmp_path):
-    arguments, how, packages = SCRIPTS[name]
+def test_losses_fall(name, trained):
+    arguments, _, packages = SCRIPTS[name]
     for package in packages:
         pytest.importorskip(package, reason=f"{name} needs {package}")
-    check_losses_fall(run(FOLDER / name, *arguments, how=how, folder=tmp_path))
+    check_losses_fall(trained(name, *arguments))
 
 
 @pytest.mark.slow
@@ -91,21 +97,21 @@ def test_losses_do_not_fall_without_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_shardcore_has_the_losses_of_ddp(tmp_path):
+def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
     assert to_digits(trained("ddp_to_shardcore.py")) == to_digits(trained("ddp.py"))
     alone = changed("ddp_to_shardcore.py", "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n", "", tmp_path)
     assert to_digits(run(alone, folder=tmp_path)) != to_digits(trained("ddp.py"))
 
 
 @pytest.mark.slow
-def test_stages_have_one_list_of_losses():
+def test_stages_have_one_list_of_losses(trained):
     stages = [trained("zero.py", "--stage", str(stage)) for stage in (1, 2, 3)]
     assert to_digits(stages[0]) == to_digits(stages[1]) == to_digits(stages[2])
     assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(stages[2])
 
 
 @pytest.mark.slow
-def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not():
+def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
     expected = to_digits(trained("ddp.py"))
     assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == expected
     assert to_digits(trained("fsdp2_cpu_adam.py")) == expected

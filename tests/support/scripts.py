@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
 
 
 def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: Path) -> str:
-    """Run a script by `python *launcher script *arguments` in `folder`; returns what it printed. It has to end with exit code 0."""
+    """Run a script by `python *launcher script *arguments` in `folder` and return what it printed; it must exit with 0."""
     command = [sys.executable, *launcher, str(script), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
