@@ -5,13 +5,16 @@ import math
 import re
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="the recipes train transformers' Llama")
 
 from examples import llama
+from examples.gpt import GPT, PRESETS, next_byte_loss
 from examples.recipes import llama_7b_one_gpu, llama_70b_eight_gpus
 from shardcore import FusedAdam, cli
 from shardcore.estimate import predict
+from tests.support.activations import peak_bytes
 from tests.support.scripts import ROOT, check_losses_fall, losses_in, run_script, torchrun
 
 FOLDER = ROOT / "examples" / "recipes"
@@ -96,19 +99,47 @@ def test_the_commands_print_the_sums(name, capsys):
         assert shown[7:9] == [sums["device"], sums[host]]
 
 
-def test_activations_and_times_are_what_the_pages_compute():
-    for name, recipe, preset, numel, flops, bandwidth in (
-        ("7b_on_24_gb.md", llama_7b_one_gpu, "7b", 6_738_415_616, 8e13, 60e9),
-        ("70b_on_8x80_gb.md", llama_70b_eight_gpus, "70b", 68_976_648_192, 4e14, 400e9),
-    ):
-        text = " ".join(page(name).split())
-        config, tokens = recipe.make_model(preset).config, 8192
-        inputs = 2 * tokens * config.hidden_size * config.num_hidden_layers
-        assert f"keep {inputs / GIB:.1f} GiB of block inputs" in text
-        compute, forward, adam = 8 * numel * tokens / flops, 2 * numel * tokens / flops, 28 * numel / bandwidth
-        assert f"{compute:.1f} s, {forward:.1f} s of it forward" in text
-        assert re.search(rf"{adam:.1f} s, of which forward hides {forward:.1f} s", text)
-        assert f"about {compute + adam - forward:.0f} s per step" in text
+RUNS = [  # the page, its script, the preset, parameters, sequences and their length
+    ("7b_on_24_gb.md", llama_7b_one_gpu, "7b", 6_738_415_616, 4, 2048),
+    ("70b_on_8x80_gb.md", llama_70b_eight_gpus, "70b", 68_976_648_192, 2, 4096),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "recipe", "preset", "numel", "sequences", "length"), RUNS)
+def test_activations(name, recipe, preset, numel, sequences, length):
+    model = recipe.make_model(preset).bfloat16()
+    tokens = torch.zeros(sequences, length, dtype=torch.int64, device="meta")
+    peak = peak_bytes(model, lambda: model(input_ids=tokens, labels=tokens).loss)
+    kept = predicted(recipe, preset, 8 if preset == "70b" else 1).resting.by_tier["device"]
+    assert f"{peak / GIB:.1f} GiB for {sequences} sequences of {length:,} tokens" in " ".join(page(name).split())
+    assert f"{(peak + kept) / GIB:.1f} GiB in all" in page(name)
+
+
+@pytest.mark.slow
+def test_activations_are_those_that_were_measured():
+    """The method of test_activations, on what the H200 ran: within 2%; with another kernel for attention not."""
+    found = json.loads((ROOT / "benchmarks/results/offload_train_7b_nvidia_h200.json").read_text())
+    measured, peaks = found["measured"]["activation_bytes"], []
+    for fused in True, False:
+        with torch.device("meta"):
+            model = GPT(PRESETS["7b"]).bfloat16()
+        tokens = torch.zeros(4, 1024, dtype=torch.int64, device="meta")
+        peaks.append(peak_bytes(model, lambda: next_byte_loss(model(tokens), tokens), fused_attention=fused))  # noqa: B023
+    assert peaks[0] == pytest.approx(measured, rel=0.02)
+    assert peaks[1] != pytest.approx(measured, rel=0.02)
+    text = page("7b_on_24_gb.md")
+    assert f"{peaks[0] / GIB:.1f} GiB where {measured / GIB:.1f} were measured" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("name", "recipe", "preset", "numel", "sequences", "length"), RUNS)
+def test_times_are_what_the_pages_compute(name, recipe, preset, numel, sequences, length):
+    text, tokens = " ".join(page(name).split()), sequences * length
+    flops, bandwidth = {"7b": (8e13, 60e9), "70b": (4e14, 400e9)}[preset]
+    compute, forward, adam = 8 * numel * tokens / flops, 2 * numel * tokens / flops, 28 * numel / bandwidth
+    assert f"{compute:.1f} s, {forward:.1f} s of it forward" in text
+    assert f"{adam:.1f} s, of which forward hides {forward:.1f} s" in text
+    assert f"about {compute + adam - forward:.0f} s per step" in text
 
 
 def test_what_is_called_measured_is_in_the_file():
@@ -126,7 +157,7 @@ def test_what_is_called_measured_is_in_the_file():
 def test_bytes_per_parameter_beside_ddp(stage):
     (line,) = (line for line in page("ddp_in_three_lines.md").splitlines() if line.startswith(f"| `stage={stage}`"))
     with_8 = float(line.strip("| ").split(" | ")[-1])
-    with llama.torch.device("meta"):
+    with torch.device("meta"):
         model = llama.llama_7b()
     kinds = predict(model, stage=stage, world_size=8, precision="fp32").resting.by_kind
     apart = kinds["communication"] + (0 if stage < 3 else kinds["weights"] - 4 * 6_738_415_616 / 8)
@@ -160,4 +191,5 @@ def test_the_7b_script_reads_a_folder_of_weights(tmp_path):
     model.save_pretrained(tmp_path / "weights")
     arguments = [*TINY, "--steps", "1", "--weights", str(tmp_path / "weights")]
     printed = run_script(FOLDER / "llama_7b_one_gpu.py", *arguments, launcher=[], folder=tmp_path)
-    assert losses_in(printed) == [f"{math.log(128):.6f}"]
+    (loss,) = losses_in(printed)
+    assert float(loss) == pytest.approx(math.log(128), abs=1e-5)
