@@ -61,6 +61,7 @@ def main():
     parser.add_argument("--sequences", type=int, default=2, help="a rank and step")
     parser.add_argument("--length", type=int, default=4096, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--save", metavar="FOLDER", help="of a checkpoint at the end, for shardcore.load or consolidate")
     options = parser.parse_args()
 
     dist.init_process_group()
@@ -80,6 +81,8 @@ def main():
         dist.all_reduce(mean)
         if dist.get_rank() == 0:
             print(f"step {step} loss {mean.item():.6f} seconds {time.monotonic() - start:.2f}", flush=True)
+    if options.save is not None:
+        shardcore.save(options.save, model, optimizer)  # each rank its part
     if dist.get_rank() == 0:
         print(shardcore.memory_report(model).table())
         if torch.cuda.is_available():

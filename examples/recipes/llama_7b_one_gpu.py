@@ -52,6 +52,7 @@ def main():
     parser.add_argument("--sequences", type=int, default=4, help="a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--save", metavar="FOLDER", help="of a checkpoint at the end, for shardcore.load or consolidate")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -67,6 +68,8 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step} loss {loss.item():.6f} seconds {time.monotonic() - start:.2f}", flush=True)
+    if options.save is not None:
+        shardcore.save(options.save, model, optimizer)
     print(shardcore.memory_report(model).table())
     if torch.cuda.is_available():
         print(f"most on the device, activations included: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("transformers", reason="the recipes train transformers' Llama")
 
+from safetensors.torch import load_file
+
 from examples import llama
 from examples.gpt import GPT, PRESETS, next_byte_loss
 from examples.recipes import llama_7b_one_gpu, llama_70b_eight_gpus
-from shardcore import FusedAdam, cli
+from shardcore import FusedAdam, cli, consolidate
 from shardcore.estimate import predict
 from tests.support.activations import peak_bytes
 from tests.support.scripts import ROOT, check_losses_fall, losses_in, run_script, torchrun
@@ -99,6 +101,11 @@ def test_the_commands_print_the_sums(name, capsys):
         assert shown[7:9] == [sums["device"], sums[host]]
 
 
+def test_full_weights_take_what_the_pages_say():
+    assert f"another {4 * 6_738_415_616 / GIB:.0f} GiB of host memory" in page("7b_on_24_gb.md")
+    assert f"{4 * 68_976_648_192 / GIB:.0f} GiB for all weights" in page("70b_on_8x80_gb.md")
+
+
 RUNS = [  # the page, its script, the preset, parameters, sequences and their length
     ("7b_on_24_gb.md", llama_7b_one_gpu, "7b", 6_738_415_616, 4, 2048),
     ("70b_on_8x80_gb.md", llama_70b_eight_gpus, "70b", 68_976_648_192, 2, 4096),
@@ -170,17 +177,21 @@ def test_bytes_per_parameter_beside_ddp(stage):
 def test_the_7b_script_trains_its_tiny_preset(tmp_path):
     plain, lean = (
         losses_in(run_script(FOLDER / "llama_7b_one_gpu.py", *TINY, *more, launcher=[], folder=tmp_path))
-        for more in ([], ["--lean"])
+        for more in ([], ["--lean", "--save", "saved"])
     )
     check_losses_fall(plain)
     check_losses_fall(lean)
     assert plain != lean  # whose moments have 8 bits
+    consolidate(tmp_path / "saved", tmp_path / "exported")
+    names = llama_7b_one_gpu.make_model("tiny").state_dict().keys()
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys() == names
 
 
 @pytest.mark.slow
 def test_the_70b_script_trains_its_tiny_preset(tmp_path):
-    printed = run_script(FOLDER / "llama_70b_eight_gpus.py", *TINY, launcher=torchrun(), folder=tmp_path)
+    printed = run_script(FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", launcher=torchrun(), folder=tmp_path)
     check_losses_fall(losses_in(printed))
+    assert (tmp_path / "saved" / "latest").exists()
 
 
 @pytest.mark.slow
