@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
 TESTED: dict[str, tuple[str, ...]] = {
     "": ("shardcore/", "cpp"),
     "build": ("ci", "native", "optional_packages", "pip", "sdist", "wheel"),
-    "examples": ("examples/", "benchmarks/", "benchmarks", "readme"),
+    "examples": ("examples/", "benchmarks/", "benchmarks", "readme", "quickstart", "recipes"),
     "launch": ("shardcore/launch/", "ray"),
     "models": ("architectures", "libraries", "pretrained"),
     "native": ("csrc/bind/",),

@@ -1,0 +1,145 @@
+"""Every script of examples/quickstart, started as its first lines say, on CPUs: losses fall, and equal trainings are equal."""
+
+import difflib
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripts import ROOT, check_losses_fall, environment, losses_in, run_script, to_digits, torchrun
+
+FOLDER = ROOT / "examples" / "quickstart"
+CONFIG = ["--deepspeed", "--deepspeed_config", str(FOLDER / "ds_config.json")]
+STARTED_BY = {
+    "torchrun --nproc-per-node 2": torchrun,
+    "shardcore run": lambda: ["-m", "shardcore", "run", "--num_gpus", "2"],
+    "python": list,
+}
+TORCHRUN, SHARDCORE_RUN, PYTHON = STARTED_BY
+# The script, its arguments, how it is started, the packages that it needs.
+SCRIPTS = {
+    "ddp.py": ([], TORCHRUN, []),
+    "ddp_to_shardcore.py": ([], TORCHRUN, []),
+    "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
+    "offload_one_gpu.py": ([], PYTHON, []),
+    "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),
+    "hf_trainer.py": ([], TORCHRUN, ["transformers", "accelerate"]),
+    "trl_sft_lora.py": ([], TORCHRUN, ["trl", "peft"]),
+    "accelerate_loop.py": ([], TORCHRUN, ["accelerate"]),
+    "lightning_trainer.py": (["--devices", "2"], PYTHON, ["lightning"]),
+    "fsdp2_cpu_adam.py": (["--offload"], TORCHRUN, []),
+}
+NOTEBOOK = FOLDER / "notebook.ipynb"
+
+
+def run(script: Path, *arguments: str, how: str = TORCHRUN, folder: Path) -> list[str]:
+    """Return the losses that a script prints."""
+    return losses_in(run_script(script, *arguments, launcher=STARTED_BY[how](), folder=folder))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A function that runs a script of the folder, once for all tests, and returns its losses."""
+    folder = tmp_path_factory.mktemp("quickstart")
+
+    @cache
+    def losses_of(name: str, *arguments: str) -> list[str]:
+        return run(FOLDER / name, *arguments, how=SCRIPTS[name][1], folder=folder)
+
+    return losses_of
+
+
+def code_of(name: str) -> list[str]:
+    """Return the lines of a script after its docstring."""
+    return (FOLDER / name).read_text().split('"""', 2)[2].strip("\n").splitlines()
+
+
+def changed(name: str, old: str, new: str, folder: Path) -> Path:
+    """Write a script with one change into a folder: a broken twin."""
+    text = (FOLDER / name).read_text()
+    assert text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new))
+    return folder / name
+
+
+def test_every_script_is_run_and_listed():
+    assert {path.name for path in FOLDER.glob("*.py")} == set(SCRIPTS)
+    listed = set(re.findall(r"`(\w+\.(?:py|json|ipynb))`", (ROOT / "examples" / "README.md").read_text()))
+    assert {path.name for path in FOLDER.iterdir() if path.is_file()} == listed - {"train_gpt.py"} - {"test_recipes.py"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_short_and_say_how_to_start_them(name):
+    text = (FOLDER / name).read_text()
+    assert len(text.splitlines()) <= 85
+    arguments, how, _ = SCRIPTS[name]
+    command = " ".join([how, name, *arguments]).replace(f"{FOLDER}/", "")
+    assert command.removesuffix(" --precision bf16") in text.split('"""')[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_fall(name, trained):
+    arguments, _, packages = SCRIPTS[name]
+    for package in packages:
+        pytest.importorskip(package, reason=f"{name} needs {package}")
+    check_losses_fall(trained(name, *arguments))
+
+
+@pytest.mark.slow
+def test_losses_do_not_fall_without_steps(tmp_path):
+    script = changed("ddp_to_shardcore.py", "    optimizer.step()\n", "", tmp_path)
+    losses = run(script, folder=tmp_path)
+    with pytest.raises(AssertionError):
+        check_losses_fall(losses)
+
+
+@pytest.mark.slow
+def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
+    assert to_digits(trained("ddp_to_shardcore.py")) == to_digits(trained("ddp.py"))
+    alone = changed("ddp_to_shardcore.py", "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n", "", tmp_path)
+    assert to_digits(run(alone, folder=tmp_path)) != to_digits(trained("ddp.py"))
+
+
+@pytest.mark.slow
+def test_stages_have_one_list_of_losses(trained):
+    stages = [trained("zero.py", "--stage", str(stage)) for stage in (1, 2, 3)]
+    assert to_digits(stages[0]) == to_digits(stages[1]) == to_digits(stages[2])
+    assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(stages[2])
+
+
+@pytest.mark.slow
+def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
+    expected = to_digits(trained("ddp.py"))
+    assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == expected
+    assert to_digits(trained("fsdp2_cpu_adam.py")) == expected
+
+
+def test_the_notebook_is_stripped():
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+def test_the_notebook_trains(tmp_path):
+    nbformat = pytest.importorskip("nbformat", reason="the notebook is run by nbclient")
+    nbclient = pytest.importorskip("nbclient", reason="the notebook is run by nbclient")
+    pytest.importorskip("ipykernel", reason="the notebook is run by nbclient, in a kernel of ipykernel")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3")
+    client.execute(cwd=str(tmp_path), env=environment())
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    check_losses_fall(losses_in(printed))
+
+
+def test_the_page_shows_the_difference_that_there_is():
+    files = ("ddp.py", "ddp_to_shardcore.py")
+    page = (ROOT / "docs" / "recipes" / "ddp_in_three_lines.md").read_text()
+    (shown,) = re.findall(r"^```diff\n(.*?)\n```$", page, re.DOTALL | re.MULTILINE)
+    assert shown == "\n".join(difflib.unified_diff(*map(code_of, files), *files, lineterm="", n=1)).rstrip("\n")
+    statements = [line for line in shown.splitlines() if re.match(r"[-+](?![-+])\S", line)]
+    assert len(statements) == 4  # two lines go, two come: an import and a call for an import and a call

@@ -1,0 +1,49 @@
+"""Example scripts as their users start them: in processes of their own, on CPUs, and the losses that they print."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+# What a user's shell does not have: torchrun's variables, GPUs (the tests are about CPUs), the network.
+_REMOVED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SET = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "CI": "true", "OMP_NUM_THREADS": "1"}
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of this process without those of ranks, for a script on CPUs without a network."""
+    return {name: value for name, value in os.environ.items() if name not in _REMOVED} | _SET
+
+
+def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: Path) -> str:
+    """Run a script by `python *launcher script *arguments` in `folder` and return what it printed; it must exit with 0."""
+    command = [sys.executable, *launcher, str(script), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return done.stdout
+
+
+def torchrun(ranks: int = 2) -> list[str]:
+    """Return the launcher that starts so many ranks, at a free port."""
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+
+
+def losses_in(printed: str) -> list[str]:
+    """Return the losses of a run, as printed: `step 3 loss 1.25`, or Trainer's `{'loss': '1.25', ...}`."""
+    return re.findall(r"^(?:step \d+ loss |\{'loss': ')([\d.]+)", printed, re.MULTILINE)
+
+
+def check_losses_fall(losses: Sequence[str]) -> None:
+    """Raise AssertionError unless there are at least ten losses, and the last one is below 0.9 of the first."""
+    assert len(losses) >= 10, losses
+    assert float(losses[-1]) < 0.9 * float(losses[0]), losses
+
+
+def to_digits(losses: Sequence[str], digits: int = 5) -> list[str]:
+    """Return the losses rounded to so many significant digits."""
+    return [f"{float(loss):.{digits}g}" for loss in losses]
