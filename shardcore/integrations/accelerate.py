@@ -63,6 +63,12 @@ class ShardcoreAccelerator(Accelerator):
                 f"ShardcoreAccelerator: this process has begun with {self.distributed_type.value}; expected an Accelerator "
                 "without a plugin (AcceleratorState._reset_state() forgets it)"
             )
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != self.num_processes:  # as on machines without a GPU: each rank would train on all of the data
+            raise ValueError(
+                f"ShardcoreAccelerator: the launcher started {ranks} ranks, but Accelerate counts {self.num_processes}; "
+                "expected as many (cpu=True where there is no GPU)"
+            )
         self._precision = precision
         self.shard_options = dict(shard_options or {})
         self.register_save_state_pre_hook(self._save_sharded)

@@ -261,6 +261,14 @@ def test_other_engines_of_the_environment_are_refused(monkeypatch: pytest.Monkey
         ShardcoreAccelerator(cpu=True)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate counts ranks with GPUs")
+def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launched(0, 1):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match=r"started 2 ranks, but Accelerate counts 1; expected as many \(cpu=True"):
+            ShardcoreAccelerator()
+
+
 @pytest.mark.slow
 def test_model_and_optimizer_are_prepared_together() -> None:
     with launched(0, 1):
