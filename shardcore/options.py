@@ -171,7 +171,6 @@ class OffloadOptions:
     """
 
     optimizer: str | None = None
-    path: str | None = None
     ratio: float = 1.0
     auto: bool = False
     device_memory_limit: int | None = None
@@ -180,6 +179,7 @@ class OffloadOptions:
     pin_memory: bool = False
     pin_memory_limit: int | None = None
     cpu_threads: int | None = None
+    path: str | None = None
 
 
 def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOptions:
@@ -239,7 +239,7 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     threads = _threads_of(offload.get("cpu_threads"))
     path = None if path is None else os.fspath(path)
-    return OffloadOptions(tier, path, ratio, auto, keeps, gradients, params, pin_memory, limit, threads)
+    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path)
 
 
 def _threads_of(threads: Any) -> int | None:

@@ -331,7 +331,7 @@ def _short(rank: int, world_size: int, share: float, offload: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         needed = []
         host_bytes = shardcore.api.host_bytes
-        patch.setattr("shardcore.api.host_bytes", lambda *a: needed.append(host_bytes(*a)) or needed[-1])
+        patch.setattr("shardcore.api.host_bytes", lambda *a, **k: needed.append(host_bytes(*a, **k)) or needed[-1])
         patch.setattr("shardcore.distributed.machine.free_bytes", lambda: int(share * world_size * sum(needed)))
         model = make_net()
         before = [(id(p), p.data_ptr()) for p in model.parameters()]
