@@ -205,7 +205,6 @@ TEST_F(file_engine, objects_may_be_destroyed_with_transfers_in_flight) {
   }
 }
 
-#if !defined(__SANITIZE_THREAD__)  // which starts no threads in a child
 TEST_F(file_engine, blocks_are_read_and_written_in_place) {
   constexpr int64_t kBlock = 4096, kBlocks = 1000;  // several requests for each transfer
   for (const std::string& backend : backends()) {
@@ -246,6 +245,7 @@ TEST_F(file_engine, blocks_are_read_and_written_in_place) {
   }
 }
 
+#if !defined(__SANITIZE_THREAD__)  // which starts no threads in a child
 TEST_F(file_engine, a_forked_child_is_told_and_can_make_its_own) {
   const FileBytes bytes = random_bytes(2 << 20, 6);
   for (const std::string& backend : backends()) {
