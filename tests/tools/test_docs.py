@@ -25,7 +25,7 @@ def build(root):
 @pytest.mark.slow
 @pytest.mark.skipif(not (VENV / "packages").exists(), reason="mkdocs is not there: run make docs first")
 def test_what_is_wrong_with_a_page_is_found(tmp_path):
-    for name in ("docs", "benchmarks", "examples", "tools"):
+    for name in ("docs", "benchmarks", "examples", "tools", ".github"):
         shutil.copytree(ROOT / name, tmp_path / name)
     for path in (*ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "mkdocs.yml"):
         shutil.copy(path, tmp_path)
