@@ -7,8 +7,8 @@
     fio           writes, or reads, as many bytes: io_uring, requests of 1 MiB, 16 in flight, O_DIRECT (where it is installed)
 
 The state is that of bfloat16 weights on one rank: float32 masters and Adam states, 12 bytes per parameter, of which the peers
-are given the same tensors. Each round runs every case once, in a random order; before a load the page cache is told to drop the
-files. Reported are ratios within rounds.
+are given the same tensors. Each round runs every case once, in a random order. What is saved is new, the older one removed
+before; before a load the page cache is told to drop the files. Reported are ratios within rounds.
 
     pause         of a save in the background, beside torch.distributed.checkpoint.async_save: what the call takes, and by how
                   much the next step is longer than one without a save
@@ -93,6 +93,14 @@ class Job:
     def save_huggingface(self) -> None:
         dcp.save(self.tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(self.folder / "hf")), no_dist=True)
 
+    def remove(self, name: str) -> None:
+        """Remove what a case, or fio, has saved: each save is a new one, whose time has no removal in it."""
+        path = self.folder / {"torch.save": "torch.pt", "huggingface": "hf"}.get(name, name)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
     # --- loading ---
 
     def load_shardcore(self) -> None:
@@ -136,8 +144,6 @@ def fio_seconds(folder: Path, size_bytes: int, what: str) -> float:
         "--ioengine=io_uring",
     ]
     command += ["--direct=1", "--output-format=json", f"--size={size_bytes >> 20}M", f"--end_fsync={int(what == 'save')}"]
-    if what == "save":
-        (folder / "fio").unlink(missing_ok=True)  # fresh space, as a new checkpoint has
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     part = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["write" if what == "save" else "read"]
     return float(part["runtime"] / 1000 * size_bytes / part["io_bytes"])
@@ -163,6 +169,7 @@ def measure(job: Job, what: str, rounds: int) -> dict[str, list[float]]:
             if what == "load":
                 drop_cache(job.folder)
             else:
+                job.remove(name)
                 os.sync()
             seconds[name].append(cases[name]())
             gc.collect()
