@@ -3,7 +3,8 @@
 #              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
 # make quick   tests of one process, in less than a minute: no ranks, no builds, no examples, no other libraries
 # make test-all    all tests, those marked slow, too (three times as long)
-# make crash-test  kill, fill, damage: checkpoints lose nothing. KILLS=300 MUTATIONS=20000 FAULTS=200 FULL_DISKS=100 DEAD_RANKS=20
+# make crash-test  kill, fill, damage: checkpoints and commits lose nothing. KILLS=300 COMMITS=500 MUTATIONS=20000 FAULTS=200
+#                  FULL_DISKS=100 DEAD_RANKS=20
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=kernels, sharding or offload);
 #                  docs/benchmarks.md
 # make docs    the documentation site, into build/site: fails on links and anchors that lead nowhere
@@ -24,6 +25,7 @@ QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples t
 ARGS ?=
 WORKERS ?= 2
 KILLS ?= 300
+COMMITS ?= 500
 MUTATIONS ?= 20000
 FAULTS ?= 200
 FULL_DISKS ?= 100
@@ -57,7 +59,7 @@ test-all:
 	@$(MAKE) --no-print-directory test MARKS=
 
 crash-test: setup
-	@$(foreach name,KILLS MUTATIONS FAULTS FULL_DISKS DEAD_RANKS,SHARDCORE_CRASH_$(name)=$($(name))) \
+	@$(foreach name,KILLS COMMITS MUTATIONS FAULTS FULL_DISKS DEAD_RANKS,SHARDCORE_CRASH_$(name)=$($(name))) \
 		$(PICKED) -m pytest tests/checkpoint -m crash $(ARGS)
 
 gpu-check:

@@ -405,7 +405,7 @@ class FileTransfer:
         """Wait until it is over, any number of times. OSError as in FileWriter, each time."""
 
 class BlockFile:
-    """A file of `size_bytes`, made or emptied, whose blocks are read and written in place; unwritten ones read as zeros.
+    """A file made or brought to `size_bytes`, whose blocks are read and written in place; new ones read as zeros.
 
     Its space is taken first, where the file system can; past the page cache where it can (direct). OSError as in FileWriter.
     """

@@ -7,6 +7,7 @@ import sys
 
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.checkpoint.background import Saving
+from shardcore.checkpoint.commits import resume
 from shardcore.checkpoint.consolidate import consolidate
 from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
@@ -39,6 +40,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "notebook_launcher",
+    "resume",
     "save",
     "shard",
     "sharded_state_dict",

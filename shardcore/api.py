@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,18 +16,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
 from shardcore.checkpoint import sharded as sharded_state
+from shardcore.checkpoint.commits import Commits
 from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
+from shardcore.checkpoint.save import attempt_together
+from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.distributed.machine import plan_worker, short_of_memory
-from shardcore.engine import build
+from shardcore.engine import build, disk
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
+from shardcore.engine.nvme_states import RATED_TBW, Scratch, StateFiles, disk_use, file_engine
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore, split
@@ -121,6 +126,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 logger = logging.getLogger("shardcore")
 
+_SAY_EVERY_S = 10.0
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -160,9 +167,11 @@ def shard(
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
             least number of parameters per unit.
         offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
-            {"optimizer": "nvme", "path": DIR} keeps them in a file, which is read and written chunk by chunk; beside it
-            "gradients": "cpu" (stages 1 to 3), "params": "cpu" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
-            "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+            {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
+            committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
+            copy, which is gone with the process. Beside either "gradients": "cpu" (stages 1 to 3), "params": "cpu"
+            (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto" with "device_memory_limit": bytes,
+            "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
@@ -226,9 +235,16 @@ def shard(
         materialize=materialize,
     )
     plan, filler = _plan(model, given, options, process_group, ranks_per_node)
-    states, others = _allocate(plan, given, options.tiers)
-    _fill(plan, filler, given, states, options)
-    _start(plan, given, states, others, input_dtype=plan.builder.dtype if cast_inputs and precision != "fp32" else None)
+    files = _files(plan, options.tiers)
+    try:
+        states, others = _allocate(plan, given, options.tiers, files)
+        _fill(plan, filler, given, states, options)
+        _start(plan, given, states, others, input_dtype=plan.builder.dtype if cast_inputs and precision != "fp32" else None)
+        _commit_steps(plan, files)
+    except BaseException:
+        if isinstance(files, Slots):
+            files.close()
+        raise
     return model, None if optimizer is None else plan.optimizer
 
 
@@ -314,7 +330,32 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     return needed
 
 
-def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, Any], dict[Any, Any]]:
+def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
+    """Return what states on disk are to be in, if they are. Collective."""
+    if tiers.path is None:
+        return None
+    folder = Path(tiers.path)
+    if not tiers.durable:
+        return Scratch(folder)
+    slots: Slots = attempt_together(plan.comm, "nothing was changed", lambda: Slots(folder, plan.comm.rank), "shard")
+    try:
+        slots.choose(plan.comm, tiers.resume)
+    except BaseException:
+        slots.close()
+        raise
+    return slots
+
+
+def _commit_steps(plan: Plan, files: StateFiles | None) -> None:
+    """Go on from the committed step that was chosen, and commit those that follow. Collective."""
+    if isinstance(files, Slots):
+        engine, store = engine_behind("shard", plan.model), plan.host.on_cpu if isinstance(plan.host, SplitStore) else plan.host
+        assert store is not None
+        assert store.in_files is not None
+        engine.commits = Commits(engine, files, store.in_files)
+
+
+def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
     comm.acquire_group()
@@ -328,7 +369,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions) -> tuple[dict[Any, 
                 tiers.pin_memory_limit,
                 grads_on_host=tiers.gradients is not None,
                 weights_on_host=tiers.params is not None,
-                nvme_path=None if tiers.path is None else Path(tiers.path),
+                files=files,
             )
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
@@ -349,8 +390,14 @@ def _fill(
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
     if plan.optimizer is not given:
         replace_optimizer(given, plan.optimizer, speak=first)
-    for bucket in buckets:
+    if first and options.tiers.path is not None and logger.isEnabledFor(logging.INFO):
+        _say_disk_use(plan, options.tiers)
+    said_s = time.monotonic()
+    for number, bucket in enumerate(buckets):
         builder.fill(bucket, plan.store, options.broadcast)
+        if first and options.tiers.path is not None and time.monotonic() > said_s + _SAY_EVERY_S:
+            said_s = time.monotonic()
+            logger.info("shard: the masters of %d of %d buckets are in files", number + 1, len(buckets))
     idle = [m.name for bucket in buckets if bucket.group is None and bucket.trainable for m in bucket.params]
     if idle and not builder.lifetimes.owns_everything and first:
         logger.warning(
@@ -366,6 +413,24 @@ def _fill(
     builder.move_rest([tensor for tensor in rest if not tensor.is_meta], options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
+
+
+def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
+    """Log what a step reads and writes on this rank, and how long that takes the disk."""
+    use, folder = disk_use(plan.updated, tiers.durable), Path(str(tiers.path))
+    rates = disk.measure(file_engine(), folder, min(disk.PROBE_BYTES, use.read))
+    logger.info(
+        "offload: a step reads %.2f GiB and writes %.2f GiB per rank in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
+        "reads and writes now; a disk that is rated for %d TB of writes lasts %d such steps",
+        use.read / 2**30,
+        use.written / 2**30,
+        folder,
+        use.space / 2**30,
+        use.seconds(rates),
+        rates.both / 1e9,
+        RATED_TBW,
+        use.steps_until_worn,
+    )
 
 
 def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], input_dtype: torch.dtype | None) -> None:

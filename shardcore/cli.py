@@ -18,6 +18,8 @@ import torch
 
 from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
+from shardcore.engine import disk
+from shardcore.engine.nvme_states import file_engine
 from shardcore.estimate import command as estimate
 from shardcore.launch import command as launch
 from shardcore.metrics import report
@@ -44,8 +46,16 @@ def _facts() -> dict[str, str]:
     }
 
 
-def _info() -> int:
-    print(_columns([[name, value] for name, value in _facts().items()]))
+def _info(disks: Sequence[str]) -> int:
+    facts = _facts()
+    for folder in disks:
+        engine = file_engine()
+        rates = disk.measure(engine, Path(folder))
+        facts[folder] = (
+            f"{disk.about(engine, Path(folder))}: reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both "
+            f"at once {rates.both / 1e9:.2f} in all"
+        )
+    print(_columns([[name, value] for name, value in facts.items()]))
     return 0
 
 
@@ -69,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="info | run | estimate | consolidate | report | bench"
     )
-    commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
+    informer = commands.add_parser("info", help="what is installed, how it was built, and what it finds on this machine")
+    informer.add_argument("--disk", nargs="+", default=[], metavar="DIR", help="measure the disks of these directories, too")
     runner = commands.add_parser("run", help="start a training program's ranks, with the options of DeepSpeed's launcher")
     launch.add_arguments(runner)
     estimator = commands.add_parser(
@@ -89,7 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("options", nargs=argparse.REMAINDER, metavar="OPTIONS", help="the suite's own: bench SUITE --help")
     parsed = parser.parse_args(arguments)
     if parsed.command == "info":
-        return _info()
+        try:
+            return _info(parsed.disk)
+        except OSError as error:
+            informer.error(str(error))
     if parsed.command == "run":
         try:
             status = launch.run(parsed)

@@ -167,7 +167,8 @@ class OffloadOptions:
     gradients, or None: on the device. params: the same of the shards of weights.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
-    ranks leave.
+    ranks leave. durable: whether files under `path` have the last committed step at any instant; resume: whether to go on from
+    one that is there, None if there may be none.
     """
 
     optimizer: str | None = None
@@ -180,6 +181,8 @@ class OffloadOptions:
     pin_memory_limit: int | None = None
     cpu_threads: int | None = None
     path: str | None = None
+    durable: bool = True
+    resume: bool | None = None
 
 
 def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOptions:
@@ -239,7 +242,15 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     threads = _threads_of(offload.get("cpu_threads"))
     path = None if path is None else os.fspath(path)
-    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path)
+    durable, resume = offload.get("durable", True), offload.get("resume")
+    for key, value, allowed in (("durable", durable, (True, False)), ("resume", resume, (True, False, None))):
+        if not any(value is one for one in allowed):
+            raise TypeError(f'shard: offload["{key}"] is {value!r}; expected one of {", ".join(map(str, allowed))}')
+        if key in offload and tier == "cpu":
+            raise ValueError(f'shard: offload["{key}"] is {value} with the optimizer on "cpu"; expected it with "nvme" alone')
+    if resume and not durable:
+        raise ValueError('shard: offload["resume"] is True but "durable" is False, which commits nothing; expected one of them')
+    return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path, durable, resume)
 
 
 def _threads_of(threads: Any) -> int | None:

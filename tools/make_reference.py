@@ -27,7 +27,7 @@ GROUPS = {
     "Optimizers": ("FusedAdam", "CPUAdam", "clip_grad_norm_"),
     "Sharding": ("shard", "LossScale", "full_params", "full_grad", "full_state", "no_sync", "memory_report", "MemoryReport"),
     "Checkpoints": (
-        *("save", "Saving", "load", "Loaded", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),
+        *("save", "Saving", "load", "Loaded", "resume", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),
         *("dcp.Writer", "dcp.Reader"),
     ),
     "DeepSpeed": ("initialize", "TrainingEngine"),

@@ -253,7 +253,7 @@ void FileReader::close() noexcept {
 BlockFile::BlockFile(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct)
     : engine_(std::move(engine)),
       size_bytes_(size_bytes),
-      file_(std::make_shared<File>(path, File::Mode::write, direct)),
+      file_(std::make_shared<File>(path, File::Mode::overwrite, direct)),
       block_bytes_(file_->block_bytes()) {
   if (size_bytes < 0 || size_bytes % block_bytes_ != 0) {
     throw std::invalid_argument("BlockFile: size_bytes has " + std::to_string(size_bytes) + "; expected a multiple of " +

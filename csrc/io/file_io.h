@@ -143,11 +143,11 @@ class FileReader {
   int64_t size_bytes_;
 };
 
-// A file of a fixed size whose blocks are read and written in place, from and to memory of the caller. Unwritten blocks read as
+// A file of a fixed size whose blocks are read and written in place, from and to memory of the caller. New blocks read as
 // zeros. May be used by several threads at once; what a part has while it is written is undefined.
 class BlockFile {
  public:
-  // Creates the file, or empties it, and takes its space. Throws IoError.
+  // Creates the file, or gives it its size, and takes its space; what it has stays. Throws IoError.
   BlockFile(std::shared_ptr<FileEngine> engine, const std::string& path, int64_t size_bytes, bool direct);
 
   int64_t block_bytes() const { return block_bytes_; }  // what data, offset and bytes are multiples of

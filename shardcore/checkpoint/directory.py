@@ -16,9 +16,10 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from shardcore._native import _C
 from shardcore.checkpoint.format import FORMAT, MANIFEST
@@ -184,6 +185,41 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+class FileLock:
+    """An exclusive lock (flock) on a file, which says who holds it; it ends with the process."""
+
+    def __init__(self, path: Path, op: str, about: Mapping[str, Any], another: str, this: str) -> None:
+        """Lock. about: what the file is to say.
+
+        BlockingIOError if it is locked: with `another`, or `this` if by this process, in which {} is what the file says.
+        """
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", 0)
+        own = {"host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not isinstance(error, BlockingIOError) and error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+                logger.warning(
+                    "%s: the file system of %s has no locks (%s), so two jobs there are not noticed", op, path, error
+                )
+            else:
+                holder = self._file.read(4096).decode(errors="replace").strip() or "unknown"
+                self._file.close()
+                if not isinstance(error, BlockingIOError):
+                    raise
+                says = this if holder.startswith(json.dumps(own)[:-1] + ",") else another
+                raise BlockingIOError(error.errno, f"{op}: {says.format(holder)}", str(path)) from None
+        with _naming(path):
+            self._file.truncate(0)
+            self._file.write(json.dumps({**own, **about, "since": time.ctime()}).encode())
+
+    def release(self) -> None:
+        """Unlock, also where a process that was forked meanwhile would keep the lock."""
+        with suppress(OSError, ValueError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+
 class SaveLock:
     """Held while a process saves `tag` into `folder`; it ends with the process."""
 
@@ -197,39 +233,19 @@ class SaveLock:
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
             missing.mkdir(exist_ok=True)
             _C.sync_directory(str(missing.parent))
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = FileLock(
+            folder / LOCK,
+            "save",
+            {"tag": tag},
+            another="another job is saving there: {}; expected one at a time (wait for it, or end it)",
+            this="a save of this process goes on there: {}; expected its wait() first, or a folder for each model",
+        )
         try:
-            self._take()
             self._clean()
             unfinished(folder, tag).mkdir()
         except BaseException:
-            os.close(self._file)
+            self._file.release()
             raise
-
-    def _take(self) -> None:
-        own = {"host": socket.gethostname(), "pid": os.getpid()}
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(self._file, 4096, 0).decode(errors="replace").strip() or "unknown"
-            who, expected = "another job is saving there", "one at a time (wait for it, or end it)"
-            if holder.startswith(json.dumps(own)[:-1] + ","):
-                who, expected = "a save of this process goes on there", "its wait() first, or a folder for each model"
-            raise BlockingIOError(
-                error.errno, f"save: {who}: {holder}; expected {expected}", str(self._folder / LOCK)
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                raise
-            logger.warning(
-                "save: the file system of %s has no locks (%s), so two jobs that save there are not noticed",
-                self._folder,
-                error,
-            )
-        holder = json.dumps({**own, "tag": self._tag, "since": time.ctime()})
-        with _naming(self._folder / LOCK):
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, holder.encode(), 0)
 
     def _clean(self) -> None:
         for left in self._folder.iterdir():
@@ -249,6 +265,4 @@ class SaveLock:
         try:
             _remove(unfinished(self._folder, self._tag))
         finally:
-            with suppress(OSError):  # a process that was forked meanwhile would keep the lock
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
+            self._file.release()

@@ -32,7 +32,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source
-from shardcore.layout import BLOCK
+from shardcore.layout import BLOCK, round_up
 from shardcore.optim.state_format import SCALES, joined_master
 
 FORMAT, VERSION = "shardcore checkpoint", 1
@@ -52,7 +52,7 @@ _DTYPES_OF = {
     **dict.fromkeys(SCALES.values(), ("F32",)),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FILE = re.compile(r"rank_\d{5,9}\.(safetensors|json)|client_state\.json")
+_FILE = re.compile(r"rank_\d{5,9}(\.(slot|rest)_[01])?\.(safetensors|json)|client_state\.json")
 _MAX_JSON_BYTES = 1 << 28
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -181,10 +181,15 @@ class Entry:
 class Checkpoint(Source):
     """A checkpoint of shardcore's own: see source.Source. Reads may come from several threads."""
 
-    def __init__(self, path: Path, engine: _C.FileEngine | None = None) -> None:
-        """Read and check the manifest of the directory `path`. Raises OSError, or ValueError if it is damaged or not whole."""
-        self.path = path
-        self.manifest: Mapping[str, Any] = read_json(path / MANIFEST)
+    def __init__(
+        self, path: Path, engine: _C.FileEngine | None = None, manifest: Mapping[str, Any] | None = None, whole: bool = True
+    ) -> None:
+        """Check the manifest of the directory `path`. Raises OSError, or ValueError if it is damaged or not whole.
+
+        manifest: if it is not to be read from its file. whole: if False, tensors may lack elements, which cannot be read.
+        """
+        self.path, self._whole = path, whole
+        self.manifest: Mapping[str, Any] = read_json(path / MANIFEST) if manifest is None else manifest
         self._engine = engine or file_engine()
         self._readers: dict[int, _C.FileReader] = {}
         self._lock = threading.Lock()
@@ -247,12 +252,12 @@ class Checkpoint(Source):
         dtype, end = DTYPES[part["dtype"]], 0
         ranges = [Range(*map(_count, values)) for values in part["ranges"]]
         for one in ranges:
-            if one.start != end or not 0 < one.numel <= RANGE_NUMEL:
+            if one.start < end or (self._whole and one.start > end) or not 0 < one.numel <= RANGE_NUMEL:
                 raise ValueError(f"load: {self.path / MANIFEST} lacks elements from {end} on of {name}, or has some twice")
             end = one.start + one.numel
             if one.offset + one.numel * dtype.itemsize > self.files[one.file][1]:
                 raise ValueError(f"load: {self.path / MANIFEST} has {name} beyond the end of {self.files[one.file][0]}")
-        if end != numel:
+        if end > numel or (self._whole and end < numel):
             raise ValueError(f"load: {self.path / MANIFEST} has {end} elements of {name}; expected {numel}")
         return Part(dtype, ranges, [one.start for one in ranges])
 
@@ -296,8 +301,10 @@ class Checkpoint(Source):
         found = []
         index = max(0, bisect_right(part.starts, start) - 1)
         while numel > 0:
-            one = part.ranges[index]
+            one = part.ranges[index] if index < len(part.ranges) else Range(start + 1, 0, 0, 0, 0)
             skipped = start - one.start
+            if not 0 <= skipped < one.numel:  # of a rank's own part alone
+                raise ValueError(f"load: {self.path} has not all elements of {name}; expected the range from {start} on")
             taken = min(numel, one.numel - skipped)
             found.append(self._range(one, part.dtype, name)[skipped : skipped + taken])
             start, numel, index = start + taken, numel - taken, index + 1
@@ -350,9 +357,14 @@ def _count(value: object) -> int:
 
 
 def head_of(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    metadata: Mapping[str, str] | None = None,
+    alignment: int = ALIGNMENT,
 ) -> tuple[bytes, list[int]]:
-    """Return the head of a .safetensors file with these (dtype, shape) after each other, and the offset of each in the file."""
+    """Return the head of a .safetensors file with these (dtype, shape) after each other, and the offset of each in the file.
+
+    Its size is a multiple of `alignment`.
+    """
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     offsets, cursor = [], 0
     for name, (dtype, shape) in tensors.items():
@@ -361,6 +373,6 @@ def head_of(
         offsets.append(cursor)
         cursor += size
     text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    padded = round_up(8 + len(text), alignment)
     head = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
     return head, [padded + offset for offset in offsets]

@@ -29,9 +29,10 @@ from shardcore.checkpoint.save import (
     named_parameters,
     raise_together,
 )
+from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source
 from shardcore.checkpoint.torch_files import source_of, tree_of
-from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.state_store import assign
@@ -54,12 +55,13 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to take from a checkpoint."""
+    """What to take from a checkpoint. in_place: states and masters that lie in files are those of the checkpoint already."""
 
     strict: bool = True
     states: bool = True
     scheduler: Any = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
+    in_place: bool = False
 
 
 def load(
@@ -164,7 +166,7 @@ def open_path(op: str, path: Path, names: Collection[str] = ()) -> Source:
     try:
         if (path / layout.MANIFEST).exists():
             return _of_planner(layout.Checkpoint(path), names)
-        source = open_foreign(path, names)
+        source = (open_committed(path) if path.is_dir() else None) or open_foreign(path, names)
     except ValueError as error:
         error.args = (str(error).replace("load: ", f"{op}: ", 1),)
         raise
@@ -238,23 +240,12 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "
                 "its states as they are), or strict=False (which resets them)"
             )
-        if wanted.stateful:
-            of_rank = source.of_rank(comm.rank) if source.world_size == comm.world_size else None
-            if of_rank is None:
-                raise ValueError(
-                    f"load: stateful has {', '.join(wanted.stateful)}, but {source.path} was saved by {source.world_size} "
-                    f"ranks, each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
-                )
-            if lacks := ", ".join(name for name in wanted.stateful if name not in of_rank["stateful"]):
-                raise ValueError(
-                    f"load: stateful has {lacks}, which {source.path} does not have for this rank; expected the names that "
-                    f"save was given ({', '.join(of_rank['stateful']) or 'none'})"
-                )
+        check_stateful("load", source, comm, wanted.stateful)
         if wanted.states:
-            options = _options_of(source, engine)
+            options = options_of(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
         if wanted.scheduler is not None:
-            _check_scheduler(source, wanted.scheduler)
+            check_scheduler("load", source, wanted.scheduler)
         return f"{source.path.name}, {len(named)} names"
 
     engine.together("load", check)
@@ -283,16 +274,33 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     for name, value in source.extra_state.items():
         if name in with_extra_state:
             with_extra_state[name].set_extra_state(value)
-    _restore_rank(source, engine, wanted)
+    restore_rank("load", source, engine, wanted)
     warn_of_lost("load", [f"{name} is rounded to what this optimizer keeps" for name in sorted(rounded)], stacklevel=3)
     return Loaded(source.path, client_state, missing, unexpected)
 
 
-def _check_scheduler(source: Source, scheduler: Any) -> None:
+def check_stateful(op: str, source: Source, comm: Comm, stateful: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the source has the state of each of these for this rank."""
+    if not stateful:
+        return
+    of_rank = source.of_rank(comm.rank) if source.world_size == comm.world_size else None
+    if of_rank is None:
+        raise ValueError(
+            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {source.world_size} "
+            f"ranks, each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
+        )
+    if lacks := ", ".join(name for name in stateful if name not in of_rank["stateful"]):
+        raise ValueError(
+            f"{op}: stateful has {lacks}, which {source.path} does not have for this rank; expected the names that "
+            f"were saved ({', '.join(of_rank['stateful']) or 'none'})"
+        )
+
+
+def check_scheduler(op: str, source: Source, scheduler: Any) -> None:
     """Raise ValueError unless the source has a state of a scheduler of this kind: torch's take any dict, or fail half-way."""
     if source.scheduler is None:
         others = f" (it has {_in_short(list(map(str, source.client_state)))})" if source.client_state else ""
-        raise ValueError(f"load: {source.path} has no scheduler's state{others}; expected one, or scheduler=None")
+        raise ValueError(f"{op}: {source.path} has no scheduler's state{others}; expected one, or scheduler=None")
     # Private keys, and "verbose", come and go with torch's versions.
     saved, here = (
         {key for key in state if not str(key).startswith("_") and key != "verbose"}
@@ -300,7 +308,7 @@ def _check_scheduler(source: Source, scheduler: Any) -> None:
     )
     if saved != here:
         raise ValueError(
-            f"load: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; expected "
+            f"{op}: {source.path} has a scheduler's state of {_in_short(sorted(map(str, saved)))}; expected "
             f"{_in_short(sorted(map(str, here)))}, as this {type(scheduler).__name__} has: make the scheduler that was saved "
             "(DeepSpeed's are in shardcore.deepspeed.lr_schedules), or give scheduler=None and set it yourself"
         )
@@ -320,7 +328,7 @@ def _in_short(names: Sequence[str]) -> str:
     return (", ".join(names[:5]) + more) or "none"
 
 
-def _options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
+def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
     """Return the options that the checkpoint gives each group of the optimizer; None if it has no groups."""
     if source.groups is None:
         return None
@@ -413,8 +421,10 @@ def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
 def _chunks(bucket: Bucket, managed: Managed) -> Iterator[tuple[int, int, int]]:
     """Yield (start in the owned range, start in the parameter, numel), cut where files are."""
     for piece in bucket.pieces_of(managed):
-        for first, numel in layout.cut(piece.param_start, piece.numel):
-            yield piece.start + first - piece.param_start, first, numel
+        near = max(0, min(bucket.device_numel - piece.start, piece.numel))  # where the tier begins
+        for begin, count in ((0, near), (near, piece.numel - near)):
+            for first, numel in layout.cut(piece.param_start + begin, count):
+                yield piece.start + first - piece.param_start, first, numel
 
 
 def _reads_of(
@@ -428,10 +438,13 @@ def _reads_of(
 ) -> Iterator[_Read]:
     start, param_start, numel = chunk
     store = engine.store
+    there = wanted.in_place and start >= bucket.device_numel
 
     def use_weight(values: torch.Tensor) -> None:
         weight = bucket.owned_weight[start : start + numel]
         assign(weight, values.to(weight.device))
+        if there:
+            return
         if bucket.state_format.master is not None:
             store.write(bucket, "master", start, values)
         elif weight.dtype != values.dtype and not torch.equal(weight.to("cpu", values.dtype), values):
@@ -445,7 +458,7 @@ def _reads_of(
                 rounded.add(f"{name}.{key}")
 
     yield _Read(name, "weight", param_start, numel, use_weight)
-    if bucket.group is None or not wanted.states:
+    if bucket.group is None or there or not wanted.states:
         return
     saved = source.keys(name)
     for key in bucket.state_format.keys:
@@ -460,7 +473,7 @@ def _reads_of(
 # --- what each rank has for itself ----------------------------------------------------------------------------------------
 
 
-def _restore_rank(source: Source, engine: Engine, wanted: Wanted) -> None:
+def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> None:
     """Restore random states and positions in data. Collective: an error on one rank is one on all."""
     problem: Exception | None = None
     try:
@@ -472,7 +485,7 @@ def _restore_rank(source: Source, engine: Engine, wanted: Wanted) -> None:
                 value.load_state_dict(of_rank["stateful"][name])
     except Exception as error:
         problem = error
-    raise_together(engine.comm, "load", problem, "weights and states are loaded, the rest is not")
+    raise_together(engine.comm, op, problem, "weights and states are loaded, the rest is not")
 
 
 def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:

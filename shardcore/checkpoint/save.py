@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -153,7 +153,7 @@ def write_checkpoint(
             engine.reducer.backwards,
         )
     name = tag or f"global_step{max((m.step for _, m in _trained(engine)), default=0)}"
-    beside = attempt_together(comm, "nothing was saved", lambda: _Beside(engine, content))
+    beside = attempt_together(comm, "nothing was saved", lambda: Beside(engine, content))
     lock = attempt_together(comm, AS_BEFORE, lambda: directory.SaveLock(folder, name) if comm.rank == 0 else None)
     job = _Job(engine, folder, name, content, beside, lock, (save_latest, keep_last))
     saving = Saving(folder / name, job)
@@ -216,36 +216,51 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
             yield bucket, managed
 
 
+# Shapes and dtypes by name; the frozen parameters; what other names are the same as which.
+Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
+
+
 def _items(engine: Engine, content: Content, held: Held | None) -> Iterator[Item]:
     """Yield what this rank writes: see Note [Who writes]. held: is to know of what steps would overwrite meanwhile."""
     for bucket in engine.buckets:
         if bucket.trainable or not content.exclude_frozen:
-            for managed, start, param_start, numel in _ranges(bucket):
-                yield from _parts(engine, bucket, managed, (start, param_start, numel), content.states, held)
+            for managed, start, param_start, numel in ranges_of(bucket, *bucket.reduces):
+                yield from parts_of(engine, bucket, managed, (start, param_start, numel), content.states, held)
     if engine.comm.rank == 0:
         for name, tensor in _unsharded(engine, content):
             flat = tensor.detach().reshape(-1)
-            for start, numel in layout.cut(0, flat.numel()):
-                yield Item(name, "weight", flat.dtype, start, numel, partial(flat.narrow, 0, start, numel))
+            yield from items_of(name, flat)
 
 
-def _ranges(bucket: Bucket) -> Iterator[tuple[Managed, int, int, int]]:
-    """Yield (parameter, start in the owned range, start in the parameter, numel) of what this rank writes of a bucket."""
-    low, high = bucket.reduces
+def items_of(name: str, flat: torch.Tensor) -> Iterator[Item]:
+    """Yield the ranges of a tensor that lies in memory."""
+    for start, numel in layout.cut(0, flat.numel()):
+        yield Item(name, "weight", flat.dtype, start, numel, partial(flat.narrow, 0, start, numel))
+
+
+def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Managed, int, int, int]]:
+    """Yield (parameter, start in the owned range, start in the parameter, numel) of what files have of [low, high) of it."""
     for piece in bucket.pieces:
         start, end = max(piece.start, low), min(piece.start + piece.numel, high)
         for first, numel in layout.cut(piece.param_start + start - piece.start, end - start):
             yield bucket.params[piece.slot], piece.start + first - piece.param_start, first, numel
 
 
-def _parts(
-    engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool, held: Held | None
-) -> Iterator[Item]:
-    name = layout.plain_name(managed.name)
+def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> Iterator[Item]:
+    """Yield the weights of a range, unless float32 masters make them. See `parts_of`."""
     start, param_start, numel = where
     if bucket.group is None or bucket.state_format.master != "fp32":
         weight = bucket.owned_weight[start : start + numel]
-        yield Item(name, "weight", weight.dtype, param_start, numel, lambda: weight)
+        yield Item(layout.plain_name(managed.name), "weight", weight.dtype, param_start, numel, lambda: weight)
+
+
+def parts_of(
+    engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool, held: Held | None
+) -> Iterator[Item]:
+    """Yield what is stored of a range (start in the owned range, start in the parameter, numel). See `_items`."""
+    name = layout.plain_name(managed.name)
+    start, param_start, numel = where
+    yield from weight_of(bucket, managed, where)
     if bucket.group is None:
         return
     live = held is not None and engine.store.tier != "device" and start >= bucket.device_numel
@@ -297,17 +312,16 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterato
         yield layout.plain_name(name), param
 
 
-class _Beside:
+class Beside:
     """What is saved beside tensors, as JSON values: checked before anything is written."""
 
-    def __init__(self, engine: Engine, content: Content) -> None:
-        """Read the states now. TypeError or ValueError for what is no plain data."""
-        states = {name: _state_of(f"stateful[{name!r}]", value) for name, value in content.stateful.items()}
-        self.rank = {
-            "random": plain.to_json(random_states(engine.device), "save: random states"),
-            "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
-        }
-        first = engine.comm.rank == 0
+    def __init__(self, engine: Engine, content: Content, rank: Mapping[str, Any] | None = None) -> None:
+        """Read the states now. TypeError or ValueError for what is no plain data.
+
+        rank: what `rank_state` returned, of what each rank has for itself alone: then it is to have the rest, too.
+        """
+        self.rank = rank_state(engine.device, content.stateful) if rank is None else rank
+        first = engine.comm.rank == 0 or rank is not None
         if first and not isinstance(content.client_state, Mapping | None):
             raise TypeError(f"save: client_state has type {type(content.client_state).__name__}; expected a dict, or None")
         self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
@@ -326,6 +340,33 @@ class _Beside:
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
         self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
+
+    def entries(
+        self, described: Described, counters: Mapping[str, int], numerics: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the tensors and the other entries of a manifest, for `manifest_of`."""
+        tensors, frozen, tied = described
+        for name, entry in tensors.items():
+            entry["step"] = self.steps.get(name)
+        return tensors, {
+            "tied": tied,
+            "frozen": frozen,
+            "groups": self.groups,
+            "loss_scale": self.loss_scale,
+            "scheduler": self.scheduler,
+            "extra_state": self.extra_state,
+            "counters": dict(counters),
+            "numerics": numerics,
+        }
+
+
+def rank_state(device: torch.device, stateful: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank saves for itself, as JSON values: random states, and those of `stateful`."""
+    states = {name: _state_of(f"stateful[{name!r}]", value) for name, value in stateful.items()}
+    return {
+        "random": plain.to_json(random_states(device), "save: random states"),
+        "stateful": {name: plain.to_json(state, f"save: stateful[{name!r}]") for name, state in states.items()},
+    }
 
 
 def _state_of(name: str, value: Any) -> Any:
@@ -356,7 +397,7 @@ class _Job:
         folder: Path,
         name: str,
         content: Content,
-        beside: _Beside,
+        beside: Beside,
         lock: directory.SaveLock | None,
         latest: tuple[bool, int | None],
     ) -> None:
@@ -367,16 +408,14 @@ class _Job:
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
         self._held, self._store = Held(), engine.store
-        options = {**engine.options, "ranks": engine.comm.topology}
-        options = {name: asdict(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()}
-        self._numerics = plain.to_json(options, "save: numerics")
+        self._numerics = numerics_of(engine)
 
     def prepare(self, stages: bool) -> None:
         """List what is written; if `stages`, copy what does not stay where it is until the next step."""
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
         self._items = list(_items(self._engine, self._content, self._held if stages else None))
-        self._describe = _describe(self._engine, self._content)
+        self._describe = describe(self._engine, self._content)
         if stages:
             still = [item for item in self._items if not isinstance(item, LiveItem)]
             self._engine.save_staging = stage(still, self._engine.save_staging, self._engine.device)
@@ -394,20 +433,8 @@ class _Job:
         """On rank 0: write the manifest from what all ranks wrote, and give the checkpoint its name."""
         if self._comm.rank != 0:
             return
-        tensors, frozen, tied = self._describe
-        for name, entry in tensors.items():
-            entry["step"] = self._beside.steps.get(name)
-        rest = {
-            "tied": tied,
-            "frozen": frozen,
-            "groups": self._beside.groups,
-            "loss_scale": self._beside.loss_scale,
-            "scheduler": self._beside.scheduler,
-            "extra_state": self._beside.extra_state,
-            "counters": dict(self._content.counters),
-            "numerics": self._numerics,
-        }
-        write_manifest(self._path, said, tensors, rest)
+        entries = self._beside.entries(self._describe, self._content.counters, self._numerics)
+        write_manifest(self._path, said, *entries)
         directory.commit(self._folder, self._name, *self._latest)
 
     def end(self) -> None:
@@ -421,7 +448,14 @@ class _Job:
             lock.release()
 
 
-def _describe(engine: Engine, content: Content) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+def numerics_of(engine: Engine) -> Any:
+    """Return the options that the model was sharded with, as JSON values."""
+    options = {**engine.options, "ranks": engine.comm.topology}
+    options = {name: asdict(value) if hasattr(value, "__dataclass_fields__") else value for name, value in options.items()}
+    return plain.to_json(options, "save: numerics")
+
+
+def describe(engine: Engine, content: Content) -> Described:
     """Return shapes and dtypes by name, the frozen parameters, and what other names are the same as which."""
     model = engine.model
     named: dict[str, torch.Tensor] = {**dict(named_parameters(model)), **buffers_of(model)}

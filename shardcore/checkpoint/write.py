@@ -16,6 +16,11 @@ from shardcore.checkpoint.format import file_engine
 from shardcore.version import __version__
 
 
+def key_of(name: str, part: str, start: int) -> str:
+    """Return the name in a data file of a range of a part of a tensor."""
+    return f"{name}{'' if part == 'weight' else f'.{part}'}@{start}"
+
+
 @dataclass(eq=False)
 class Item:
     """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any device."""
@@ -30,7 +35,7 @@ class Item:
     @property
     def key(self) -> str:
         """Its name in the data file."""
-        return f"{self.name}{'' if self.part == 'weight' else f'.{self.part}'}@{self.start}"
+        return key_of(self.name, self.part, self.start)
 
     @property
     def nbytes(self) -> int:
@@ -51,12 +56,16 @@ def check_seen(path: Path, rank: int) -> None:
         )
 
 
-def write_ranges(path: Path, rank: int, items: Sequence[Item]) -> dict[str, Any]:
-    """Write a rank's data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part."""
+def write_ranges(path: Path, number: int, items: Sequence[Item], name: str | None = None) -> dict[str, Any]:
+    """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part.
+
+    number: of the file in the manifest; name: by default that of the rank of this number.
+    """
+    name = name or layout.data_file(number)
     head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
     size = offsets[-1] + items[-1].nbytes if items else len(head)
     ranges: dict[str, Any] = {}
-    writer = _C.FileWriter(file_engine(), str(path / layout.data_file(rank)), size)
+    writer = _C.FileWriter(file_engine(), str(path / name), size)
     scratch = _Scratch()
     try:
         head_crc = writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -66,19 +75,19 @@ def write_ranges(path: Path, rank: int, items: Sequence[Item]) -> dict[str, Any]
             of_part = ranges.setdefault(item.name, {}).setdefault(
                 item.part, {"dtype": layout.dtype_name(item.dtype, item.name), "ranges": []}
             )
-            of_part["ranges"].append([item.start, item.numel, rank, offset, crc])
+            of_part["ranges"].append([item.start, item.numel, number, offset, crc])
         writer.finish()
     finally:
         writer.close()
-    file = {"name": layout.data_file(rank), "bytes": size, "head_bytes": len(head), "head_crc32c": head_crc}
+    file = {"name": name, "bytes": size, "head_bytes": len(head), "head_crc32c": head_crc}
     return {"files": [file], "ranges": ranges}
 
 
-def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
-    """Write the manifest to the directory `path`. said: of each rank, what `write_ranges` returned, with its other files.
+def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest. said: of each rank, what `write_ranges` returned, with its other files.
 
     tensors: "shape", "dtype" and "step" by name; "parts" is added. rest: the other entries of the manifest.
-    Raises OSError, or ValueError if ranks have a tensor in several dtypes.
+    Raises ValueError if ranks have a tensor in several dtypes.
     """
     ranges: dict[str, Any] = {}
     for one in said:
@@ -92,7 +101,7 @@ def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], res
         entry["parts"] = ranges.get(name) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
         for part in entry["parts"].values():
             part["ranges"].sort()
-    manifest = {
+    return {
         "format": layout.FORMAT,
         "time": time.time(),
         "version": layout.VERSION,
@@ -102,13 +111,17 @@ def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], res
         "tensors": tensors,
         **rest,
     }
-    directory.write_synced(path / layout.MANIFEST, layout.json_bytes(manifest))
 
 
 def write_json(path: Path, held: bytes) -> dict[str, Any]:
     """Write a JSON file of `format.json_bytes`; returns its entry in the manifest."""
     directory.write_synced(path, held)
     return {"name": path.name, "bytes": len(held)}
+
+
+def write_manifest(path: Path, said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
+    """Write the manifest to the directory `path`. See manifest_of. Raises OSError, too."""
+    directory.write_synced(path / layout.MANIFEST, layout.json_bytes(manifest_of(said, tensors, rest)))
 
 
 class _Scratch:

@@ -273,7 +273,7 @@ def shard_options(settings: Config) -> dict[str, Any]:
     if settings.offload is not None:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
         if settings.offload == "nvme":
-            tiers["path"] = settings.nvme_path
+            tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
     return {
         "stage": settings.stage,
         "offload": tiers if settings.offload is not None or settings.params is not None else None,

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -147,19 +146,19 @@ class CpuStore:
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
-        nvme_path: Path | None = None,
+        files: nvme_states.StateFiles | None = None,
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
         At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
         (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
-        nvme_path: a directory, in a file of which the states are.
+        files: what the states are in, if not in host memory.
         """
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
-        self._files = (
-            None if nvme_path is None else nvme_states.NvmeStates(buckets, nvme_path, partial(self.copies.empty, pinned=False))
-        )
-        self._states: HostStates | nvme_states.NvmeStates = self._files or HostStates(
+        self.in_files: nvme_states.NvmeStates | None = None
+        if files is not None:
+            self.in_files = nvme_states.NvmeStates(buckets, files, partial(self.copies.empty, pinned=False))
+        self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
             buckets, self.copies, staging_numel(buckets, chunk_numel)
         )
         self.tier = self._states.tier
@@ -174,7 +173,7 @@ class CpuStore:
     @property
     def moved_bytes(self) -> dict[str, int]:
         """Bytes so far between the device and host memory, and between that and files."""
-        read, written = (0, 0) if self._files is None else (self._files.bytes_read, self._files.bytes_written)
+        read, written = (0, 0) if self.in_files is None else (self.in_files.bytes_read, self.in_files.bytes_written)
         return {
             "to_host": self.copies.bytes_to_tier,
             "from_host": self.copies.bytes_from_tier,
@@ -232,7 +231,7 @@ class CpuStore:
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
-        before_change, files = self._before_change, self._files
+        before_change, files = self._before_change, self.in_files
         alone = before_change is None and files is None
         threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)

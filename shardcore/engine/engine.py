@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from types import FrameType
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed, ReducePolicy
-from shardcore.engine.build import Builder, check_unwrapped
+from shardcore.engine.build import Builder, Membership
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
@@ -85,75 +84,22 @@ class Plan:
         return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
 
 
-class Membership:
-    """The names and Parameters of a model, as they were when this was made. Others would silently not be trained.
-
-    While nothing was registered, replaced or removed a check compares what each module holds and is, by identity: a
-    microsecond per module.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Remember what `model` has now."""
-        self._model = weakref.ref(model)  # it keeps this, by its hooks
-        self._params = dict(model.named_parameters(remove_duplicate=False))
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._remember(model)
-
-    def _remember(self, model: nn.Module) -> None:
-        self._modules = [weakref.ref(module) for module in model.modules()]
-        self._held = self._look()
-
-    def _look(self) -> list[int]:
-        """Return what the modules hold. (Where only its place among them changed, names did, and no Parameter.)"""
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        params = chain.from_iterable(module._parameters.values() for module in modules)
-        children = chain.from_iterable(module._modules.values() for module in modules)
-        return [*map(id, chain(params, children, map(type, modules)))]
-
-    def check(self, op: str) -> None:
-        """Raise ValueError, with names, if a Parameter was added, replaced, removed or tied to another one.
-
-        Modules that were put around others (activation checkpointing, torch.compile) only change names; those that average
-        gradients by themselves are refused as well.
-        """
-        model = self._model()
-        if model is None or self._look() == self._held:  # only modules of it are left, which the user trains on
-            return
-        check_unwrapped(op, model)
-        changes = list(self._changes(model))
-        if changes:
-            more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-            raise ValueError(
-                f"{op}: the model's parameters are not those that shard() was given: {'; '.join(changes[:3])}{more}; "
-                "expected the same Parameter objects (add adapters, tie and replace weights before shard(); set values in "
-                "place or with load_state_dict)"
-            )
-        self._remember(model)
-
-    def _changes(self, model: nn.Module) -> Iterator[str]:
-        first_names: dict[nn.Parameter, str] = {}
-        for name, param in self._params.items():
-            first_names.setdefault(param, name)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for name, param in now.items():
-            before = self._params.get(name)
-            if param not in first_names:
-                yield f"{name} was {'added' if before is None else 'replaced'} and would not be trained"
-            elif before is not None and before is not param:
-                yield f"{name} is {first_names[param]} now"
-        present = set(now.values())
-        replaced = {self._params[name] for name in now if name in self._params}
-        for param, name in first_names.items():
-            if param not in present and param not in replaced:
-                yield f"{name} was removed"
-
-
 class BackgroundSave(Protocol):
     """A save that goes on (checkpoint/background.py)."""
 
     raised: bool
 
     def wait(self) -> Any: ...
+
+
+class StepCommits(Protocol):
+    """What commits steps to disk (checkpoint/commits.py)."""
+
+    def note_step(self) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Engine:
@@ -212,6 +158,7 @@ class Engine:
         self._state_dict_of: tuple[str, str] | None = None  # the module (name, prefix) whose state_dict is being made
         self.full_tensors = FullTensors(self.comm, self.device)
         self.saving: BackgroundSave | None = None
+        self.commits: StepCommits | None = None
         self.save_staging: torch.Tensor | None = None  # host memory, kept from one save in the background to the next
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors.of_buckets)
 
@@ -232,10 +179,15 @@ class Engine:
         return model
 
     def synchronize(self) -> None:
-        """Wait until the last step is complete; on CUDA in the order of the current stream. StepError if one has failed."""
+        """Wait until the last step is complete, and committed where steps are; on CUDA in the order of the current stream.
+
+        StepError if one has failed.
+        """
         if self.overlap_step is not None:
             self.overlap_step.finish()
         self.updater.raise_failure()
+        if self.commits is not None:
+            self.commits.finish()
 
     def settle(self, counts: bool = False) -> None:
         """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
@@ -267,6 +219,8 @@ class Engine:
             if torch.compiler.is_compiling():
                 unsharder.warn_of_compiling()
             unsharder.begin_forward()
+        if self.commits is not None and self.overlap_step is None and not torch.compiler.is_compiling():
+            self.commits.begin()
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
                 self.synchronize()
@@ -408,6 +362,8 @@ class Engine:
             problems.append(error)
         with _interrupts_held_back():  # an interrupt must not end the step halfway on one rank
             self._step_together(grad_scale, max_norm, problems)
+            if self.commits is not None:
+                self.commits.note_step()
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
         if self.unsharder is not None:

@@ -1,49 +1,97 @@
 """Optimizer states in files: read, updated and written chunk by chunk, through a few buffers in host memory.
 
 A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its states beside each other, at
-one place of this rank's file. Buffers are as large as the largest chunk, so no tensor is too large for them.
+one place of this rank's files. Buffers are as large as the largest chunk, so no tensor is too large for them.
 
 Note [Three things at once]. While Adam works on a chunk, the next ones are read into other buffers and the ones before are
 written from theirs. A buffer is used again when its write is over. What is still being written when a step ends goes on beside
 the next forward; whoever reads that chunk waits for it.
 
-Note [Scratch]. The file has no name any more once it is open: whatever ends the process, its space is free again, and two jobs
-may use one directory. What lasts is a checkpoint (shardcore.save). A checksum of each chunk is kept in memory and compared in
-each read, so a damaged chunk is an error before anything is trained on it.
+Note [Files]. There are one or two, alike. With one (Scratch) a chunk is written where it was read. With two (slots,
+checkpoint/slots.py) it is written to the other file than the one that has it as of the last committed step, so that this
+step stays whole until the next one is committed. Checksums of a chunk are kept in memory and compared in each read, so a
+damaged chunk is an error before anything is trained on it.
 """
 
 import errno
-import os
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.disk import ALIGNMENT, Rates, alignment_of, temporary
 from shardcore.engine.state_store import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
 
 CHUNK_NUMEL = 1 << 22
+RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
 PLACES = 4  # two are read ahead, one is updated, one is written
-_ALIGNMENT = 4096  # of each chunk; a disk with larger blocks sets it
 
 
 @dataclass(eq=False)
-class _Chunk:
-    """Elements [first, first + numel) of a bucket's part in the tier, in the file at `offset`. crc: None if never written."""
+class Chunk:
+    """Elements [first, first + numel) of a bucket's part in the tier, in each file at `offset`.
+
+    parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None: never written, all zero.
+    slot: the number of the file that has its newest values. committed: of the one that must not be written to, if any.
+    """
 
     bucket: Bucket
     first: int
     numel: int
     nbytes: int
     offset: int = 0
-    crc: int | None = None
-    write: _C.FileTransfer | None = None  # that may not be over
+    parts: Sequence[tuple[int, int]] = ()
+    crcs: list[int] | None = None
+    slot: int = 0
+    committed: int | None = None
+    write: _C.FileTransfer | None = field(default=None, repr=False)  # that may not be over
+
+    @property
+    def names(self) -> str:
+        """Some of the parameters in it."""
+        return ", ".join(managed.name for managed in self.bucket.params[:3])
+
+
+class StateFiles(Protocol):
+    """Where chunks are kept. paths: of the files."""
+
+    paths: Sequence[Path]
+
+    def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
+        """Give each chunk its place and parts, and take space for all of them. Raises OSError."""
+
+
+class Scratch:
+    """A file without a name once it is open: whatever ends the process, its space is free again. Jobs may share a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Keep states in a file of `directory`, which is made if it is missing."""
+        self._directory = directory
+        self.paths: Sequence[Path] = ()
+
+    def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
+        """See StateFiles."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        size = place(chunks, 0, alignment_of(engine, self._directory))
+        for chunk in chunks:
+            chunk.parts = [(0, chunk.nbytes)]
+        with temporary(self._directory) as path:
+            self.paths = [path]
+            return [_C.BlockFile(engine, path, size)]
+
+
+def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
+    """Place chunks one after the other from `offset` on; returns where they end."""
+    for chunk in chunks:
+        chunk.offset, offset = offset, offset + round_up(chunk.nbytes, alignment)
+    return offset
 
 
 def file_engine() -> _C.FileEngine:
@@ -58,12 +106,41 @@ def chunk_numel(buckets: Sequence[Bucket]) -> int:
 
 def buffer_bytes(buckets: Sequence[Bucket]) -> int:
     """Return the bytes of host memory that all buffers take."""
-    return (PLACES + 1) * (_place_bytes(buckets) + _ALIGNMENT)
+    return (PLACES + 1) * (_place_bytes(buckets) + ALIGNMENT)
 
 
-def _place_bytes(buckets: Sequence[Bucket], alignment: int = _ALIGNMENT) -> int:
+def _place_bytes(buckets: Sequence[Bucket], alignment: int = ALIGNMENT) -> int:
     most = max((bucket.state_format.nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets), default=0)
     return round_up(most, alignment)
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """Bytes of one rank on disk: read and written per step, and the space that files take."""
+
+    read: int
+    written: int
+    space: int
+
+    def seconds(self, rates: Rates) -> float:
+        """Return how long a disk with these rates takes for a step."""
+        return max((self.read + self.written) / rates.both, self.written / rates.write, self.read / rates.read)
+
+    @property
+    def steps_until_worn(self) -> int:
+        """How many steps a disk lasts that this rank has for itself."""
+        return int(RATED_TBW * 1e12 / max(1, self.written))
+
+
+def disk_use(buckets: Iterable[Bucket], durable: bool) -> DiskUse:
+    """Return what the states of `buckets` take on disk, and where steps are committed (checkpoint/commits.py), the rest."""
+    states = rest = 0
+    for bucket in buckets:
+        states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in _chunks_of(bucket))
+        if durable:
+            rest += bucket.state_format.nbytes(bucket.device_numel)
+            rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+    return DiskUse(states, states + rest, (1 + durable) * (states + rest))
 
 
 class NvmeStates:
@@ -72,36 +149,43 @@ class NvmeStates:
     tier = "nvme"
     places = PLACES
 
-    def __init__(self, buckets: Sequence[Bucket], directory: Path, allocate: Allocate) -> None:
-        """Take a file's space for the states of `buckets`, all zero, and memory for the buffers. Raises OSError."""
+    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, allocate: Allocate) -> None:
+        """Take space in files for the states of `buckets`, all zero, and memory for the buffers. Raises OSError."""
         self._engine = file_engine()
         self._chunks = {bucket: list(_chunks_of(bucket)) for bucket in buckets}
-        every = [chunk for chunks in self._chunks.values() for chunk in chunks]
         self.chunk_numel = chunk_numel(buckets)
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(".states", "shardcore-", directory)
-        os.close(descriptor)
-        self.path = Path(path)
-        try:
-            alignment = max(_ALIGNMENT, _C.BlockFile(self._engine, path, 0).block_bytes)
-            cursor = 0
-            for chunk in every:
-                chunk.offset, cursor = cursor, cursor + round_up(chunk.nbytes, alignment)
-            self._file = _C.BlockFile(self._engine, path, cursor)
-        finally:
-            os.unlink(path)
-        self.file_bytes = cursor
+        self.files = files
+        self._files = files.open(self._engine, self.chunks)
+        alignment = max(ALIGNMENT, self._files[0].block_bytes)
         size = _place_bytes(buckets, alignment)
         self._buffers = [_aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
         self.scratch_bytes = (size + alignment) * len(self._buffers)
         self._alignment = alignment
         self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
-        self._held: _Chunk | None = None
+        self._held: Chunk | None = None
         self._held_is_newer = False
-        self._step: list[_Chunk] = []
+        self._step: list[Chunk] = []
         self._reads: dict[int, _C.FileTransfer] = {}
-        self._writes: list[_Chunk | None] = [None] * PLACES  # the chunk that a buffer was written to last
+        self._writes: list[Chunk | None] = [None] * PLACES  # the chunk that a buffer was written to last
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All chunks."""
+        return [chunk for chunks in self._chunks.values() for chunk in chunks]
+
+    def flush(self) -> None:
+        """Make durable what was written so far. Raises OSError. Not beside a step."""
+        with self._lock:
+            self._put_held()
+            for chunk in self.chunks:
+                self._settle(chunk)
+        for file in self._files:
+            file.sync()
+
+    def forget(self) -> None:
+        """Forget what is kept in memory of a chunk: files have others."""
+        self._held, self._held_is_newer = None, False
 
     # --- as HostStates ----------------------------------------------------------------------------------------------------
 
@@ -189,31 +273,33 @@ class NvmeStates:
         self._settle(chunk)
         self._reads[number] = self._read(chunk, place)
 
-    def _read(self, chunk: _Chunk, place: int) -> _C.FileTransfer:
+    def _read(self, chunk: Chunk, place: int) -> _C.FileTransfer:
         memory = self._memory(chunk, place)
         self.bytes_read += memory.nbytes
-        return self._file.read(memory, chunk.offset)
+        return self._files[chunk.slot].read(memory, chunk.offset)
 
-    def _start_write(self, chunk: _Chunk, place: int) -> None:
+    def _start_write(self, chunk: Chunk, place: int) -> None:
         memory = self._memory(chunk, place)
         self.bytes_written += memory.nbytes
-        chunk.crc = _C.crc32c(memory)
-        chunk.write = self._file.write(memory, chunk.offset)
+        if chunk.committed is not None:
+            chunk.slot = 1 - chunk.committed
+        chunk.crcs = self._crcs(memory, chunk)
+        chunk.write = self._files[chunk.slot].write(memory, chunk.offset)
 
-    def _settle(self, chunk: _Chunk) -> None:
+    def _settle(self, chunk: Chunk) -> None:
         """Wait until what was written of a chunk is in the file. Raises OSError."""
         with self._lock:
             if chunk.write is not None:
                 chunk.write.wait()
                 chunk.write = None
 
-    def _hold(self, chunk: _Chunk) -> Kept:
+    def _hold(self, chunk: Chunk) -> Kept:
         """Return views of a chunk in the buffer beside those of steps, which has it until another one is asked for."""
         if self._held is not chunk:
             self._put_held()
             self._settle(chunk)
             self._held = None
-            if chunk.crc is None:  # never written
+            if chunk.crcs is None:
                 self._memory(chunk, PLACES).zero_()
             else:
                 self._read(chunk, PLACES).wait()
@@ -227,32 +313,37 @@ class NvmeStates:
             self._settle(self._held)
         self._held_is_newer = False
 
-    def _check(self, chunk: _Chunk, place: int) -> None:
-        if chunk.crc is not None and _C.crc32c(self._memory(chunk, place)) != chunk.crc:
-            names = ", ".join(managed.name for managed in chunk.bucket.params[:3])
-            raise OSError(
-                errno.EIO,
-                f"states of {names} in bytes {chunk.offset} to {chunk.offset + chunk.nbytes} are not what was written (is the "
-                "disk damaged? go on from a checkpoint, in another directory)",
-                str(self.path),
-            )
+    def _check(self, chunk: Chunk, place: int) -> None:
+        if chunk.crcs is None:
+            return
+        for (offset, nbytes), crc, found in zip(
+            chunk.parts, chunk.crcs, self._crcs(self._memory(chunk, place), chunk), strict=True
+        ):
+            if crc != found:
+                first = chunk.offset + offset
+                raise OSError(
+                    errno.EIO,
+                    f"states of {chunk.names} in bytes {first} to {first + nbytes} are not what was written (is the disk "
+                    "damaged? go on from a checkpoint, in another directory)",
+                    str(self.files.paths[chunk.slot]),
+                )
 
-    def _memory(self, chunk: _Chunk, place: int) -> torch.Tensor:
+    @staticmethod
+    def _crcs(memory: torch.Tensor, chunk: Chunk) -> list[int]:
+        return [_C.crc32c(memory[offset : offset + nbytes]) for offset, nbytes in chunk.parts]
+
+    def _memory(self, chunk: Chunk, place: int) -> torch.Tensor:
         return self._buffers[place][: round_up(chunk.nbytes, self._alignment)]
 
-    def _views(self, chunk: _Chunk, place: int) -> Kept:
-        """View the states of a chunk in a buffer, one after the other, the widest dtypes first."""
-        cursor, found = 0, {}
-        sizes = chunk.bucket.state_format.new(chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
-        for key, like in sorted(sizes.items(), key=lambda item: -item[1].itemsize):
-            found[key] = self._buffers[place][cursor : cursor + like.nbytes].view(like.dtype)
-            cursor += like.nbytes
-        return {key: found[key] for key in sizes}
+    def _views(self, chunk: Chunk, place: int) -> Kept:
+        """View the states of a chunk in a buffer."""
+        memory = self._buffers[place]
+        return {key: memory[offset : offset + like.nbytes].view(like.dtype) for key, (offset, like) in places_of(chunk).items()}
 
-    def _chunk_of(self, span: Span) -> _Chunk:
+    def _chunk_of(self, span: Span) -> Chunk:
         return self._chunks[span.bucket][(span.start - span.bucket.device_numel) // self.chunk_numel]
 
-    def _overlapping(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[_Chunk, int, int]]:
+    def _overlapping(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[Chunk, int, int]]:
         """Yield (chunk, start in it, numel) of each chunk that has some of these elements."""
         for chunk in self._chunks[bucket]:
             first, last = max(start, chunk.first), min(start + numel, chunk.first + chunk.numel)
@@ -260,10 +351,20 @@ class NvmeStates:
                 yield chunk, first - chunk.first, last - first
 
 
-def _chunks_of(bucket: Bucket) -> Iterator[_Chunk]:
+def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
+    """Return of each state of a chunk where in it it begins, in bytes, and its like: one after the other, wide dtypes first."""
+    cursor, found = 0, {}
+    sizes = chunk.bucket.state_format.new(chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
+    for key, like in sorted(sizes.items(), key=lambda item: -item[1].itemsize):
+        found[key] = cursor, like
+        cursor += like.nbytes
+    return {key: found[key] for key in sizes}
+
+
+def _chunks_of(bucket: Bucket) -> Iterator[Chunk]:
     for first in range(0, bucket.host_numel, CHUNK_NUMEL):
         numel = min(CHUNK_NUMEL, bucket.host_numel - first)
-        yield _Chunk(bucket, first, numel, bucket.state_format.nbytes(numel))
+        yield Chunk(bucket, first, numel, bucket.state_format.nbytes(numel))
 
 
 def _aligned(allocate: Allocate, size: int, alignment: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.nvme_states import StateFiles
 from shardcore.engine.state_store import BeforeChange, DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import Kept
@@ -68,7 +68,7 @@ class SplitStore:
         *,
         grads_on_host: bool = False,
         weights_on_host: bool = False,
-        nvme_path: Path | None = None,
+        files: StateFiles | None = None,
     ) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
         self._buckets, self._device, self._weights_on_host = list(buckets), device, weights_on_host
@@ -82,7 +82,7 @@ class SplitStore:
             pin_memory_limit,
             grads_on_host=grads_on_host,
             weights_on_host=weights_on_host,
-            nvme_path=nvme_path,
+            files=files,
         )
         self.tier = self.on_cpu.tier
         self._make_device_store()

@@ -23,7 +23,7 @@ Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
 
 
 class StepError(RuntimeError):
-    """A step failed after it had begun: some weights are of the step before, some are not."""
+    """A step failed after it had begun: some weights are of the step before, some are not. Or it could not be committed."""
 
 
 @dataclass(frozen=True)

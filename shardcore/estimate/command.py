@@ -6,18 +6,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardcore.engine import disk
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.engine.nvme_states import RATED_TBW
+from shardcore.engine.nvme_states import file_engine as disk_engine
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
+_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s", "steps until worn*"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offload", choices=["cpu", "nvme"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
     parser.add_argument("--offload-params", action="store_const", const="cpu", help="and shards of weights, at stage 3")
+    parser.add_argument("--disk", metavar="DIR", help="measure this disk, and show seconds per step (with --offload nvme)")
     parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
@@ -82,9 +88,21 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         cells = [_gib(count) for count in [*held, prediction.sent_bytes]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
+    if on_disk:
+        rates = None if options.disk is None else disk.measure(disk_engine(), Path(options.disk))
+        print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
+        print(f"* of a disk that is rated for {RATED_TBW} TB of writes, and which the rank has for itself")
     if len(found) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
+
+
+def disk_row(prediction: Prediction, rates: disk.Rates | None) -> list[str]:
+    """Return of a rank with states on disk the GiB read and written per step, and taken; seconds; steps."""
+    use = prediction.disk
+    assert use is not None
+    seconds = "-" if rates is None else f"{use.seconds(rates):.3g}"
+    return [_gib(use.read), _gib(use.written), _gib(use.space), seconds, f"{use.steps_until_worn:,}"]
 
 
 def build(name: str) -> nn.Module:
@@ -165,6 +183,7 @@ def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any
         "units": prediction.units,
         "bytes": resting,
         "transfers": [vars(transfer) for transfer in prediction.transfers],
+        **({} if prediction.disk is None else {"disk": vars(prediction.disk)}),
     }
 
 

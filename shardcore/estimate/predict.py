@@ -25,6 +25,7 @@ from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, Re
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
+from shardcore.engine.nvme_states import DiskUse, disk_use
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import use_row_bytes
 from shardcore.engine.split_store import split, weight_scratch_bytes
@@ -51,12 +52,14 @@ class Prediction:
     """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
     resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
+    disk: where states are on disk.
     """
 
     numel: int
     units: int
     resting: MemoryReport
     transfers: tuple[Transfer, ...]
+    disk: DiskUse | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -165,7 +168,8 @@ def predict(
         lambda bucket: None,
     )
     numel = sum(param.numel() for param in model.parameters())
-    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers())
+    disk = None if tiers.path is None else disk_use(updated, tiers.durable)
+    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk)
 
 
 class _States(DeviceStore):

@@ -66,7 +66,8 @@ OFFLOAD = {
     2: {"optimizer": "cpu", "gradients": "cpu"},
     3: {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"},
 }
-NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "cpu"}  # the path is DeepSpeed's default
+# The path is DeepSpeed's default. Lightning has checkpoints of its own.
+NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "cpu", "durable": False}
 
 # What `shardcore` registers, by name.
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -214,7 +214,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from shardcore.checkpoint.directory import SaveLock
-SaveLock(Path(sys.argv[1]), "theirs")
+lock = SaveLock(Path(sys.argv[1]), "theirs")
 print("locked", flush=True)
 time.sleep(60)
 """

@@ -25,7 +25,7 @@ from shardcore.checkpoint.directory import checkpoints
 from shardcore.checkpoint.format import Checkpoint
 from tests.support.crash import times
 from tests.support.models import Net, Run, error_of, hash_of_training, stepped, train
-from tests.support.ranks import free_port, start
+from tests.support.ranks import free_port, join_group, start
 
 pytestmark = pytest.mark.crash
 
@@ -36,11 +36,6 @@ Record = Callable[[str, Any], None]
 def make(rank: int = 0) -> tuple[Any, Any]:
     model, optimizer, _ = train(rank, RUN, Net(width=64, hidden=512))
     return model, optimizer
-
-
-def join_group(rank: int, world_size: int, port: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group("gloo")
 
 
 # --- killed processes ---------------------------------------------------------------------------------------------------

@@ -17,22 +17,7 @@ from shardcore.estimate import predict
 from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
-
-FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp32": ("fp32", {"amsgrad": True}),
-    "masters": ("bf16", {"master": "fp32"}),
-    "split 8-bit": ("bf16", {"master": "split", "state_dtype": "8bit"}),
-    "bf16 states": ("fp16", {"state_dtype": "bf16"}),
-    "stochastic": ("bf16", {"stochastic_rounding": True, "state_dtype": "8bit", "seed": 3}),
-}
-WAYS: dict[str, dict[str, Any]] = {
-    "states": {},
-    "overlapped": {"overlap_step": True},
-    "a share": {"offload": {"ratio": 0.37}},
-    "gradients, too": {"offload": {"gradients": "cpu"}},
-    "weights, too": {"offload": {"gradients": "cpu", "params": "cpu"}, "overlap_step": True},
-    "added up": {"accumulate": 3, "clip_grad_norm": 0.01},
-}
+from tests.support.tiers import FORMS, WAYS
 
 
 @pytest.fixture
@@ -49,7 +34,7 @@ def _run(stage: int, form: str, way: str, folder: str | None) -> Run:
             tiers = {key: value for key, value in tiers.items() if key != "gradients"}
         if stage < 3:
             tiers = {key: value for key, value in tiers.items() if key != "params"}
-        shard["offload"] = {"optimizer": "nvme", "path": folder, **tiers}
+        shard["offload"] = {"optimizer": "nvme", "path": folder, "durable": False, **tiers}
     else:
         shard.pop("overlap_step", None)
     accumulate = shard.pop("accumulate", 1)
@@ -187,7 +172,7 @@ def test_a_killed_job_leaves_no_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal, torch, shardcore
 model = torch.nn.Linear(64, 64)
-offload = {{"optimizer": "nvme", "path": {str(tmp_path)!r}}}
+offload = {{"optimizer": "nvme", "path": {str(tmp_path)!r}, "durable": False}}
 model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 2, offload=offload)
 model(torch.ones(1, 64)).sum().backward()
 optimizer.step()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardcore
-from shardcore.engine.engine import Membership
+from shardcore.engine.build import Membership
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import Updater

@@ -3,6 +3,7 @@
 import atexit
 import gc
 import multiprocessing
+import os
 import socket
 import sys
 import traceback
@@ -91,6 +92,12 @@ def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def join_group(rank: int, world_size: int, port: str) -> None:
+    """Join the gloo group of processes that `start` started."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group("gloo")
 
 
 def run_fresh(function: Callable[..., Any], *args: Any) -> Any:

@@ -14,6 +14,23 @@ from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, 
 
 CPU_TIER = {"optimizer": "cpu"}
 
+# States on disk: precisions and options of FusedAdam; options of shard.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {"amsgrad": True}),
+    "masters": ("bf16", {"master": "fp32"}),
+    "split 8-bit": ("bf16", {"master": "split", "state_dtype": "8bit"}),
+    "bf16 states": ("fp16", {"state_dtype": "bf16"}),
+    "stochastic": ("bf16", {"stochastic_rounding": True, "state_dtype": "8bit", "seed": 3}),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "states": {},
+    "overlapped": {"overlap_step": True},
+    "a share": {"offload": {"ratio": 0.37}},
+    "gradients, too": {"offload": {"gradients": "cpu"}},
+    "weights, too": {"offload": {"gradients": "cpu", "params": "cpu"}, "overlap_step": True},
+    "added up": {"accumulate": 3, "clip_grad_norm": 0.01},
+}
+
 
 class Wrapped:
     """A tier that tests look into, or change."""

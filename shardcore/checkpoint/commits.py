@@ -1,0 +1,196 @@
+"""Committing each step of states on disk, and going on from the last committed one. The files: checkpoint/slots.py.
+
+Note [When]. What a step needs to be repeated is read where it is as the next step will find it: random states and positions in
+data when `step()` ends; learning rates, the loss scale and the scheduler when the next forward begins, since schedulers
+step in between. From then on a thread commits beside forward and backward; the next step, or whatever else reads or changes
+states, waits for it. So a crash costs the step that is not complete, and the one before it if it comes before its commit.
+
+Note [The rest]. States in host memory or on the device (`ratio`), weights that no float32 master makes again and buffers are
+written in full by every commit. Frozen parameters are not: they are as the program makes them.
+"""
+
+import errno
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint.load import Wanted, check_scheduler, check_stateful, load_from, options_of, restore_rank
+from shardcore.checkpoint.save import (
+    Beside,
+    Content,
+    attempt_together,
+    buffers_of,
+    describe,
+    items_of,
+    numerics_of,
+    parts_of,
+    ranges_of,
+    rank_state,
+    weight_of,
+)
+from shardcore.checkpoint.slots import Committed, Slots
+from shardcore.checkpoint.write import Item, manifest_of, write_ranges
+from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.nvme_states import NvmeStates
+from shardcore.engine.state_store import StepError
+
+
+class Commits:
+    """Commits the steps of one engine: see Note [When]. What `Engine.commits` is."""
+
+    def __init__(self, engine: Engine, slots: Slots, states: NvmeStates) -> None:
+        """Begin, from the step that `slots` has chosen if there is one. Collective. OSError if the disk has no room."""
+        self._engine_ref, self._slots, self._states = weakref.ref(engine), slots, states  # the engine keeps this
+        self.scheduler: Any = None
+        self.stateful: Mapping[str, Any] = {}
+        self._numerics = numerics_of(engine)
+        self._rank: Mapping[str, Any] | None = None  # of the step that is not committed yet
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.source: Committed | None = None  # until the first step
+        attempt_together(engine.comm, "build model and optimizer anew", self._check_room, "shard")
+        if slots.record is not None:
+            self.source = Committed(slots.folder, [slots.record], whole=False)
+            slots.adopt(states)
+            load_from(self.source, engine, Wanted(in_place=True))
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_ref()
+        assert engine is not None, "it makes these calls"
+        return engine
+
+    @property
+    def step(self) -> int:
+        """How many steps have been made since the run began, those of skipped updates among them."""
+        return self._slots.step + (self._rank is not None)
+
+    def note_step(self) -> None:
+        """Note that a step ends."""
+        if self.source is not None:
+            self.source.close()
+            self.source = None
+        self._rank = rank_state(self._engine.device, self.stateful)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
+
+    def begin(self) -> None:
+        """Begin to commit the last step, if that is to be done. Its updates are complete."""
+        if self._rank is None or self._thread is not None:
+            return
+        engine = self._engine
+        content = Content(states=True, exclude_frozen=True, scheduler=self.scheduler)
+        entries = Beside(engine, content, self._rank).entries(describe(engine, content), {}, self._numerics)
+        stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(engine.device))
+
+        def commit() -> None:
+            try:
+                with nullcontext() if stream is None else torch.cuda.stream(stream), torch.no_grad():
+                    self._commit(engine, *entries)
+            except Exception as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=commit, name="shardcore-commit")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the last step is committed. StepError if it cannot be; then the next call tries again."""
+        if self._rank is None:
+            return
+        self.begin()
+        assert self._thread is not None
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise StepError(
+                    f"step: step {self.step} is made, but cannot be committed ({type(error).__name__}: {error}); expected it "
+                    f"on disk before the next one (step {self._slots.step} stays the last in {self._slots.folder}; make room, "
+                    "and call this again)"
+                ) from error
+            finally:
+                error = None  # else a cycle
+        self._rank, self._buffers = None, {}
+
+    def _commit(self, engine: Engine, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
+        self._states.flush()
+        written = write_ranges(self._slots.folder, 2, list(self._rest(engine)), self._slots.rest_name)
+        said = self._slots.said(self._states, written)
+        own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
+        self._slots.write_record({**manifest_of([said], tensors, rest), **own}, self.step, self._states)
+
+    def _rest(self, engine: Engine) -> Iterator[Item]:
+        """Yield what is not in the slots: see Note [The rest]."""
+        for bucket in engine.updater.buckets:
+            cut = bucket.device_numel
+            for managed, *where in ranges_of(bucket, 0, cut):
+                yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), True, None)
+            for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
+                yield from weight_of(bucket, managed, (where[0], where[1], where[2]))
+        for name, buffer in self._buffers.items():
+            yield from items_of(name, buffer.reshape(-1))
+
+    def _check_room(self) -> None:
+        self._buffers = buffers_of(self._engine.model)
+        needed = 2 * sum(item.nbytes for item in self._rest(self._engine))
+        self._buffers = {}
+        free = shutil.disk_usage(self._slots.folder).free
+        if free < needed:
+            raise OSError(
+                errno.ENOSPC,
+                f"shard: weights, buffers and states that are not in the slots take {needed} bytes of two commits, and {free} "
+                'are free; expected more room ("durable": False takes none of it)',
+                str(self._slots.folder),
+            )
+
+
+def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, Any] | None = None) -> int:
+    """Restore what `shard` could not when it went on from a commit, and let every later commit have it. Collective.
+
+    For a model of `shard(offload={"optimizer": "nvme", "path": ..., "resume": True})`, which restores weights, optimizer
+    states, options of groups and the loss scale. Call this once, before the first step: it restores options of groups and
+    random states once more, since what is made in between (a scheduler) may change them.
+
+    Args:
+        model: What shard returned.
+        scheduler: Anything with `state_dict()` and `load_state_dict()`; as it is when the next forward begins.
+        stateful: Of each rank its own, by name: the same, such as a StatefulDataLoader; as of the end of `optimizer.step()`.
+
+    Returns how many steps are committed: how often `optimizer.step()` was called since the run began; 0 for a new one.
+
+    Raises ValueError or TypeError, on every rank, if the model commits no steps, or the last commit has none of these states.
+    """
+    engine = engine_behind("resume", model)
+    commits, wanted = engine.commits, Wanted(scheduler=scheduler, stateful=stateful or {})
+
+    def check() -> "Commits":
+        if not isinstance(commits, Commits):
+            raise ValueError(
+                'resume: the model commits no steps; expected one of shard(offload={"optimizer": "nvme", "path": ..., '
+                '"resume": True}) (a checkpoint is read by shardcore.load)'
+            )
+        rank_state(engine.device, wanted.stateful)
+        if commits.source is not None:
+            if scheduler is not None:
+                check_scheduler("resume", commits.source, scheduler)
+            check_stateful("resume", commits.source, engine.comm, wanted.stateful)
+        return commits
+
+    found = attempt_together(engine.comm, "nothing was restored", check, "resume")
+    if found.source is not None:
+        for group, options in zip(engine.groups, options_of(found.source, engine) or (), strict=True):
+            group.update(options)  # again: a scheduler that was made meanwhile has set learning rates
+        if scheduler is not None:
+            scheduler.load_state_dict(found.source.scheduler)
+        restore_rank("resume", found.source, engine, wanted)
+    found.scheduler, found.stateful = scheduler, wanted.stateful
+    return int(found.step)

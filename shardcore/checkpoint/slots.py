@@ -1,0 +1,355 @@
+"""The files of states on disk that outlast a crash: two slots and two commit records of each rank, in one directory.
+
+    rank_00000.slot_0.safetensors, rank_00000.slot_1.safetensors   the states, in flat ranges as in a checkpoint
+    rank_00000.rest_0.safetensors, rank_00000.rest_1.safetensors   what the step changes beside them, of the last two commits
+    rank_00000.commit_0.json, rank_00000.commit_1.json             the last two commits: manifests of what this rank has
+
+Note [Two slots]. A chunk of states is read from the slot that has it and written to the other one. A commit syncs the slots,
+writes the rest and then its record, over the older one of two; a record that is torn is none. So the last committed step of
+this rank is whole at any instant.
+
+Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was committed on every rank: each commits before
+it sends its part of the norm, which step s + 1 needs. So after a crash the ranks' last commits are one step apart at most, and
+the newest one that all have is whole everywhere. A rank that has a newer one removes its record before any rank goes on.
+
+A record is a manifest (checkpoint/format.py) of this rank's files, with "commit" and "rank_state" beside. The records of all
+ranks together make a checkpoint of any world size.
+"""
+
+import gc
+import logging
+import re
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.checkpoint import directory, plain
+from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.save import ranges_of
+from shardcore.checkpoint.write import key_of
+from shardcore.distributed.comm import Comm
+from shardcore.engine.disk import alignment_of
+from shardcore.engine.nvme_states import Chunk, NvmeStates, place, places_of
+from shardcore.layout import BLOCK
+from shardcore.optim.state_format import SCALES
+
+logger = logging.getLogger("shardcore")
+
+FILES = 3  # of a record: two slots, and the rest
+_RECORD = re.compile(r"rank_(\d{5,9})\.commit_[01]\.json")
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Elements [start, start + numel) of a part of a parameter, `offset` bytes into a chunk."""
+
+    name: str
+    part: str
+    dtype: torch.dtype
+    start: int
+    numel: int
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Slots:
+    """The files of one rank: see the head of this file. A StateFiles.
+
+    step: how many steps are committed. record: the commit to go on from, until it is adopted; None: begin anew.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """Lock the files of this rank, and read its records.
+
+        Raises BlockingIOError if another model or job uses them, OSError, and ValueError for a record of another version.
+        """
+        self.folder, self.rank, self.step = folder.absolute(), rank, 0
+        self.paths: Sequence[Path] = [self._path(f"slot_{slot}.safetensors") for slot in (0, 1)]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = self._locked()
+        except BlockingIOError:
+            gc.collect()  # a model of before may be in a cycle, as schedulers make them
+            self._lock = self._locked()
+        self._records = {index: record for index in (0, 1) if (record := _read_record(self.record_path(index))) is not None}
+        self.run, self._last = "", 1
+        self.record: Mapping[str, Any] | None = None
+        self._ranges: dict[Chunk, list[_Range]] = {}
+        self._committed_crcs: dict[Chunk, list[int] | None] = {}
+        self._head = b""
+        self._size = 0
+
+    def _locked(self) -> directory.FileLock:
+        return directory.FileLock(
+            self._path("lock"),
+            "shard",
+            {"rank": self.rank},
+            another="another job keeps states there: {}; expected a directory that no other uses (wait for it, or end it)",
+            this='another model of this process keeps states there: {}; expected a directory for each, or "durable": False',
+        )
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"rank_{self.rank:05d}.{name}"
+
+    def record_path(self, index: int) -> Path:
+        """Return the path of a commit record."""
+        return self._path(f"commit_{index}.json")
+
+    def close(self) -> None:
+        """Unlock."""
+        self._lock.release()
+
+    # --- which step to go on from -------------------------------------------------------------------------------------------
+
+    def choose(self, comm: Comm, resume: bool | None) -> None:
+        """Choose the step that is gone on from, the same on every rank, and remove the other records. Collective.
+
+        Raises ValueError, on every rank, if there is something that resume=None would lose, or no step that all ranks have.
+        """
+        mine = {index: _facts(record) for index, record in self._records.items()}
+        every = comm.gather_json({"found": list(mine.values()), "folder": str(self.folder)})
+        found = [{tuple(facts) for facts in one["found"]} for one in every]
+        common = chosen_of(found, [one["folder"] for one in every], comm.world_size) if resume is not False else None
+        if common is not None and resume is None:
+            raise ValueError(
+                f"shard: {self.folder} has the committed step {common[1]} of an earlier run; expected "
+                'offload={"resume": True} to go on from it, "resume": False to begin anew over it, or another "path"'
+            )
+        self.run = uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex if common is None else common[0]
+        for index, facts in mine.items():
+            if tuple(facts) == common:
+                self._last, self.record, self.step = index, self._records[index], common[1]
+            else:
+                self.record_path(index).unlink()
+        _C.sync_directory(str(self.folder))
+        comm.gather_json(None)  # no rank writes before every newer record is gone
+        if comm.rank == 0 and resume:
+            logger.info(
+                "shard: %s %s",
+                self.folder,
+                "has no committed step: a new run begins" if common is None else f"step {self.step}",
+            )
+
+    # --- files ----------------------------------------------------------------------------------------------------------------
+
+    def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
+        """See StateFiles. ValueError if the slots to go on from are laid out for something else."""
+        alignment = alignment_of(engine, self.folder)
+        end = place(chunks, 0, alignment)
+        tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
+        cursor = 0
+
+        def pad(until: int) -> None:
+            if cursor < until:
+                tensors[f"padding@{cursor}"] = torch.uint8, [until - cursor]
+
+        for chunk in chunks:
+            found = self._ranges[chunk] = sorted(_ranges_in(chunk), key=lambda one: one.offset)
+            chunk.parts = [(one.offset, one.nbytes) for one in found]
+            for one in found:
+                pad(chunk.offset + one.offset)
+                tensors[key_of(one.name, one.part, one.start)] = one.dtype, [one.numel]
+                cursor = chunk.offset + one.offset + one.nbytes
+        pad(end)
+        self._head, _ = layout.head_of(tensors, alignment=alignment)
+        self._size = place(chunks, len(self._head), alignment)
+        for path in self.paths:
+            if self.record is None:
+                path.write_bytes(self._head)
+            elif not _begins_with(path, self._head) or path.stat().st_size != self._size:
+                raise ValueError(
+                    f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
+                    f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
+                )
+        if self.record is not None:
+            self._keep(self.record, chunks)
+        return [_C.BlockFile(engine, path, self._size) for path in self.paths]
+
+    def _keep(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
+        """Let nothing be written over what a record has of the chunks."""
+        crcs = {
+            (file, offset): crc
+            for entry in record["tensors"].values()
+            for part in entry["parts"].values()
+            for _, _, file, offset, crc in part["ranges"]
+        }
+        for chunk in chunks:
+            places = [chunk.offset + offset for offset, _ in chunk.parts]
+            slot = next((slot for slot in (0, 1) if places and (slot, places[0]) in crcs), None)
+            chunk.committed = slot or 0
+            self._committed_crcs[chunk] = None if slot is None else [crcs[slot, at] for at in places]
+
+    def adopt(self, states: NvmeStates) -> None:
+        """Let the states be those of `record`, whatever was written since the files were opened."""
+        states.forget()
+        for chunk, crcs in self._committed_crcs.items():
+            assert chunk.committed is not None
+            chunk.slot, chunk.crcs = chunk.committed, crcs
+        self.record, self._committed_crcs = None, {}
+
+    # --- commits --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> int:
+        """The number of the next commit's record."""
+        return 1 - self._last
+
+    @property
+    def rest_name(self) -> str:
+        """The name of the next commit's file of the rest."""
+        return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
+
+    def said(self, states: NvmeStates, rest: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`."""
+        crc = layout.crc32c(self._head)
+        about = {"bytes": self._size, "head_bytes": len(self._head), "head_crc32c": crc}
+        ranges = rest["ranges"]
+        for chunk in states.chunks:
+            for one, part_crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
+                of_part = ranges.setdefault(one.name, {}).setdefault(
+                    one.part, {"dtype": layout.dtype_name(one.dtype, one.name), "ranges": []}
+                )
+                of_part["ranges"].append([one.start, one.numel, chunk.slot, chunk.offset + one.offset, part_crc])
+        return {"files": [*({"name": path.name, **about} for path in self.paths), *rest["files"]], "ranges": ranges}
+
+    def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
+        """Commit: make the record durable, then let the states that it has not be written over."""
+        commit = {"run": self.run, "step": step, "rank": self.rank}
+        directory.write_synced(self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit}))
+        _C.sync_directory(str(self.folder))
+        for chunk in states.chunks:
+            chunk.committed = chunk.slot
+        self._last, self.step = self.index, step
+
+
+def _ranges_in(chunk: Chunk) -> Iterable[_Range]:
+    low = chunk.bucket.device_numel + chunk.first
+    places = places_of(chunk)
+    for managed, start, param_start, numel in ranges_of(chunk.bucket, low, low + chunk.numel):
+        for part, (offset, like) in places.items():
+            unit = BLOCK if part in SCALES.values() else 1
+            at = offset + (start - low) // unit * like.itemsize
+            name, count = layout.plain_name(managed.name), layout.stored_numel(part, numel)
+            yield _Range(name, part, like.dtype, param_start // unit, count, at)
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(head)) == head
+    except FileNotFoundError:
+        return False
+
+
+# --- records ----------------------------------------------------------------------------------------------------------------
+
+
+def _read_record(path: Path) -> dict[str, Any] | None:
+    """Return a commit record; None if there is none, or the process ended while it was written."""
+    try:
+        record: dict[str, Any] = layout.read_json(path)
+        version, commit = record["version"], record["commit"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        logger.info("shard: %s is not whole, so the commit before it counts", path)
+        return None
+    if version != layout.VERSION:
+        raise ValueError(f"shard: {path} has version {version!r}; expected {layout.VERSION} (another shardcore may read it)")
+    if not isinstance(commit, Mapping):
+        raise ValueError(f"shard: {path} is no commit record; expected one by shardcore")
+    return record
+
+
+def _facts(record: Mapping[str, Any]) -> tuple[str, int, int]:
+    """Return of a commit the run, the step and the world size."""
+    return str(record["commit"]["run"]), int(record["commit"]["step"]), int(record["world_size"])
+
+
+def chosen_of(
+    found: Sequence[Collection[tuple[str, int, int]]], folders: Sequence[str], world_size: int
+) -> tuple[str, int, int] | None:
+    """Return the newest commit that all ranks have; None if no rank has one, or only some their first. Raises ValueError."""
+    everything = set().union(*found)
+    if common := set.intersection(*map(set, found)):
+        chosen = max(common, key=lambda facts: facts[1])
+        if chosen[2] != world_size:
+            raise ValueError(
+                f"shard: {folders[0]} has step {chosen[1]} of {chosen[2]} ranks; expected {world_size} "
+                f"(shardcore.load({folders[0]!r}, ...) reads it into any world size, with another offload path)"
+            )
+        return chosen
+    if all(step == 1 for _, step, _ in everything):
+        return None
+    says = [
+        f"rank {rank}: {', '.join(f'step {step} of run {run[:8]}' for run, step, _ in sorted(one)) or 'nothing'} in {folder}"
+        for rank, (one, folder) in enumerate(zip(found, folders, strict=True))
+    ]
+    raise ValueError(
+        f"shard: ranks have no committed step in common ({'; '.join(says[:4])}); expected the directories of one run (or "
+        '"resume": False to begin anew, or shardcore.load of a checkpoint)'
+    )
+
+
+class Committed(layout.Checkpoint):
+    """A Source of committed steps: of one rank's record, or of those of all ranks."""
+
+    def __init__(self, folder: Path, records: Sequence[Mapping[str, Any]], whole: bool = True) -> None:
+        """Join the records, of ranks in order. See Checkpoint."""
+        super().__init__(folder, manifest=_joined(records), whole=whole)
+        self._states = {record["commit"]["rank"]: record["rank_state"] for record in records}
+
+    def of_rank(self, rank: int) -> Mapping[str, Any] | None:
+        """See Source."""
+        return None if rank not in self._states else plain.from_json(self._states[rank], f"{self.path}: rank {rank}")
+
+
+def open_committed(folder: Path) -> Committed | None:
+    """Open the last step that all ranks have committed in a directory; None if there is none. Raises OSError or ValueError."""
+    ranks = sorted({int(match[1]) for one in folder.iterdir() if (match := _RECORD.fullmatch(one.name))})
+    records = {
+        rank: [r for i in (0, 1) if (r := _read_record(folder / f"rank_{rank:05d}.commit_{i}.json")) is not None]
+        for rank in ranks
+    }
+    first = next((facts for of_rank in records.values() for facts in map(_facts, of_rank)), None)
+    if first is None:
+        return None
+    world = range(first[2])
+    found = [set(map(_facts, records.get(rank, ()))) for rank in world]
+    chosen = chosen_of(found, [str(folder)] * len(world), len(world))
+    if chosen is None:
+        return None
+    return Committed(folder, [next(r for r in records[rank] if _facts(r) == chosen) for rank in world])
+
+
+def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one manifest of records; what several have is read from the first."""
+    joined = dict(records[0])
+    joined["files"] = [file for record in records for file in record["files"]]
+    joined["tensors"] = {}
+    for number, record in enumerate(records):
+        for name, entry in record["tensors"].items():
+            kept = joined["tensors"].setdefault(name, {**entry, "parts": {}})
+            for key, part in entry["parts"].items():
+                if part["ranges"] or not kept["parts"]:
+                    into = kept["parts"].setdefault(key, {**part, "ranges": []})
+                    there = {start for start, *_ in into["ranges"]}
+                    into["ranges"] += [
+                        [start, numel, FILES * number + file, offset, crc]
+                        for start, numel, file, offset, crc in part["ranges"]
+                        if start not in there
+                    ]
+    for entry in joined["tensors"].values():
+        filled = {key: part for key, part in entry["parts"].items() if part["ranges"]}
+        entry["parts"] = filled or entry["parts"]
+        for part in entry["parts"].values():
+            part["ranges"].sort()
+    return joined

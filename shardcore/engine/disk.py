@@ -1,0 +1,94 @@
+"""A directory's disk: what it is, and how fast it reads and writes."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardcore._native import _C
+
+ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
+_PIECE_BYTES = 4 << 20
+PROBE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes per second: read, written, and of both together while as much is read as is written."""
+
+    read: float
+    write: float
+    both: float
+
+
+@contextmanager
+def temporary(directory: Path) -> Iterator[Path]:
+    """Make an empty file whose name is gone afterwards."""
+    descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
+    os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        os.unlink(name)
+
+
+def alignment_of(engine: _C.FileEngine, directory: Path) -> int:
+    """Return what places in the files of a directory are multiples of."""
+    with temporary(directory) as path:
+        return max(ALIGNMENT, _C.BlockFile(engine, path, 0).block_bytes)
+
+
+def measure(engine: _C.FileEngine, directory: Path, nbytes: int = PROBE_BYTES) -> Rates:
+    """Measure the disk of a directory with a file of twice `nbytes`, of which nothing stays. Raises OSError."""
+    alignment = alignment_of(engine, directory)
+    piece = min(_PIECE_BYTES, max(alignment, nbytes // alignment * alignment))
+    count = max(1, nbytes // piece)
+    memory = torch.empty(2 * count * piece + alignment, dtype=torch.uint8, device="cpu")
+    memory.random_(generator=torch.Generator().manual_seed(0))  # some disks compress
+    skipped = -memory.data_ptr() % alignment
+    pieces = [memory[skipped + i * piece : skipped + (i + 1) * piece] for i in range(2 * count)]
+    first, second = pieces[:count], pieces[count:]
+    with temporary(directory) as path:
+        file = _C.BlockFile(engine, path, 2 * count * piece)
+
+        def transfers(way: Callable[..., _C.FileTransfer], of: Sequence[torch.Tensor], start: int) -> list[_C.FileTransfer]:
+            return [way(memory, (start + i) * piece) for i, memory in enumerate(of)]
+
+        def rate(start: Callable[[], list[_C.FileTransfer]], sync: bool) -> float:
+            begun = time.perf_counter()
+            started = start()
+            for transfer in started:
+                transfer.wait()
+            if sync:
+                file.sync()
+            return len(started) * piece / (time.perf_counter() - begun)
+
+        transfers(file.write, second, count)[-1].wait()
+        write = rate(lambda: transfers(file.write, first, 0), sync=True)
+        read = rate(lambda: transfers(file.read, first, 0), sync=False)
+        both = rate(lambda: [*transfers(file.read, first, 0), *transfers(file.write, second, count)], sync=True)
+    return Rates(read, write, both)
+
+
+def about(engine: _C.FileEngine, directory: Path) -> str:
+    """Return the device and file system of a directory, and how files there are read and written, in words."""
+    with temporary(directory) as path:
+        direct = _C.BlockFile(engine, path, 0).block_bytes > 1
+    cache = "past the page cache (O_DIRECT)" if direct else "through the page cache"
+    return f"{_mount_of(directory)}, {cache} by {engine.backend}{f' ({engine.note})' if engine.note else ''}"
+
+
+def _mount_of(directory: Path) -> str:
+    number = os.stat(directory).st_dev
+    wanted = f"{os.major(number)}:{os.minor(number)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            kind, source, *_ = rest.split()
+            return f"{source} ({kind})"
+    return f"device {wanted}"

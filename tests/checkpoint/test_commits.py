@@ -1,0 +1,241 @@
+"""Every step is committed, and a run goes on from the last one bit for bit: weights, states, counts, rates, random states."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from shardcore.checkpoint import commits
+from shardcore.checkpoint.save import random_states
+from shardcore.engine import nvme_states
+from shardcore.engine.engine import engine_behind
+from tests.support.choice import combinations
+from tests.support.models import Run, error_of, hash_of, hash_of_training, micro_steps, stepped, train
+from tests.support.ranks import run_ranks
+from tests.support.tiers import FORMS, WAYS
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+
+
+def _on_disk(stage: int, form: str, way: str, folder: str, **offload: Any) -> Run:
+    precision, adam = FORMS[form]
+    shard: dict[str, Any] = {**WAYS[way]}
+    tiers = {"optimizer": "nvme", "path": folder, "resume": True, **shard.pop("offload", {}), **offload}
+    shard["offload"] = {
+        key: value for key, value in tiers.items() if (key != "gradients" or stage > 0) and (key != "params" or stage == 3)
+    }
+    accumulate = shard.pop("accumulate", 1)
+    return Run(stage, 0, accumulate=accumulate, precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+
+
+def _in_memory(run: Run) -> Run:
+    shard = {key: value for key, value in run.shard.items() if key not in ("offload", "overlap_step")}
+    return Run(**{**run.__dict__, "shard": shard})
+
+
+def _steps(model: Any, optimizer: Any, run: Run, rank: int, steps: range) -> None:
+    for step in steps:
+        micro_steps(model, optimizer, rank, step, run.accumulate)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]:
+    """Return hashes of 6 steps in memory, and on disk in three runs of two steps each; the steps that these went on from."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+        plain = _in_memory(run)
+        model, optimizer, _ = train(rank, plain)
+        _steps(model, optimizer, plain, rank, range(6))
+        found, begun = [hash_of_training(model, optimizer)], []
+        for first in (0, 2, 4):
+            model = optimizer = None
+            model, optimizer, _ = train(rank, run)
+            begun.append(shardcore.resume(model))
+            _steps(model, optimizer, run, rank, range(first, first + 2))
+            last = hash_of_training(model, optimizer)
+        return [*found, last], begun
+
+
+@pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
+def test_a_resumed_run_is_the_same_run(stage: int, form: str, way: str, tmp_path: Path) -> None:
+    for hashes, begun in run_ranks(2, _hashes, _on_disk(stage, form, way, str(tmp_path))):
+        assert len(set(hashes)) == 1
+        assert begun == [0, 2, 4]
+
+
+class _Noisy(nn.Module):
+    """Draws random numbers in its forward, counts its batches, and has a parameter that no step updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(10, 40), nn.BatchNorm1d(40), nn.Dropout(0.3), nn.Linear(40, 5))
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inside(x)
+
+
+class _Batches:
+    """Batches in random order, with a position that can be saved."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def next(self) -> torch.Tensor:
+        self.position += 1
+        return torch.randn(4, 10, generator=torch.Generator().manual_seed(self.position)) * random.random()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def _noisy(folder: Path) -> tuple[Any, Any, Any, Any, int]:
+    torch.manual_seed(3)
+    random.seed(3)
+    model: Any = _Noisy()
+    offload = {"optimizer": "nvme", "path": folder, "resume": True}
+    adam = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = shardcore.shard(model, adam, 2, offload=offload)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=9)
+    torch.rand(3)  # as a data loader may draw before the first step
+    batches = _Batches()
+    return model, optimizer, scheduler, batches, shardcore.resume(model, scheduler=scheduler, stateful={"batches": batches})
+
+
+def _noisy_steps(model: Any, optimizer: Any, scheduler: Any, batches: Any, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = model(batches.next()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    model.state_dict()  # commits the last step
+    return losses
+
+
+def _two_halves(tmp_path: Path) -> tuple[list[float], list[float], list[str], list[str]]:
+    first = _noisy(tmp_path / "whole")
+    whole = _noisy_steps(*first[:4], 9)
+    whole_hashes = [hash_of_training(*first[:2]), hash_of(first[0].buffers())]
+    del first
+    halves = []
+    for begun, count in ((0, 5), (5, 4)):
+        half = _noisy(tmp_path / "halves")
+        assert half[4] == begun
+        halves += _noisy_steps(*half[:4], count)
+        hashes = [hash_of_training(*half[:2]), hash_of(half[0].buffers())]
+        del half
+    return whole, halves, whole_hashes, hashes
+
+
+def test_random_states_data_and_learning_rates_go_on_too(tmp_path: Path) -> None:
+    whole, halves, whole_hashes, hashes = _two_halves(tmp_path)
+    assert whole == halves
+    assert whole_hashes == hashes
+
+
+@pytest.mark.parametrize("left_out", ["random", "stateful", "buffers", "options"])
+def test_what_is_left_out_of_a_commit_is_seen(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if left_out == "buffers":
+        monkeypatch.setattr(commits, "items_of", lambda name, flat: iter(()))
+    elif left_out == "options":
+        monkeypatch.setattr(commits, "options_of", lambda source, engine: [{} for _ in engine.groups])
+    else:
+        restore = commits.restore_rank
+
+        def forget(op: str, source: Any, engine: Any, wanted: Any) -> None:
+            of_rank = source.of_rank
+            empty: dict[str, Any] = {"random": random_states(torch.device("cpu")), "stateful": {"batches": {"position": 0}}}
+            source.of_rank = lambda rank: {**of_rank(rank), left_out: empty[left_out]}
+            restore(op, source, engine, wanted)
+
+        monkeypatch.setattr(commits, "restore_rank", forget)
+    try:
+        whole, halves, whole_hashes, hashes = _two_halves(tmp_path)
+    except ValueError:
+        assert left_out == "buffers", "a checkpoint without them is refused"
+    else:
+        assert whole != halves or whole_hashes != hashes
+
+
+def _into_another_world(rank: int, world_size: int, folder: str, stage: int) -> str:
+    model, optimizer, _ = train(rank, Run(stage, 0, precision="bf16", seed=5))
+    shardcore.load(folder, model, optimizer)
+    stepped(model, optimizer, 0, 9)
+    return hash_of_training(model, optimizer)
+
+
+def _two_steps(rank: int, world_size: int, folder: str, stage: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+        run = _on_disk(stage, "masters", "a share", folder)
+        model, optimizer, _ = train(rank, run)
+        _steps(model, optimizer, run, rank, range(2))
+        hash_of_training(model, optimizer)
+        run = _in_memory(run)
+        model, optimizer, _ = train(rank, run)
+        _steps(model, optimizer, run, rank, range(2))
+        stepped(model, optimizer, 0, 9)
+        return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_load_reads_the_last_commit_into_any_world(stage: int, tmp_path: Path) -> None:
+    expected = run_ranks(2, _two_steps, str(tmp_path), stage)
+    assert run_ranks(1, _into_another_world, str(tmp_path), 1) == expected[:1]
+
+
+def test_skipped_steps_count(tmp_path: Path) -> None:
+    run = Run(2, 0, precision="fp16", shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}})
+    model, optimizer, _ = train(0, run)
+    for step in range(4):
+        micro_steps(model, optimizer, 0, step, 1, overflow=step in (1, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    scale, expected = engine_behind("", model).loss_scale, hash_of_training(model, optimizer)
+    del model, optimizer
+    model, optimizer, _ = train(0, run)
+    assert shardcore.resume(model) == 4
+    assert engine_behind("", model).loss_scale == scale
+    assert hash_of_training(model, optimizer) == expected
+
+
+def test_nothing_grows(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, _on_disk(2, "fp32", "states", str(tmp_path)))
+    sizes = []
+    for step in range(200):
+        stepped(model, optimizer, 0, step)
+        if step in (10, 199):
+            sizes.append((len(os.listdir("/proc/self/fd")), sorted(os.listdir(tmp_path))))
+    assert sizes[0] == sizes[1]
+
+
+def test_resume_says_what_it_needs(tmp_path: Path) -> None:
+    model, _, _ = train(0, Run(2, 0))
+    assert "the model commits no steps; expected one of shard(offload=" in error_of(lambda: shardcore.resume(model))
+    offload = {"optimizer": "nvme", "path": str(tmp_path), "durable": False}
+    model, _, _ = train(0, Run(2, 1, shard={"offload": offload}))
+    assert "the model commits no steps" in error_of(lambda: shardcore.resume(model))
+    assert list(tmp_path.iterdir()) == []
+    model, optimizer, _ = train(0, Run(2, 1, shard={"offload": {**offload, "durable": True}}))
+    assert "stateful['data'] has type list" in error_of(lambda: shardcore.resume(model, stateful={"data": []}))
+    hash_of_training(model, optimizer)
+    del model, optimizer
+    model, optimizer, _ = train(0, Run(2, 0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}}))
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    assert "resume: " in error_of(lambda: shardcore.resume(model, scheduler=scheduler))
+    assert "stateful has data" in error_of(lambda: shardcore.resume(model, stateful={"data": _Batches()}))
