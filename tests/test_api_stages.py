@@ -296,6 +296,7 @@ def fresh_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_whole_model_that_is_compiled_trains_and_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, fresh_graphs: None
 ) -> None:

@@ -299,6 +299,7 @@ def test_it_is_consolidated(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], _tensor(name)) for name in TENSORS)
 
 
+@pytest.mark.slow
 def test_shardcore_alone_does_not_import_it() -> None:
     code = "import sys, shardcore; assert 'torch.distributed.checkpoint' not in sys.modules; import shardcore.dcp"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

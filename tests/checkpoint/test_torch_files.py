@@ -567,6 +567,7 @@ def test_metadata_that_leads_elsewhere_or_lacks_parts_is_refused(saved: tuple[Pa
     assert open_foreign(folder, names) is not None
 
 
+@pytest.mark.slow
 def test_metadata_with_other_things_in_them_are_errors(saved: tuple[Path, list[str]]) -> None:
     folder, names = saved
     metadata = FileSystemReader(folder).read_metadata()
@@ -597,6 +598,7 @@ def test_hostile_metadata_and_items_are_not_run(saved: tuple[Path, list[str]], t
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_errors(saved: tuple[Path, list[str]]) -> None:
     folder, names = saved
     good = open_foreign(folder, names)

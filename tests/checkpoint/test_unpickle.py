@@ -298,6 +298,7 @@ DOUBLED = (b"cpathlib\nPosixPath\n" + b"X\x10\x00\x00\x00" + b"a" * 16 + b"\x85R
 ATTRIBUTES = b"\x80\x02}(" + b"".join(b"X\x04\x00\x00\x00%04dK\x00" % number for number in range(5000)) + b"uq\x000]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "raw",
     [

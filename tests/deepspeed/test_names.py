@@ -35,6 +35,7 @@ def test_modules_have_deepspeeds_names() -> None:
             of_peer, ours = getattr(of_peer, part), getattr(ours, part)
 
 
+@pytest.mark.slow
 def test_shardcores_own_packages_stay() -> None:
     assert deepspeed.checkpoint.__file__ is not None
     assert deepspeed.checkpoint.load.load is deepspeed.load

@@ -135,6 +135,7 @@ def _python(text: str) -> str:
     return done.stdout if done.returncode == 0 else done.stderr
 
 
+@pytest.mark.slow
 def test_imports_and_metadata_are_shardcores() -> None:
     text = """
         import importlib.metadata, importlib.util, sys
@@ -171,6 +172,7 @@ def test_what_is_not_there_is_said() -> None:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_changed_on_import() -> None:
     text = """
         import sys, shardcore

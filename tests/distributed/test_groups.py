@@ -190,6 +190,7 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
     return said.getvalue(), hashes, attempts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_where_one_rank_can_make_none_all_do_without(late: bool, tmp_path: Any) -> None:
     """late: the others have made theirs."""

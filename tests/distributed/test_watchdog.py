@@ -243,6 +243,7 @@ def _shards_late(rank: int, world_size: int) -> str:
     return hash_of_training(*train(rank, Run(steps=1))[:2])
 
 
+@pytest.mark.slow
 def test_a_rank_between_two_models_is_waited_for() -> None:
     assert len({*run_ranks(2, _shards_late)}) == 1
 

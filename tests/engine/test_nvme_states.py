@@ -168,6 +168,7 @@ def test_a_failed_step_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "some weights are new, some are not" in error_of(optimizer.step)
 
 
+@pytest.mark.slow
 def test_a_killed_job_leaves_no_file(tmp_path: Path) -> None:
     script = f"""
 import os, signal, torch, shardcore

@@ -166,6 +166,7 @@ def test_adam_scaling(tmp_path, run_main):
         assert case["each"]["median"] == pytest.approx(1e9 * sum(case["seconds"]) / 2 / case["size"])
 
 
+@pytest.mark.slow
 def test_sizes_without_memory_are_left_out_and_named(tmp_path, run_main, monkeypatch):
     options = ["--tensors", "1", "--rounds", "1", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(bench_adam_scaling, "available_bytes", lambda: 17 * 4000)

@@ -196,6 +196,7 @@ def trained(checkpoints=None, *, config=CONFIG, stage=2, stop_at=-1, forgetful=F
     return run_ranks(2, training_on_rank, config, stage, checkpoints, stop_at, forgetful)[0]
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_from_its_latest_checkpoint(tmp_path):
     saved = Checkpoints(str(tmp_path), every=2, keep_last=2, resume=True)
     every_step, expected = trained()
@@ -343,6 +344,7 @@ def test_every_preset_has_defaults():
         assert None not in (options.steps, options.batch, options.lr)
 
 
+@pytest.mark.slow
 def test_fp16_scales_the_loss_and_counts_overflows(tmp_path, capsys, alone):
     options = parse(
         *("--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "30", "--precision", "fp16"),

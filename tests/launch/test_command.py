@@ -232,6 +232,7 @@ def test_training_is_that_of_torchrun() -> None:
         assert (sorted(done.stdout.splitlines()) == hashes) == same
 
 
+@pytest.mark.slow
 def test_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
     start_s = time.monotonic()
     process = shardcore_run("""

@@ -100,6 +100,7 @@ def test_experts_go_unused_on_all_ranks_and_on_one() -> None:
     assert any(a != b for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name",), some([("gpt2",), ("llama_lora",)], [("gpt2",)]))
 def test_bfloat16_ends_within_the_spread_of_seeds(name: str) -> None:
     runs = [_training(name, seed=seed, precision="bf16") for seed in range(3)]

@@ -123,6 +123,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_two_threads_free_tensors_whose_end_hands_the_gil_over():
     """As the thread of an overlapped step and the main thread do: each tensor ends once."""
     result = run(TWO_THREADS)

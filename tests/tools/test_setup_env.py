@@ -190,6 +190,7 @@ def test_what_pip_installed_is_compiled(made):
     assert [file.name.split(".")[0] for file in library.glob("__pycache__/*.pyc")] == ["good"]
 
 
+@pytest.mark.slow
 def test_the_command_is_in_the_venv(made, tmp_path):
     made()
     assert (made.venv / "lib/python3/site-packages/shardcore.pth").read_text() == f"{setup_env.ROOT}\n"
