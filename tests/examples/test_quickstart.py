@@ -3,6 +3,9 @@
 import difflib
 import json
 import re
+import signal
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +27,7 @@ SCRIPTS = {
     "ddp_to_shardcore.py": ([], TORCHRUN, []),
     "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
     "offload_one_gpu.py": ([], PYTHON, []),
+    "nvme_resume.py": ([], PYTHON, []),
     "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),
     "hf_trainer.py": ([], TORCHRUN, ["transformers", "accelerate"]),
     "trl_sft_lora.py": ([], TORCHRUN, ["trl", "peft"]),
@@ -115,6 +119,18 @@ def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
     expected = to_digits(trained("ddp.py"))
     assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == expected
     assert to_digits(trained("fsdp2_cpu_adam.py")) == expected
+
+
+@pytest.mark.slow
+def test_a_killed_training_on_disk_has_the_losses_of_one_that_is_not(trained, tmp_path):
+    script = FOLDER / "nvme_resume.py"
+    command = [sys.executable, str(script), "--kill-after", "7"]
+    killed = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    went_on = run_script(script, launcher=[], folder=tmp_path)
+    assert "going on from step 6" in went_on
+    assert losses_in(killed.stdout)[:6] + losses_in(went_on) == trained("nvme_resume.py")
+    assert "going on from step 20" in run_script(script, launcher=[], folder=tmp_path)
 
 
 def test_the_notebook_is_stripped():
