@@ -114,6 +114,9 @@ def _spawned_rank(
         raise
     if rank == 0:
         Path(directory, "result").write_text(str(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of torch's process groups may abort an interpreter that ends (2.13, on a busy machine)
 
 
 def _run_rank(

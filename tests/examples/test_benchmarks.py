@@ -124,7 +124,7 @@ def test_nvme_step(tmp_path, run_main):
     printed = run_main(bench_nvme_step, "--mib", "16", "--rounds", "1", "--pause", "0", *where)
     assert "over the bound" in printed
     result = json.loads((tmp_path / "nvme_step.json").read_text())
-    assert set(result["seconds"]) == {"nvme", "cpu", "fio"}
+    assert set(result["seconds"]) == {"nvme", "scratch", "cpu", "fio"}
     assert result["host_bytes"]["cpu"] > result["state_bytes"]
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_step.json"], "its files are gone"
 
