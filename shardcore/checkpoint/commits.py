@@ -1,9 +1,11 @@
 """Committing each step of states on disk, and going on from the last committed one. The files: checkpoint/slots.py.
 
 Note [When]. What a step needs to be repeated is read where it is as the next step will find it: random states and positions in
-data when `step()` ends; learning rates, the loss scale and the scheduler when the next forward begins, since schedulers
-step in between. From then on a thread commits beside forward and backward; the next step, or whatever else reads or changes
-states, waits for it. So a crash costs the step that is not complete, and the one before it if it comes before its commit.
+data when `step()` ends; learning rates, the loss scale, the scheduler, edited weights and buffers when the next training
+forward begins, since schedulers step in between. From then on a thread commits beside forward and backward; the next step, or
+whatever else reads or changes states, waits for it. Weights that it writes live may be edited meanwhile: there the record is
+written at the end of that wait, if none was. An overlapped step is committed when the next one waits for it. So a crash costs
+the step that is not complete, and the one before it if it comes before its commit.
 
 Note [The rest]. States in host memory or on the device (`ratio`), weights that no float32 master makes again and buffers are
 written in full by every commit. Frozen parameters are not: they are as the program makes them.
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore.checkpoint import plain
 from shardcore.checkpoint.load import Wanted, check_scheduler, check_stateful, load_from, options_of, restore_rank
 from shardcore.checkpoint.save import (
     Beside,
@@ -34,8 +37,9 @@ from shardcore.checkpoint.save import (
     rank_state,
     weight_of,
 )
-from shardcore.checkpoint.slots import Committed, Slots
+from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
 from shardcore.checkpoint.write import Item, manifest_of, write_ranges
+from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
 from shardcore.engine.state_store import StepError
@@ -54,6 +58,8 @@ class Commits:
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._record: dict[str, Any] | None = None  # of what the thread has written
+        self._all_have_it = True  # the last commit
         self.source: Committed | None = None  # until the first step
         attempt_together(engine.comm, "build model and optimizer anew", self._check_room, "shard")
         if slots.record is not None:
@@ -73,18 +79,29 @@ class Commits:
         return self._slots.step + (self._rank is not None)
 
     def note_step(self) -> None:
-        """Note that a step ends."""
+        """Note that a step ends. What is wrong with a state is raised by `finish`, so that every rank counts the step."""
         if self.source is not None:
             self.source.close()
             self.source = None
-        self._rank = rank_state(self._engine.device, self.stateful)
+        self._rank, self._all_have_it = {}, False
+        try:
+            self._rank = rank_state(self._engine.device, self.stateful)
+        except Exception as error:
+            self._error = error
         self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
 
-    def begin(self) -> None:
-        """Begin to commit the last step, if that is to be done. Its updates are complete."""
-        if self._rank is None or self._thread is not None:
+    def before_forward(self, begin: bool) -> None:
+        """Note that a forward begins, before which users edit weights and buffers. begin: commit from now on."""
+        if self._rank is not None and self._thread is None:
+            self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
+            if begin:
+                self._begin()
+
+    def _begin(self) -> None:
+        if self._rank is None or self._thread is not None or self._error is not None:
             return
         engine = self._engine
+        engine.updater.accept_weight_edits()
         content = Content(states=True, exclude_frozen=True, scheduler=self.scheduler)
         entries = Beside(engine, content, self._rank).entries(describe(engine, content), {}, self._numerics)
         stream = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -98,18 +115,25 @@ class Commits:
             except Exception as error:
                 self._error = error
 
-        self._thread = threading.Thread(target=commit, name="shardcore-commit")
+        self._thread = threading.Thread(target=commit, name=COMMIT_THREAD)
         self._thread.start()
 
     def finish(self) -> None:
         """Wait until the last step is committed. StepError if it cannot be; then the next call tries again."""
         if self._rank is None:
             return
-        self.begin()
-        assert self._thread is not None
-        self._thread.join()
-        self._thread = None
-        error, self._error = self._error, None
+        self._begin()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is None:
+            try:
+                self._end()
+            except Exception as problem:
+                self._error = problem
+        error = self._error
+        if self._rank:  # else it has no states of this rank, and never will
+            self._error = None
         if error is not None:
             try:
                 raise StepError(
@@ -119,19 +143,48 @@ class Commits:
                 ) from error
             finally:
                 error = None  # else a cycle
-        self._rank, self._buffers = None, {}
+        self._rank, self._record, self._buffers = None, None, {}
+
+    def _end(self) -> None:
+        """Write the record, if the thread did not."""
+        if self._record is None:
+            return
+        edited = next((m.name for bucket in _live(self._engine) for m in bucket.params if m.edited), None)
+        if edited is not None:  # while it was written, perhaps
+            raise ValueError(
+                f"{edited} was edited between the begin of a forward and the step; expected edits after a step, before the "
+                'next forward, float32 masters, or "durable": False'
+            )
+        self._slots.write_record(self._record, self.step, self._states)
+        self._record = None
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has committed the last step: only then may states be written outside of a step. Collective.
+
+        StepError if a rank could not.
+        """
+        if self._all_have_it:
+            return
+        have = self._engine.comm.gather_json(self._rank is None)
+        self._all_have_it = all(have)
+        if not self._all_have_it:
+            raise StepError(f"rank {have.index(False)} could not commit step {self.step}; see its error")
 
     def _commit(self, engine: Engine, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
         self._states.flush()
         written = write_ranges(self._slots.folder, 2, list(self._rest(engine)), self._slots.rest_name)
         said = self._slots.said(self._states, written)
         own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
-        self._slots.write_record({**manifest_of([said], tensors, rest), **own}, self.step, self._states)
+        self._record = {**manifest_of([said], tensors, rest), **own}
+        if not _live(engine):
+            self._end()
 
     def _rest(self, engine: Engine) -> Iterator[Item]:
         """Yield what is not in the slots: see Note [The rest]."""
-        for bucket in engine.updater.buckets:
+        for bucket in engine.buckets:
             cut = bucket.device_numel
+            if not bucket.trainable:
+                continue
             for managed, *where in ranges_of(bucket, 0, cut):
                 yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), True, None)
             for managed, *where in ranges_of(bucket, cut, bucket.owned_numel):
@@ -143,7 +196,7 @@ class Commits:
         self._buffers = buffers_of(self._engine.model)
         needed = 2 * sum(item.nbytes for item in self._rest(self._engine))
         self._buffers = {}
-        free = shutil.disk_usage(self._slots.folder).free
+        free = shutil.disk_usage(self._slots.folder).free + self._slots.rest_bytes()
         if free < needed:
             raise OSError(
                 errno.ENOSPC,
@@ -151,6 +204,11 @@ class Commits:
                 'are free; expected more room ("durable": False takes none of it)',
                 str(self._slots.folder),
             )
+
+
+def _live(engine: Engine) -> list[Bucket]:
+    """Return the buckets whose weights a commit writes, which users may edit meanwhile."""
+    return [bucket for bucket in engine.buckets if bucket.trainable and bucket.state_format.reads_weights]
 
 
 def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, Any] | None = None) -> int:
@@ -173,6 +231,10 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
     commits, wanted = engine.commits, Wanted(scheduler=scheduler, stateful=stateful or {})
 
     def check() -> "Commits":
+        if isinstance(commits, Commits) and commits.step and commits.source is None:
+            raise ValueError(f"resume: step {commits.step} is made; expected the call before the first step")
+        if scheduler is not None:
+            plain.to_json(scheduler.state_dict(), "resume: scheduler.state_dict()")
         if not isinstance(commits, Commits):
             raise ValueError(
                 'resume: the model commits no steps; expected one of shard(offload={"optimizer": "nvme", "path": ..., '

@@ -19,6 +19,7 @@ ranks together make a checkpoint of any world size.
 import gc
 import logging
 import re
+import threading
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from shardcore.optim.state_format import SCALES
 
 logger = logging.getLogger("shardcore")
 
+COMMIT_THREAD = "shardcore-commit"  # the name of threads that commit
 FILES = 3  # of a record: two slots, and the rest
 _RECORD = re.compile(r"rank_(\d{5,9})\.commit_[01]\.json")
 
@@ -73,11 +75,16 @@ class Slots:
         """
         self.folder, self.rank, self.step = folder.absolute(), rank, 0
         self.paths: Sequence[Path] = [self._path(f"slot_{slot}.safetensors") for slot in (0, 1)]
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f'shard: offload["path"] is {self.folder}, a file; expected a directory')
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = self._locked()
         except BlockingIOError:
-            gc.collect()  # a model of before may be in a cycle, as schedulers make them
+            for thread in threading.enumerate():  # a model of before may still be committing
+                if thread.name == COMMIT_THREAD:
+                    thread.join()
+            gc.collect()  # or be in a cycle, as schedulers make them
             self._lock = self._locked()
         self._records = {index: record for index in (0, 1) if (record := _read_record(self.record_path(index))) is not None}
         self.run, self._last = "", 1
@@ -207,6 +214,10 @@ class Slots:
         """The name of the next commit's file of the rest."""
         return f"rank_{self.rank:05d}.rest_{self.index}.safetensors"
 
+    def rest_bytes(self) -> int:
+        """Return the bytes of the files of the rest that are there, which commits write over."""
+        return sum(path.stat().st_size for path in self.folder.glob(f"rank_{self.rank:05d}.rest_*"))
+
     def said(self, states: NvmeStates, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`."""
         crc = layout.crc32c(self._head)
@@ -287,7 +298,7 @@ def chosen_of(
                 f"(shardcore.load({folders[0]!r}, ...) reads it into any world size, with another offload path)"
             )
         return chosen
-    if all(step == 1 for _, step, _ in everything):
+    if len(everything) <= 1 and all(step == 1 and world == world_size for _, step, world in everything):
         return None
     says = [
         f"rank {rank}: {', '.join(f'step {step} of run {run[:8]}' for run, step, _ in sorted(one)) or 'nothing'} in {folder}"

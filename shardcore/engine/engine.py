@@ -97,9 +97,11 @@ class StepCommits(Protocol):
 
     def note_step(self) -> None: ...
 
-    def begin(self) -> None: ...
+    def before_forward(self, begin: bool) -> None: ...
 
     def finish(self) -> None: ...
+
+    def wait_for_all(self) -> None: ...
 
 
 class Engine:
@@ -189,6 +191,14 @@ class Engine:
         if self.commits is not None:
             self.commits.finish()
 
+    def _settle_commits(self) -> None:
+        """Synchronize; where steps are committed wait until every rank has the last one. Then collective."""
+        try:
+            self.synchronize()
+        finally:
+            if self.commits is not None:
+                self.commits.wait_for_all()
+
     def settle(self, counts: bool = False) -> None:
         """Read the outcomes of the steps so far: norms, loss scale, and if `counts`, how many each parameter made.
 
@@ -219,8 +229,8 @@ class Engine:
             if torch.compiler.is_compiling():
                 unsharder.warn_of_compiling()
             unsharder.begin_forward()
-        if self.commits is not None and self.overlap_step is None and not torch.compiler.is_compiling():
-            self.commits.begin()
+        if self.commits is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.commits.before_forward(begin=self.overlap_step is None)
         if self.ratio_tuner is not None and torch.is_grad_enabled():
             if self.ratio_tuner.measures:
                 self.synchronize()
@@ -298,8 +308,8 @@ class Engine:
                             state_dict[key] = values
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
-        """Begin a load_state_dict of a module that has `params`."""
-        self.synchronize()
+        """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective."""
+        self._settle_commits()
         if self.unsharder is not None:
             self.unsharder.begin_load(params)
 
@@ -366,6 +376,11 @@ class Engine:
                 self.commits.note_step()
 
     def _step_together(self, grad_scale: float | DeviceScale, max_norm: float | None, problems: list[Exception]) -> None:
+        try:
+            if self.commits is not None and self.updater.has_edits:  # of masters, which the checks below write
+                self.commits.wait_for_all()
+        except StepError as error:
+            problems.append(error)
         if self.unsharder is not None:
             self.unsharder.reshard_all()
         self.reducer.reduce_pending()
@@ -481,7 +496,7 @@ class Engine:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a full optimizer state in torch.optim form; every rank passes all of it."""
         scale = state_dict.get("loss_scale")
-        self.synchronize()
+        self._settle_commits()
         self.settle()
         self.scaler.check_state("load_state_dict", scale)
         optimizer: Any = self._optimizer()  # it makes this call
@@ -552,7 +567,7 @@ class Engine:
         problem: Exception | None = None
         what = ""
         try:
-            self.synchronize()  # before anything is sent, as in a step
+            self._settle_commits()  # before anything is sent, as in a step
         except StepError as error:
             problem = error
         try:

@@ -341,6 +341,11 @@ class Updater:
 
     # --- weights and masters ------------------------------------------------------------------------------------------
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether parameters that a step updates were edited in place, which `accept_weight_edits` has not seen."""
+        return any(managed.edited for bucket in self.buckets for managed in bucket.params)
+
     @torch.no_grad()
     def accept_weight_edits(self) -> None:
         """Bring masters in line with parameters that were edited in place since the engine last wrote them.

@@ -231,11 +231,105 @@ def test_resume_says_what_it_needs(tmp_path: Path) -> None:
     model, _, _ = train(0, Run(2, 1, shard={"offload": offload}))
     assert "the model commits no steps" in error_of(lambda: shardcore.resume(model))
     assert list(tmp_path.iterdir()) == []
-    model, optimizer, _ = train(0, Run(2, 1, shard={"offload": {**offload, "durable": True}}))
+    model, optimizer, _ = train(0, Run(2, 0, shard={"offload": {**offload, "durable": True}}))
     assert "stateful['data'] has type list" in error_of(lambda: shardcore.resume(model, stateful={"data": []}))
+    stepped(model, optimizer, 0, 0)
+    assert "resume: step 1 is made; expected the call before the first step" in error_of(lambda: shardcore.resume(model))
     hash_of_training(model, optimizer)
     del model, optimizer
     model, optimizer, _ = train(0, Run(2, 0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path), "resume": True}}))
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
     assert "resume: " in error_of(lambda: shardcore.resume(model, scheduler=scheduler))
     assert "stateful has data" in error_of(lambda: shardcore.resume(model, stateful={"data": _Batches()}))
+
+
+@pytest.mark.parametrize("form", ["masters", "fp32", "split 8-bit"])
+def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path: Path) -> None:
+    run = _on_disk(2, form, "states", str(tmp_path))
+
+    def edited(model: Any, optimizer: Any, step: int) -> None:
+        stepped(model, optimizer, 0, step)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.2, 0.2)
+
+    hashes = []
+    for counts in ((6,), (3, 3)):
+        begun = 0
+        for count in counts:
+            model, optimizer, _ = train(0, _in_memory(run) if counts == (6,) else run)
+            for step in range(begun, begun + count):
+                edited(model, optimizer, step)
+            begun += count
+            hashes.append(hash_of_training(model, optimizer))
+            del model, optimizer
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_weights_that_are_edited_while_they_are_written_are_refused(tmp_path: Path) -> None:
+    for form, refused in (("masters", False), ("fp32", True)):
+        model, optimizer, _ = train(0, _on_disk(2, form, "states", str(tmp_path / form)))
+        stepped(model, optimizer, 0, 0)
+        micro_steps(model, optimizer, 0, 1, 1)
+        with torch.no_grad():
+            model.head.weight.add_(0.1)
+        said = error_of(optimizer.step)
+        assert ("head.weight was edited between the begin of a forward and the step" in said) == refused
+
+
+def test_a_parameter_without_a_group_is_committed(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model: Any = _Noisy()
+        adam = shardcore.FusedAdam([param for name, param in model.named_parameters() if name != "idle"], lr=1e-2)
+        return shardcore.shard(model, adam, 2, offload={"optimizer": "nvme", "path": str(tmp_path), "resume": True})
+
+    model, optimizer = make(0)
+    with torch.no_grad():
+        model.idle.fill_(3)
+    model(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    del model, optimizer
+    model, _ = make(1)
+    assert model.idle.eq(3).all()
+
+
+def test_an_evaluation_between_step_and_scheduler_changes_nothing(tmp_path: Path) -> None:
+    rates = []
+    for _ in range(2):
+        model, optimizer, scheduler, batches, _ = _noisy(tmp_path)
+        for _ in range(2):
+            model(batches.next()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(torch.zeros(4, 10))
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.synchronize()
+        del model, optimizer, scheduler, batches
+    expected = _noisy(tmp_path / "other")
+    for _ in range(4):
+        expected[0](expected[3].next()).sum().backward()
+        expected[1].step()
+        expected[2].step()
+    assert rates[1] == expected[1].param_groups[0]["lr"]
+
+
+class _Fails(_Batches):
+    def state_dict(self) -> dict[str, int]:
+        if self.position == 2:
+            raise ValueError("no state")
+        return super().state_dict()
+
+
+def test_a_state_that_cannot_be_had_ends_the_training(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, _on_disk(2, "fp32", "states", str(tmp_path)))
+    batches = _Fails()
+    shardcore.resume(model, stateful={"batches": batches})
+    for step in range(2):
+        batches.next()
+        stepped(model, optimizer, 0, step)
+    for _ in range(2):
+        assert "step 2 is made, but cannot be committed (ValueError: no state)" in error_of(optimizer.step)

@@ -19,7 +19,7 @@ import shardcore
 from shardcore.checkpoint import commits, directory, slots
 from shardcore.engine import nvme_states
 from tests.support.crash import times
-from tests.support.models import Run, error_of, hash_of_training, make_net, stepped, train
+from tests.support.models import Run, error_of, hash_of_training, make_net, micro_steps, stepped, train
 from tests.support.ranks import free_port, join_group, run_ranks, start
 
 pytestmark = pytest.mark.crash
@@ -206,3 +206,29 @@ def test_a_disk_without_room_for_the_rest_is_refused_at_once(tmp_path: Path, mon
     run = Run(stage=2, steps=0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path)}})
     with pytest.raises(OSError, match=r"take \d+ bytes of two commits, and 10 are free"):
         train(0, run)
+
+
+def _edits_before_the_other_commits(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+        model, optimizer, _ = train(rank, _run(folder), make_net())
+        for step in range(3):
+            stepped(model, optimizer, rank, step)
+        if rank == 1:
+            patch.setattr(slots.Slots, "write_record", lambda *_: (_ for _ in ()).throw(OSError(5, "slow disk")))
+        micro_steps(model, optimizer, rank, 3, 1)
+        with torch.no_grad():
+            model.head.weight.mul_(0.9)
+        said = error_of(optimizer.step)
+        loaded = error_of(lambda: model.load_state_dict(make_net(3).state_dict()))
+        return said, loaded
+
+
+def test_edits_wait_until_every_rank_has_committed(tmp_path: Path) -> None:
+    found = run_ranks(2, _edits_before_the_other_commits, str(tmp_path))
+    for said, loaded in found:
+        assert "commit" in said
+        assert "commit" in loaded
+    expected = run_ranks(2, _reference, 3)[0]
+    for step, first, _ in run_ranks(2, _resumed, str(tmp_path)):
+        assert (step, first) == (2, expected[2])
