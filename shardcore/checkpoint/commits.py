@@ -88,14 +88,17 @@ class Commits:
             self._rank = rank_state(self._engine.device, self.stateful)
         except Exception as error:
             self._error = error
-        self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
+        self._copy_buffers()
 
     def before_forward(self, begin: bool) -> None:
         """Note that a forward begins, before which users edit weights and buffers. begin: commit from now on."""
         if self._rank is not None and self._thread is None:
-            self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
+            self._copy_buffers()
             if begin:
                 self._begin()
+
+    def _copy_buffers(self) -> None:
+        self._buffers = {name: buffer.detach().clone() for name, buffer in buffers_of(self._engine.model).items()}
 
     def _begin(self) -> None:
         if self._rank is None or self._thread is not None or self._error is not None:
