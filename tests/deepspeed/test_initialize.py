@@ -2,7 +2,6 @@
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.support.deepspeed import ADAM, ds_config, start, train
 from tests.support.meta import init, meta
 from tests.support.models import batch_of, hash_of, hash_of_training, make_net
 from tests.support.ranks import free_port, run_ranks
+from tests.support.scripts import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -355,14 +355,7 @@ def test_torchrun_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*command, "-m", "tests.deepspeed.test_initialize"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    run = finished([*command, "-m", "tests.deepspeed.test_initialize"], ROOT, environment)
     assert run.returncode == 0, run.stderr
     expected = run_ranks(2, _hash)
     for rank in range(2):

@@ -20,6 +20,7 @@ import shardcore as deepspeed
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
+from tests.support.scripts import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -191,7 +192,7 @@ def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
     script.write_text(CIFAR)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), "--stage=3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    done = finished(command, tmp_path, environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("steps 8 of 2 (1, 10)") == 2
     assert "step=2 skipped=0" in done.stdout

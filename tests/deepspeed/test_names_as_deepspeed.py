@@ -23,6 +23,7 @@ for needed in ("transformers", "accelerate", "safetensors"):
 from safetensors.torch import load_file  # noqa: E402
 
 from tests.support.huggingface import tiny_gpt2  # noqa: E402
+from tests.support.scripts import finished  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = """
@@ -51,7 +52,7 @@ def finish(trainer):
         found = {name: [entry[name] for entry in log] for name in ("loss", "grad_norm", "learning_rate")}
         with open(trainer.args.output_dir + "/log.json", "w") as file:
             json.dump(found, file)
-    torch.distributed.destroy_process_group()               # gloo's threads, left to the interpreter's end, may abort there
+    torch.distributed.destroy_process_group()
 """
 TRAINER = """
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
@@ -100,7 +101,7 @@ def run(folder: Path, text: str, ds: dict[str, Any] | None, *words: str, out: st
     for name, value in settings.items():
         if f"--{name}" not in words:
             command += [f"--{name}", str(value)]
-    done = subprocess.run([*command, *words], cwd=folder, env={**clean, **own}, capture_output=True, text=True, timeout=300)
+    done = finished([*command, *words], folder, {**clean, **own})
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     result: dict[str, Any] = json.loads((folder / out / "log.json").read_text())
     for name in ("model", "adapter_model"):

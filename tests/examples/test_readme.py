@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import shardcore
 from tests.support.models import batch_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import free_port, run_ranks
+from tests.support.scripts import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,9 +42,7 @@ def test_examples_run_over_two_ranks(pages, count, tmp_path):
     script.write_text("\n".join(blocks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = finished([*command, str(script)], tmp_path, environment)
     assert done.returncode == 0, done.stderr
 
 

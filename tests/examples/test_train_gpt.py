@@ -22,15 +22,15 @@ from examples.gpt import PRESETS
 from examples.launch import Rank, launch
 from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
 from tests.support.ranks import free_port, run_ranks, start
+from tests.support.scripts import finished
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def run_program(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
-    command = [sys.executable, *launcher, "-m", "examples.train_gpt", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    known = {name: value for name, value in os.environ.items() if name not in TORCHRUN_NAMES}
+    return finished([sys.executable, *launcher, "-m", "examples.train_gpt", *arguments], ROOT, known)
 
 
 def gathered_without_numpy(rank: int, world_size: int) -> list:

@@ -1,7 +1,6 @@
 """Real Trainers over gloo ranks: the bits of plain shard() loops at every stage and tier, and DDP's digits."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tests.support.lightning import (
 )
 from tests.support.models import error_of, hash_of_training
 from tests.support.ranks import run_ranks
+from tests.support.scripts import finished
 
 
 def _fits_like_a_plain_loop(rank: int, world_size: int, package: str) -> Any:
@@ -340,7 +340,7 @@ def test_lightnings_launcher(package, tmp_path):
     lines = []
     for strategy in ("shardcore_stage_3", "ddp"):
         command = [sys.executable, str(script), strategy, str(tmp_path / strategy)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        done = finished(command, tmp_path, environment)
         assert done.returncode == 0, done.stderr[-3000:]
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("weights 2 ")]
         lines.append([float(value) for value in line.removeprefix("weights 2 ").strip("[]").split(",")])

@@ -20,15 +20,25 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _REMOVED} | _SET
 
 
-def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: Path) -> str:
-    """Run a script by `python *launcher script *arguments` in `folder` and return what it printed; it must exit with 0."""
-    command = [sys.executable, *launcher, str(script), *arguments]
+def finished(command: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` to its end, and return what it printed; again where a thread of gloo's aborted a rank's end.
+
+    ProcessGroupGloo's threads in torch 2.13 may drop a tensor's last reference while the interpreter ends, for which they take
+    its lock: that ends the thread in C++ code, and so the process. examples/quickstart/ddp.py, which does not import
+    shardcore, ends so in about one of fifteen runs on a busy machine.
+    """
     for _ in range(3):
-        done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False)
-        # torch 2.13's own threads may abort a process whose interpreter ends, on a busy machine: examples/quickstart/ddp.py,
-        # which does not import shardcore, did in 2 of 19 runs beside others.
+        done = subprocess.run(
+            command, cwd=folder, env=env or environment(), capture_output=True, text=True, timeout=300, check=False
+        )
         if "terminate called without an active exception" not in done.stderr:
             break
+    return done
+
+
+def run_script(script: Path, *arguments: str, launcher: Sequence[str], folder: Path) -> str:
+    """Run a script by `python *launcher script *arguments` in `folder` and return what it printed; it must exit with 0."""
+    done = finished([sys.executable, *launcher, str(script), *arguments], folder)
     assert done.returncode == 0, f"{script.name} ended with {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
