@@ -24,7 +24,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.distributed.machine import plan_worker, short_of_memory
-from shardcore.engine import build, disk
+from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan, engine_behind
@@ -149,6 +149,7 @@ def shard(
     sync_each: bool | None = None,
     overlap_step: bool = False,
     reshard_after_forward: bool | int = True,
+    prefetch: int = 1,
     reduction: str = "ordered",
     broadcast: bool = True,
     materialize: Materialize | None = None,
@@ -169,9 +170,9 @@ def shard(
         offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
             {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
             committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
-            copy, which is gone with the process. Beside either "gradients": "cpu" (stages 1 to 3), "params": "cpu"
-            (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto" with "device_memory_limit": bytes,
-            "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+            copy, which is gone with the process. Beside either "gradients": "cpu" (stages 1 to 3), "params": "cpu" or, with
+            states in files, "nvme" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto" with
+            "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
@@ -186,6 +187,8 @@ def shard(
         overlap_step: `step()` returns before the weights are updated; each unit's forward waits for its own. Same bits.
         reshard_after_forward: At stage 3, free full weights between forward and backward (True), keep them (False), or keep
             them in parts on so many consecutive ranks (a number).
+        prefetch: At stage 3, how many units ahead of the one that computes weights are gathered; those on NVMe are read into
+            host memory for as many units more.
         reduction: "ordered" adds gradients in rank order, in float32: the same bits on every backend and at every stage.
             "nccl" leaves the sum to NCCL, in the dtype that is sent.
         broadcast: Take rank 0's weights and buffers. If False, all ranks must have the same values, which nothing compares.
@@ -214,7 +217,8 @@ def shard(
     """
     given: Any = NoOptimizer() if optimizer is None else optimizer
     if optimizer is None and isinstance(offload, Mapping):
-        offload = {"optimizer": "cpu", **offload}  # there are no states: weights may be offloaded alone
+        in_files = {"optimizer": "nvme", "durable": False} if offload.get("params") == "nvme" else {"optimizer": "cpu"}
+        offload = {**in_files, **offload}  # there are no states: weights may be offloaded alone
     options = ShardOptions(
         stage=stage,
         units=units,
@@ -230,6 +234,7 @@ def shard(
         sync_each=sync_each,
         overlap_step=overlap_step,
         reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
         reduction=reduction,
         broadcast=broadcast,
         materialize=materialize,
@@ -299,6 +304,7 @@ def _plan(
             options.clip_grad_norm,
             options.overlap_step,
             options.reshard_after_forward,
+            options.prefetch,
             tiers.gradients is not None,
             tiers.device_memory_limit,
             options.compared(),
@@ -321,11 +327,13 @@ def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
     """Return the bytes of host memory that offload takes on this rank."""
     needed = 0
     if tiers.optimizer is not None:
-        split(plan.updated, tiers.ratio)
+        split(plan.buckets if tiers.params == "nvme" else plan.updated, tiers.ratio)
         needed = host_bytes(plan.updated, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None)
     if tiers.gradients is not None:
         needed += host_grad_bytes(plan.updated, plan.policy, plan.comm.world_size == 1 and not plan.scaler.active)
-    if tiers.params is not None:
+    if tiers.params == "nvme":
+        needed += nvme_weights.buffer_bytes(plan.buckets, plan.prefetch)
+    elif tiers.params is not None:
         needed += sum(bucket.owned_numel * bucket.dtype.itemsize for bucket in plan.buckets)
     return needed
 
@@ -371,8 +379,12 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
                 weights_on_host=tiers.params is not None,
                 files=files,
             )
+        weights = None
+        if tiers.params == "nvme":
+            assert isinstance(plan.host, CpuStore)
+            weights = plan.host.keep_weights(plan.buckets, Scratch(Path(str(tiers.path))), plan.prefetch)
         for bucket in plan.buckets:
-            plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies)
+            plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies, weights)
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
         others = other_entries(given.state)
         states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
@@ -417,7 +429,8 @@ def _fill(
 
 def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
     """Log what a step reads and writes on this rank, and how long that takes the disk."""
-    use, folder = disk_use(plan.updated, tiers.durable), Path(str(tiers.path))
+    weights = plan.buckets if tiers.params == "nvme" else ()
+    use, folder = disk_use(plan.updated, tiers.durable, weights), Path(str(tiers.path))
     rates = disk.measure(file_engine(), folder, min(disk.PROBE_BYTES, use.read))
     logger.info(
         "offload: a step reads %.2f GiB and writes %.2f GiB per rank in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "

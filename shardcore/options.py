@@ -47,6 +47,7 @@ class ShardOptions:
     sync_each: bool | None
     overlap_step: bool
     reshard_after_forward: bool | int
+    prefetch: int
     reduction: str
     broadcast: bool
     materialize: Materialize | None
@@ -80,6 +81,13 @@ class ShardOptions:
             raise TypeError(f"shard: accumulate is {accumulate!r}; expected a whole number of backwards a step")
         if accumulate < 1:
             raise ValueError(f"shard: accumulate is {accumulate}; expected at least 1")
+        if not _is_int(self.prefetch):
+            raise TypeError(f"shard: prefetch is {self.prefetch!r}; expected a whole number of units")
+        if self.prefetch < 0 or (self.stage != 3 and self.prefetch != 1):
+            raise ValueError(
+                f"shard: prefetch is {self.prefetch} at stage {self.stage}; expected how many units ahead weights are gathered "
+                "at stage 3, 0 or more, or nothing at other stages"
+            )
         if self.reduction == "nccl" and not backend_sums:
             raise ValueError(
                 'shard: reduction is "nccl" but the process group has no nccl backend; expected "ordered" (the same bits on '
@@ -164,7 +172,7 @@ class OffloadOptions:
     optimizer: the tier of states and masters ("cpu", or "nvme": in a file under the directory `path`), or None: beside the
     weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
     chosen after a few steps, so that at most device_memory_limit bytes of states stay. gradients: the tier of reduced
-    gradients, or None: on the device. params: the same of the shards of weights.
+    gradients, or None: on the device. params: the same of the shards of weights; "nvme": in a file under `path`, as states.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave. durable: whether files under `path` have the last committed step at any instant; resume: whether to go on from
@@ -197,8 +205,13 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             others = ", ".join(f'"{name}"' for name in known[1:])
             raise ValueError(f'shard: offload has the unknown key {key!r}; expected "optimizer" and perhaps {others}')
     tier = offload.get("optimizer")
-    if tier is None and offload.get("params") is not None and "ratio" not in offload:  # all states on the device
+    if tier is None and offload.get("params") == "cpu" and "ratio" not in offload:  # all states on the device
         tier, offload = "cpu", {**offload, "ratio": 0.0}
+    if offload.get("params") == "nvme" and (tier != "nvme" or offload.get("ratio", 1.0) != 1.0):
+        raise ValueError(
+            f'shard: offload["params"] is "nvme" with the optimizer on {tier!r} and the ratio {offload.get("ratio", 1.0)!r}; '
+            'expected the optimizer on "nvme", too, and no ratio'
+        )
     if tier not in ("cpu", "nvme"):
         raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu" or "nvme"')
     path = offload.get("path")
@@ -224,13 +237,13 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             '"auto" the bytes of states that may stay on the device, else None'
         )
     gradients, params = offload.get("gradients"), offload.get("params")
-    for key, value in (("gradients", gradients), ("params", params)):
-        if value not in (None, "cpu"):
-            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected "cpu" or None')
+    for key, value, tiers in (("gradients", gradients, ("cpu",)), ("params", params, ("cpu", "nvme"))):
+        if value not in (None, *tiers):
+            raise ValueError(f'shard: offload["{key}"] is {value!r}; expected {", ".join(map(repr, tiers))} or None')
     if params is not None and stage != 3:
         raise ValueError(
-            f'shard: offload["params"] is "cpu" at stage {stage}, which keeps full weights on the device; expected stage 3, '
-            "or None"
+            f'shard: offload["params"] is "{params}" at stage {stage}, which keeps full weights on the device; expected stage '
+            "3, or None"
         )
     if gradients is not None and stage == 0:
         raise ValueError(

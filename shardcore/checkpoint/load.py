@@ -35,7 +35,6 @@ from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.state_store import assign
 from shardcore.optim.state_dict import import_groups, warn_of_lost
 
 logger = logging.getLogger("shardcore")
@@ -441,13 +440,14 @@ def _reads_of(
     there = wanted.in_place and start >= bucket.device_numel
 
     def use_weight(values: torch.Tensor) -> None:
-        weight = bucket.owned_weight[start : start + numel]
-        assign(weight, values.to(weight.device))
+        bucket.assign(start, values.to(bucket.owned_weight.device))
         if there:
             return
         if bucket.state_format.master is not None:
             store.write(bucket, "master", start, values)
-        elif weight.dtype != values.dtype and not torch.equal(weight.to("cpu", values.dtype), values):
+        elif bucket.dtype != values.dtype and not torch.equal(
+            bucket.owned_values(start, numel).to("cpu", values.dtype), values
+        ):
             rounded.add(name)
 
     def use_state(key: str, values: torch.Tensor) -> None:

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.safetensors import PathLike, Stored, TensorFiles
-from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.bucket import Bucket, Managed, assign
 from shardcore.engine.build import Builder, become, together
-from shardcore.engine.state_store import StateStore, assign, part_of, set_weights
+from shardcore.engine.state_store import StateStore, part_of, set_weights
 
 
 def _is_pretrained(module: nn.Module) -> bool:

@@ -250,8 +250,8 @@ def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> 
     """Yield the weights of a range, unless float32 masters make them. See `parts_of`."""
     start, param_start, numel = where
     if bucket.group is None or bucket.state_format.master != "fp32":
-        weight = bucket.owned_weight[start : start + numel]
-        yield Item(layout.plain_name(managed.name), "weight", weight.dtype, param_start, numel, lambda: weight)
+        weight = partial(bucket.owned_values, start, numel)
+        yield Item(layout.plain_name(managed.name), "weight", bucket.dtype, param_start, numel, weight)
 
 
 def parts_of(

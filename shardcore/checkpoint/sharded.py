@@ -157,7 +157,7 @@ def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor
 
 def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
     if bucket.state_format.master is None:
-        return lambda start, numel: bucket.owned_weight[start : start + numel]
+        return bucket.owned_values
     return partial(engine.store.read, bucket, "master")
 
 

@@ -307,6 +307,15 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
             yield ValueError(f'{OP}: config {section}.device is missing; expected "cpu" or "none"')
     if values.get(f"{_STATES}.device") == "nvme" and values.get(f"{_STATES}.nvme_path") is None:
         yield ValueError(f"{OP}: config {_STATES}.nvme_path is missing; expected a directory on the disk to use")
+    if values.get(f"{_WEIGHTS}.device") == "nvme" and values.get(f"{ZERO}.stage") == 3:
+        states, path = values.get(f"{_STATES}.device"), values.get(f"{_WEIGHTS}.nvme_path")
+        if states != "nvme":
+            yield ValueError(
+                f'{OP}: config {_WEIGHTS}.device has "nvme" and {_STATES}.device {states!r}; expected "nvme" for both, since a '
+                "step reads and writes both"
+            )
+        elif path not in (None, values.get(f"{_STATES}.nvme_path")):
+            yield ValueError(f"{OP}: config {_WEIGHTS}.nvme_path has {path!r}; expected that of {_STATES}.nvme_path, or none")
     if values.get("torch_autocast.enabled") and values.get("torch_autocast.dtype") == "fp16":
         yield NotImplementedError(
             f'{OP}: config torch_autocast.dtype has "fp16", which needs a loss scale; expected "bf16", or fp16.enabled'

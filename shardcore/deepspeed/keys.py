@@ -142,14 +142,6 @@ def _device(where: str, value: Any) -> str | None:
     return None if value == "none" else str(value)
 
 
-def _device_of_weights(where: str, value: Any) -> str | None:
-    if value == "nvme":
-        raise NotImplementedError(f'{OP}: config {where} has "nvme", which is not built yet; expected "cpu" or "none"')
-    if value not in ("cpu", "none"):
-        raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu" or "none"'))
-    return _device(where, value)
-
-
 def _dtype(*known: str) -> Check:
     """Check the name of a dtype, in each of its spellings, and return ours."""
     spelled = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
@@ -395,11 +387,9 @@ KEYS: dict[str, Key] = {
     **_below(
         f"{_ZERO}.offload_param",
         {
-            "device": _honoured(
-                _device_of_weights, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'
-            ),
+            "device": _honoured(_device, 'shard(offload={"params": ...}) at stage 3; nothing below it, as in DeepSpeed'),
             "pin_memory": _honoured(_flag, "as that of offload_optimizer"),
-            "nvme_path": _accepted("it is of the device nvme"),
+            "nvme_path": _honoured(_or_none(_text), "that of offload_optimizer: states and weights are beside each other"),
             **dict.fromkeys(("buffer_count", "buffer_size", "max_in_cpu"), _accepted(_OWN_BUFFERS)),
         },
     ),

@@ -6,6 +6,7 @@ A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.comm import as_bytes
 from shardcore.layout import FlatLayout, Piece
+from shardcore.optim.options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
 # CPU buffers of this size or more (one huge page) ask for huge pages; smaller ones would waste the rest of theirs.
@@ -203,13 +205,30 @@ def refuse_grads(op: str, params: Iterable[Managed]) -> None:
             )
 
 
+class WeightFiles(Protocol):
+    """Shards of weights in files (engine/nvme_weights.py)."""
+
+    def values(self, bucket: "Bucket", start: int, numel: int) -> torch.Tensor:
+        """Copy elements [start, start + numel) of a shard into host memory."""
+
+    def assign(self, bucket: "Bucket", start: int, values: torch.Tensor) -> None:
+        """Overwrite elements of a shard from `start` on with `values`, which have its dtype."""
+
+    def bring(self, bucket: "Bucket", target: torch.Tensor) -> _C.CopyEvent | None:
+        """Read a shard and copy it to `target`; returns the end of the copy."""
+
+    def read_ahead(self, bucket: "Bucket") -> None:
+        """Begin to read a shard that `bring` is soon called for, as far as there are buffers for it."""
+
+
 class Bucket:
     """The parameters of one unit with one dtype and one optimizer group, and their buffers; or frozen ones of one dtype.
 
     weight: (layout.numel,) in `dtype`, the unsharded weights; the parameters are views of it. Empty while they are sharded.
-    owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own.
+    owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else memory of its own; empty
+        where that is in `files`. See `owned_values`, `assign`.
     reduces: the range, in the owned one, that this rank alone adds up, and writes to checkpoints.
-    weight_tier: where that memory lies; tier: the only way to it where that is the host, else None.
+    weight_tier: where that memory lies; tier: the only way to it where that is the host, or to `files`, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
         updates the other `host_numel`, whose states are in host memory.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
@@ -250,6 +269,7 @@ class Bucket:
         self.device_numel = self.owned_numel
         self.weight_tier = "device"
         self.tier: _C.HostTier | None = None
+        self.files: WeightFiles | None = None
         self.grad: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None
@@ -271,6 +291,24 @@ class Bucket:
         """Keep the unsharded weights in this memory for good."""
         self.weight, self.owned_weight = weight, self.owned_slice(weight)
 
+    def owned_values(self, start: int, numel: int) -> torch.Tensor:
+        """Return elements [start, start + numel) of the owned weights: live, or a copy of what is in files."""
+        if self.files is not None:
+            return self.files.values(self, start, numel)
+        return self.owned_weight[start : start + numel]
+
+    def assign(self, start: int, values: torch.Tensor) -> None:
+        """Write `values` to the owned weights from `start` on, rounded as a step does.
+
+        Frozen weights may have dtypes that no step supports.
+        """
+        weight = self.owned_weight[start : start + values.numel()]
+        if self.files is not None:
+            weight = torch.empty(values.numel(), dtype=self.dtype, device=self.owned_weight.device)
+        assign(weight, values)
+        if self.files is not None:
+            self.files.assign(self, start, weight)
+
     def release(self) -> torch.Tensor:
         """Return the memory of the unsharded weights, of which the bucket keeps only the shard."""
         weight, self.weight = self.weight, _NOWHERE
@@ -286,7 +324,9 @@ class Bucket:
 
     def take_edits(self) -> None:
         """Bring the owned weights in line with full ones that lie elsewhere and were edited."""
-        if self.tier is not None and self.weight.numel():
+        if self.files is not None and self.weight.numel():
+            self.files.assign(self, 0, self.owned_slice(self.weight))
+        elif self.tier is not None and self.weight.numel():
             self.tier.to_tier(self.owned_weight, self.owned_slice(self.weight)).synchronize()
         elif self.weight.numel() and self.owned_weight.untyped_storage()._cdata != self.weight.untyped_storage()._cdata:
             self.owned_weight.copy_(self.owned_slice(self.weight))
@@ -403,6 +443,14 @@ class Bucket:
         unused = [slot for slot, managed in zip(slots, self.params, strict=True) if not managed.used]
         if gaps or unused:
             torch._foreach_zero_([*gaps, *unused])
+
+
+def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
+    """Write `values` to `weight`; see `Bucket.assign`."""
+    if weight.dtype in PARAM_DTYPES and values.is_floating_point():
+        _C.cast([weight], [values.to(weight.device, torch.float32)])
+    else:
+        weight.copy_(values)
 
 
 def take_full(bucket: Bucket, dtype: torch.dtype, pool: BufferPool, passing: bool) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import json_value
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed, allocate, closed_message
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
@@ -369,14 +369,17 @@ class Builder:
         first, last = self.comm.topology.owned_pieces(self.comm.rank)
         return first * layout.shard_numel, last * layout.shard_numel
 
-    def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None) -> None:
-        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given."""
+    def allocate(self, bucket: Bucket, tier: _C.HostTier | None = None, files: WeightFiles | None = None) -> None:
+        """Give the bucket memory for its weights; for its shard of them in `tier`, if that is given, or a place in `files`."""
         if self.lifetimes.full_weight_resident:
             bucket.keep_unsharded(allocate(bucket.layout.numel, bucket.dtype, self.device))
         elif tier is None:
             bucket.owned_weight = allocate(bucket.owned_numel, bucket.dtype, self.device)
-        else:
+        elif files is None:
             bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(bucket.owned_numel, bucket.dtype), tier, "cpu"
+        else:
+            bucket.owned_weight, bucket.tier, bucket.weight_tier = tier.empty(0, bucket.dtype), tier, "nvme"
+            bucket.files = files
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, store: StateStore, broadcast: bool) -> None:
@@ -410,7 +413,9 @@ class Builder:
             rounded = target if bucket.tier is None else torch.empty_like(source, dtype=bucket.dtype)
             _C.cast([rounded], [source])
             source = rounded
-        if bucket.tier is not None:
+        if bucket.files is not None:
+            bucket.files.assign(bucket, 0, source)
+        elif bucket.tier is not None:
             bucket.tier.to_tier(target, source).synchronize()
         elif source is not target:
             target.copy_(source)

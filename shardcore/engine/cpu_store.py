@@ -21,6 +21,8 @@ import torch
 from shardcore._native import _C
 from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.nvme_states import WEIGHT
+from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.overlap_step import own_thread_count
 from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of
 from shardcore.layout import BLOCK, round_up
@@ -158,6 +160,8 @@ class CpuStore:
         self.in_files: nvme_states.NvmeStates | None = None
         if files is not None:
             self.in_files = nvme_states.NvmeStates(buckets, files, partial(self.copies.empty, pinned=False))
+        self.weight_files: NvmeWeights | None = None
+        self._files = [] if self.in_files is None else [self.in_files]
         self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
             buckets, self.copies, staging_numel(buckets, chunk_numel)
         )
@@ -170,21 +174,29 @@ class CpuStore:
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
         self._before_change: BeforeChange | None = None
 
+    def keep_weights(self, buckets: Sequence[Bucket], files: nvme_states.StateFiles, prefetch: int) -> NvmeWeights:
+        """Let the weights of `buckets`, updated and frozen ones in unit order, be in files from now on. Raises OSError."""
+        self.weight_files = NvmeWeights(buckets, files, self.copies, prefetch)
+        self._files.append(self.weight_files)
+        self.scratch_bytes += self.weight_files.scratch_bytes
+        return self.weight_files
+
     @property
     def moved_bytes(self) -> dict[str, int]:
         """Bytes so far between the device and host memory, and between that and files."""
-        read, written = (0, 0) if self.in_files is None else (self.in_files.bytes_read, self.in_files.bytes_written)
         return {
             "to_host": self.copies.bytes_to_tier,
             "from_host": self.copies.bytes_from_tier,
-            "to_nvme": written,
-            "from_nvme": read,
+            "to_nvme": sum(files.bytes_written for files in self._files),
+            "from_nvme": sum(files.bytes_read for files in self._files),
         }
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
         end = bucket.owned_numel if numel is None else start + numel
-        return values_of(self.kept(bucket, start, end - start), key, bucket.owned_weight[start:end])
+        split = key == "master" and bucket.state_format.master == "split"
+        weight = bucket.owned_values(start, end - start) if split else bucket.owned_weight[:0]
+        return values_of(self.kept(bucket, start, end - start), key, weight)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""
@@ -231,15 +243,15 @@ class CpuStore:
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
         grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
-        before_change, files = self._before_change, self.in_files
-        alone = before_change is None and files is None
+        before_change = self._before_change
+        alone = before_change is None and not self._files
         threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
         assert not isinstance(hypers, _C.DeviceScalars)
         try:
             # Weights in host memory that are still being copied to the device must not change.
             if not chunks and not self._weights:
                 self.copies.synchronize()
-            if files is not None:
+            for files in self._files:
                 files.begin([spans for part in kept for spans in part.cut])
             self._pipeline.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
             last = 0
@@ -252,10 +264,10 @@ class CpuStore:
                     if before_change is not None:
                         for span in part.cut[number - first]:
                             before_change(span.bucket, span.start, span.numel)
-                    if files is not None:
+                    for files in self._files:
                         files.before(number)
                     self._pipeline.wait_updated(number, number + 1)
-                    if files is not None:
+                    for files in self._files:
                         files.after(number)
                 yield self._pipeline.wait_updated(first, last)
         except BaseException:  # GeneratorExit among them
@@ -282,9 +294,12 @@ class CpuStore:
         """Make chunk `turn`: staging buffers for gradients and weights that are not in host memory anyway."""
         params, grads, starts = [], [], []
         weights: list[torch.Tensor | None] = []
+        in_files = None if self.weight_files is None else self.weight_files.of_chunk(spans, turn)
         cursor = 0
-        for span in spans:
+        for number, span in enumerate(spans):
             weight = span.bucket.owned_weight[span.start : span.start + span.numel]
+            if in_files is not None:
+                weight = in_files[number][WEIGHT]
             grad, first = _grad_of(span.bucket)
             starts.append(span.start - first)
             if self._grads:  # Adam has worked on the chunk before the last, which used the same buffer

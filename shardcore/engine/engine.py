@@ -45,9 +45,9 @@ class Plan:
     """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward: see shard. device_memory_limit: of states, where
-    the ratio is to be chosen. options: shard's, which are equal on all ranks. host: what offload keeps in host memory, if
-    anything; store: what the step works on. threads: of the workers.
+    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward, prefetch: see shard. device_memory_limit: of
+    states, where the ratio is to be chosen. options: shard's, which are equal on all ranks. host: what offload keeps in host
+    memory, if anything; store: what the step works on. threads: of the workers.
     """
 
     model: nn.Module
@@ -61,6 +61,7 @@ class Plan:
     max_norm: float | None
     overlap_step: bool
     reshard_after_forward: bool | int
+    prefetch: int
     offloads_gradients: bool
     device_memory_limit: int | None
     options: Mapping[str, Any]
@@ -121,7 +122,9 @@ class Engine:
             )
         self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
-            self.unsharder = Unsharder(plan.units, self.comm, self.device, plan.reshard_after_forward, self.overlap_step)
+            self.unsharder = Unsharder(
+                plan.units, self.comm, self.device, plan.reshard_after_forward, plan.prefetch, self.overlap_step
+            )
         grad_offload: GradOffload | None = None
         if plan.host is not None and plan.offloads_gradients:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
@@ -640,7 +643,7 @@ class Engine:
         """
         if bucket.state_format.master is not None:
             return self.store.read(bucket, "master")
-        return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_weight
+        return bucket.weight if self.lifetimes.full_weight_resident else bucket.owned_values(0, bucket.owned_numel)
 
 
 def engine_behind(op: str, thing: Any) -> Engine:

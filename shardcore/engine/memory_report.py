@@ -121,8 +121,8 @@ def memory_lines(
     pooled = pool.allocated_bytes
     for bucket in buckets:
         unit = bucket.unit or "root"
-        kept = bucket.weight if lifetimes.full_weight_resident else bucket.owned_weight
-        yield MemoryLine(unit, "weights", bucket.weight_tier, kept.nbytes)
+        numel = bucket.layout.numel if lifetimes.full_weight_resident else bucket.owned_numel
+        yield MemoryLine(unit, "weights", bucket.weight_tier, numel * bucket.dtype.itemsize)
         in_grads = gradient_bytes(bucket, shown(bucket))
         pooled -= in_grads
         yield MemoryLine(unit, "gradients", "device", in_grads)

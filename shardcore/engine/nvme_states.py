@@ -1,5 +1,7 @@
 """Optimizer states in files: read, updated and written chunk by chunk, through a few buffers in host memory.
 
+Weights in files (engine/nvme_weights.py) are stored and updated the same way.
+
 A chunk is a range of a bucket's part in the tier, of at most CHUNK_NUMEL elements, with all of its states beside each other, at
 one place of this rank's files. Buffers are as large as the largest chunk, so no tensor is too large for them.
 
@@ -15,8 +17,9 @@ damaged chunk is an error before anything is trained on it.
 
 import errno
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +34,46 @@ from shardcore.optim.state_format import Allocate, Kept, range_of
 
 CHUNK_NUMEL = 1 << 22
 RATED_TBW = 600  # terabytes that a consumer's disk of 1 TB may be written
+WEIGHT = "weight"
 PLACES = 4  # two are read ahead, one is updated, one is written
+
+
+class Format(Protocol):
+    """What is kept of each element: a StateFormat, or weights."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]: ...
+
+    def new(self, numel: int, make: Allocate) -> Kept: ...
+
+    def nbytes(self, numel: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Weights of one dtype, as chunks keep them. A Format."""
+
+    dtype: torch.dtype
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """What is kept, and as what."""
+        return {WEIGHT: self.dtype}
+
+    def new(self, numel: int, make: Allocate) -> Kept:
+        """Return weights of `numel` elements."""
+        return {WEIGHT: make(numel, self.dtype)}
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of `numel` weights."""
+        return numel * self.dtype.itemsize
+
+
+FormatOf = Callable[[Bucket], Format]
+
+
+def _states(bucket: Bucket) -> Format:
+    return bucket.state_format
 
 
 @dataclass(eq=False)
@@ -45,13 +87,18 @@ class Chunk:
     bucket: Bucket
     first: int
     numel: int
-    nbytes: int
+    format: Format
     offset: int = 0
     parts: Sequence[tuple[int, int]] = ()
     crcs: list[int] | None = None
     slot: int = 0
     committed: int | None = None
     write: _C.FileTransfer | None = field(default=None, repr=False)  # that may not be over
+
+    @cached_property
+    def nbytes(self) -> int:
+        """How many bytes it takes, without padding."""
+        return self.format.nbytes(self.numel)
 
     @property
     def names(self) -> str:
@@ -104,13 +151,14 @@ def chunk_numel(buckets: Sequence[Bucket]) -> int:
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
-def buffer_bytes(buckets: Sequence[Bucket]) -> int:
+def buffer_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states) -> int:
     """Return the bytes of host memory that all buffers take."""
-    return (PLACES + 1) * (_place_bytes(buckets) + ALIGNMENT)
+    return (PLACES + 1) * (place_bytes(buckets, format_of) + ALIGNMENT)
 
 
-def _place_bytes(buckets: Sequence[Bucket], alignment: int = ALIGNMENT) -> int:
-    most = max((bucket.state_format.nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets), default=0)
+def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states, alignment: int = ALIGNMENT) -> int:
+    """Return the bytes of the largest chunk, a multiple of `alignment`."""
+    most = max((format_of(bucket).nbytes(min(bucket.host_numel, CHUNK_NUMEL)) for bucket in buckets), default=0)
     return round_up(most, alignment)
 
 
@@ -132,33 +180,42 @@ class DiskUse:
         return int(RATED_TBW * 1e12 / max(1, self.written))
 
 
-def disk_use(buckets: Iterable[Bucket], durable: bool) -> DiskUse:
-    """Return what the states of `buckets` take on disk, and where steps are committed (checkpoint/commits.py), the rest."""
+def disk_use(buckets: Iterable[Bucket], durable: bool, weights: Iterable[Bucket] = ()) -> DiskUse:
+    """Return what the states of `buckets` take on disk, and where steps are committed (checkpoint/commits.py), the rest.
+
+    weights: whose weights are there, too: forward and backward read them, and a step reads and writes those that it updates.
+    """
     states = rest = 0
     for bucket in buckets:
-        states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in _chunks_of(bucket))
+        states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, bucket.state_format))
         if durable:
             rest += bucket.state_format.nbytes(bucket.device_numel)
             rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
-    return DiskUse(states, states + rest, (1 + durable) * (states + rest))
+    space = updated = 0
+    for bucket in weights:
+        size = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, WeightFormat(bucket.dtype)))
+        space += size
+        updated += size if bucket.group is not None else 0
+    return DiskUse(states + updated + 2 * space, states + rest + updated, (1 + durable) * (states + rest) + space)
 
 
 class NvmeStates:
     """See the head of this file, and HostStates, whose place this takes. Reads may come from several threads."""
 
     tier = "nvme"
+    what = "states"
     places = PLACES
 
-    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, allocate: Allocate) -> None:
+    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, allocate: Allocate, format_of: FormatOf = _states) -> None:
         """Take space in files for the states of `buckets`, all zero, and memory for the buffers. Raises OSError."""
-        self._engine = file_engine()
-        self._chunks = {bucket: list(_chunks_of(bucket)) for bucket in buckets}
+        self._engine, self._format_of = file_engine(), format_of
+        self._chunks = {bucket: list(chunks_of(bucket, format_of(bucket))) for bucket in buckets}
         self.chunk_numel = chunk_numel(buckets)
         self.files = files
         self._files = files.open(self._engine, self.chunks)
         alignment = max(ALIGNMENT, self._files[0].block_bytes)
-        size = _place_bytes(buckets, alignment)
-        self._buffers = [_aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
+        size = place_bytes(buckets, format_of, alignment)
+        self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
         self.scratch_bytes = (size + alignment) * len(self._buffers)
         self._alignment = alignment
         self.bytes_read = self.bytes_written = 0  # of the file so far
@@ -191,8 +248,8 @@ class NvmeStates:
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
         """Yield (key, bytes) of each tensor that keeps a bucket's states."""
-        for key, dtype in bucket.state_format.dtypes.items():
-            yield key, sum(self._views(chunk, PLACES)[key].numel() for chunk in self._chunks[bucket]) * dtype.itemsize
+        for key in self._format_of(bucket).dtypes:
+            yield key, sum(places_of(chunk)[key][1].nbytes for chunk in self._chunks[bucket])
 
     def kept(self, bucket: Bucket, start: int, numel: int) -> Kept:
         """Return states of elements [start, start + numel) of the part in the tier, in memory of their own."""
@@ -202,7 +259,7 @@ class NvmeStates:
                 for chunk, first, count in self._overlapping(bucket, start, numel)
             ]
         if not found:
-            return bucket.state_format.new(0, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu"))
+            return self._format_of(bucket).new(0, lambda n, dtype: torch.empty(n, dtype=dtype, device="cpu"))
         return found[0] if len(found) == 1 else {key: torch.cat([one[key] for one in found]) for key in found[0]}
 
     def change(self, bucket: Bucket, start: int, numel: int) -> Iterator[tuple[int, int, Kept]]:
@@ -252,7 +309,7 @@ class NvmeStates:
         """Wait until chunk `number` of the step is in its buffer. Raises OSError."""
         chunk = self._step[number]
         self._reads.pop(number).wait()
-        self._check(chunk, number % PLACES)
+        self._check(chunk, self._memory(chunk, number % PLACES))
 
     def after(self, number: int) -> None:
         """Write chunk `number`, which was updated, and read on. Raises OSError of an earlier write."""
@@ -274,7 +331,9 @@ class NvmeStates:
         self._reads[number] = self._read(chunk, place)
 
     def _read(self, chunk: Chunk, place: int) -> _C.FileTransfer:
-        memory = self._memory(chunk, place)
+        return self._read_into(self._memory(chunk, place), chunk)
+
+    def _read_into(self, memory: torch.Tensor, chunk: Chunk) -> _C.FileTransfer:
         self.bytes_read += memory.nbytes
         return self._files[chunk.slot].read(memory, chunk.offset)
 
@@ -303,7 +362,7 @@ class NvmeStates:
                 self._memory(chunk, PLACES).zero_()
             else:
                 self._read(chunk, PLACES).wait()
-                self._check(chunk, PLACES)
+                self._check(chunk, self._memory(chunk, PLACES))
             self._held = chunk
         return self._views(chunk, PLACES)
 
@@ -313,17 +372,15 @@ class NvmeStates:
             self._settle(self._held)
         self._held_is_newer = False
 
-    def _check(self, chunk: Chunk, place: int) -> None:
+    def _check(self, chunk: Chunk, memory: torch.Tensor) -> None:
         if chunk.crcs is None:
             return
-        for (offset, nbytes), crc, found in zip(
-            chunk.parts, chunk.crcs, self._crcs(self._memory(chunk, place), chunk), strict=True
-        ):
+        for (offset, nbytes), crc, found in zip(chunk.parts, chunk.crcs, self._crcs(memory, chunk), strict=True):
             if crc != found:
                 first = chunk.offset + offset
                 raise OSError(
                     errno.EIO,
-                    f"states of {chunk.names} in bytes {first} to {first + nbytes} are not what was written (is the disk "
+                    f"{self.what} of {chunk.names} in bytes {first} to {first + nbytes} are not what was written (is the disk "
                     "damaged? go on from a checkpoint, in another directory)",
                     str(self.files.paths[chunk.slot]),
                 )
@@ -354,20 +411,21 @@ class NvmeStates:
 def places_of(chunk: Chunk) -> dict[str, tuple[int, torch.Tensor]]:
     """Return of each state of a chunk where in it it begins, in bytes, and its like: one after the other, wide dtypes first."""
     cursor, found = 0, {}
-    sizes = chunk.bucket.state_format.new(chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
+    sizes = chunk.format.new(chunk.numel, lambda n, dtype: torch.empty(n, dtype=dtype, device="meta"))
     for key, like in sorted(sizes.items(), key=lambda item: -item[1].itemsize):
         found[key] = cursor, like
         cursor += like.nbytes
     return {key: found[key] for key in sizes}
 
 
-def _chunks_of(bucket: Bucket) -> Iterator[Chunk]:
+def chunks_of(bucket: Bucket, form: Format) -> Iterator[Chunk]:
+    """Yield the chunks of a bucket's part in the tier."""
     for first in range(0, bucket.host_numel, CHUNK_NUMEL):
-        numel = min(CHUNK_NUMEL, bucket.host_numel - first)
-        yield Chunk(bucket, first, numel, bucket.state_format.nbytes(numel))
+        yield Chunk(bucket, first, min(CHUNK_NUMEL, bucket.host_numel - first), form)
 
 
-def _aligned(allocate: Allocate, size: int, alignment: int) -> torch.Tensor:
+def aligned(allocate: Allocate, size: int, alignment: int) -> torch.Tensor:
+    """Return memory of this size at a multiple of `alignment`."""
     memory = allocate(size + alignment, torch.uint8)
     skipped = -memory.data_ptr() % alignment
     return memory[skipped : skipped + size]

@@ -236,6 +236,10 @@ class OverlapStep:
         """The names of the units in the order of the last forward; ranks compare it."""
         return [unit.name for unit in self._order]
 
+    def updates(self, buckets: Iterable[Bucket]) -> bool:
+        """Whether Adam is not through with some of these buckets."""
+        return any(not self._pending[bucket].done.done() for bucket in buckets if bucket in self._pending)
+
     def start(self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool) -> None:
         """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is the same on every rank."""
         assert not self._pending

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.engine.trace import scope
-from shardcore.optim.options import PARAM_DTYPES
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
 # The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
@@ -228,15 +227,7 @@ def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPar
     master = bucket.state_format.master is not None
     for piece in bucket.pieces_of(managed):
         part = read(piece.param_start, piece.numel).to(bucket.owned_weight.device)
-        assign(bucket.owned_weight[piece.start : piece.start + piece.numel], part)
+        bucket.assign(piece.start, part)
         if master:
             store.write(bucket, "master", piece.start, part)
     managed.version = managed.param._version
-
-
-def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values`, rounded as a step does; frozen weights may have dtypes that no step supports."""
-    if weight.dtype in PARAM_DTYPES and values.is_floating_point():
-        _C.cast([weight], [values.to(weight.device, torch.float32)])
-    else:
-        weight.copy_(values)

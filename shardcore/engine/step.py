@@ -364,7 +364,7 @@ class Updater:
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
-        for managed, piece, values in bucket.owned_views(bucket.owned_weight):
+        for managed, piece, values in bucket.owned_views(bucket.owned_values(0, bucket.owned_numel)):
             if managed in edited and bucket.state_format.master is not None:
                 old = self.store.read(bucket, "master", piece.start, piece.numel).to(values.device)
                 rounded = torch.empty_like(values)
@@ -384,7 +384,7 @@ class Updater:
         for bucket in self.buckets:
             if bucket.state_format.master != "fp32":  # a split master changes with its weight
                 continue
-            for managed, piece, values in bucket.owned_views(bucket.owned_weight):
+            for managed, piece, values in bucket.owned_views(bucket.owned_values(0, bucket.owned_numel)):
                 master = self.store.read(bucket, "master", piece.start, piece.numel)
                 rounded = torch.empty_like(values, device=master.device)
                 _C.cast([rounded], [master])

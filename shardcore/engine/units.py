@@ -194,12 +194,11 @@ class Order(Generic[T]):
         """The units used so far in this pass."""
         return self._uses or []
 
-    @property
-    def next(self) -> T | None:
-        """The unit after the one used last, or None if that was the last one or is not known."""
-        if self._uses is None or not self._on_track or len(self._uses) == len(self._known):
-            return None
-        return self._known[len(self._uses)]
+    def after(self, count: int) -> list[T]:
+        """The next units, at most `count`, after the one used last; fewer if the pass ends, none if the order is not known."""
+        if self._uses is None or not self._on_track:
+            return []
+        return self._known[len(self._uses) : len(self._uses) + count]
 
     def is_last(self, unit: T) -> bool:
         """Whether the pass, known as it is, ends with the use of `unit` that was just noted."""

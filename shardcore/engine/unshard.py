@@ -1,8 +1,8 @@
 """Unsharding and resharding at stage 3: full weights exist only around their use, gathered ahead and freed after.
 
-A unit's weights are gathered when its forward or its backward begins, and the next unit's at the same time, while this one
-computes. Which unit is next is what the last pass showed (`Order`); where a pass takes another way, nothing is gathered
-ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
+A unit's weights are gathered when its forward or its backward begins, and those of the next `prefetch` units at the same time,
+while this one computes. Which units are next is what the last pass showed (`Order`); where a pass takes another way, nothing
+is gathered ahead until it was learned again. So the order of gathers follows from the order of use alone, never from timing.
 
 Note [Shards in host memory]: such a shard is copied straight into its range of the full weights, and the gather begins when
 the copy is done. On CUDA a stream of its own waits for that, so that the computing stream does not. The copy began after all
@@ -53,6 +53,8 @@ class Gatherer:
     def bring(bucket: Bucket) -> _C.CopyEvent | None:
         """Copy the shard into its range of `bucket.weight`; returns the end of the copy if that is from another tier."""
         target = bucket.owned_slice(bucket.weight)
+        if bucket.files is not None:
+            return bucket.files.bring(bucket, target)
         if bucket.tier is not None:
             return bucket.tier.from_tier(target, bucket.owned_weight)
         target.copy_(bucket.owned_weight)
@@ -117,13 +119,16 @@ class Unsharder:
         comm: Comm,
         device: torch.device,
         reshard_after_forward: bool | int,
+        prefetch: int,
         overlap_step: OverlapStep | None,
     ) -> None:
         """Serve `units`, which are sharded.
 
         reshard_after_forward: whether weights are freed between forward and backward; or how many consecutive ranks keep
-        them together, a part each. overlap_step: may still update the shards after a step.
+        them together, a part each. prefetch: how many units ahead weights are gathered; what is in files is read for as many
+        more. overlap_step: may still update the shards after a step.
         """
+        self._prefetch = prefetch
         self.units, self.comm, self.overlap_step = list(units), comm, overlap_step
         keepers = keepers_of(reshard_after_forward)
         first = comm.rank - comm.rank % keepers if keepers else 0
@@ -152,8 +157,11 @@ class Unsharder:
         if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
             return
         order.use(unit)
-        if order.next is not None:
-            self._start(order.next)
+        coming = order.after(2 * self._prefetch)
+        for other in coming[: self._prefetch]:
+            self._start(other)
+        for other in coming[self._prefetch :]:
+            self._read_ahead(other)
 
     def warn_of_compiling(self) -> None:
         """Say once that the forward of the whole model is being compiled, and what to compile instead."""
@@ -288,6 +296,16 @@ class Unsharder:
         if self.overlap_step is not None:
             self.overlap_step.wait_for(unit.buckets)
         self._gather(unit)
+
+    def _read_ahead(self, unit: Unit) -> None:
+        """Begin to read the shards of a unit that are in files, unless they are still being updated."""
+        if unit.unsharded or unit.gathers is not None or unit.kept:
+            return
+        if self.overlap_step is not None and self.overlap_step.updates(unit.buckets):
+            return
+        for bucket in unit.buckets:
+            if bucket.files is not None:
+                bucket.files.read_ahead(bucket)
 
     def _gather(self, unit: Unit) -> None:
         """Start to gather a unit's weights, where it is open into the memory that they have."""

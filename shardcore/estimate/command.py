@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--offload", choices=["cpu", "nvme"], help="where masters and states go (default: beside the weights)")
     parser.add_argument("--offload-gradients", action="store_const", const="cpu", help="gradients, too (with --offload)")
-    parser.add_argument("--offload-params", action="store_const", const="cpu", help="and shards of weights, at stage 3")
+    parser.add_argument(
+        "--offload-params", nargs="?", const="cpu", choices=["cpu", "nvme"], help="and shards of weights, at stage 3 (cpu)"
+    )
+    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default: %(default)s)")
     parser.add_argument("--disk", metavar="DIR", help="measure this disk, and show seconds per step (with --offload nvme)")
     parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step (default: %(default)s)")
@@ -158,6 +161,7 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
+        prefetch=options.prefetch if stage == 3 else 1,
         reshard_after_forward=True if options.keep is None or (options.stage is None and stage != 3) else options.keep,
         units=int(options.units) if options.units.isdigit() else options.units,
     )

@@ -20,7 +20,7 @@ from shardcore.api import shard
 from shardcore.distributed.clock import Clock
 from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
-from shardcore.engine import build
+from shardcore.engine import build, nvme_weights
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
@@ -143,7 +143,7 @@ def predict(
         bucket.weight_tier = tiers.params or "device"
     updated = [bucket for bucket in buckets if bucket.group is not None]
     if tiers.optimizer is not None:
-        split(updated, tiers.ratio)
+        split(buckets if tiers.params == "nvme" else updated, tiers.ratio)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
     rest = [param for param in model.parameters() if not param.requires_grad and param not in in_buckets]
     step = _Step(
@@ -153,6 +153,7 @@ def predict(
         LIFETIMES[stage],
         wanted.reduce_policy(world_size),
         keepers_of(wanted.reshard_after_forward),
+        wanted.prefetch,
         world_size == 1 and not wanted.loss_scaler().active,
         {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
     )
@@ -160,7 +161,7 @@ def predict(
     lines = memory_lines(
         buckets,
         step.lifetimes,
-        _States(updated, tiers),
+        _States(updated, tiers, buckets if tiers.params == "nvme" else (), wanted.prefetch),
         step.pool,
         None if step.lifetimes.full_weight_resident else step.gathered,
         grad_staging_bytes(step.offloaded, step.policy),
@@ -168,21 +169,24 @@ def predict(
         lambda bucket: None,
     )
     numel = sum(param.numel() for param in model.parameters())
-    disk = None if tiers.path is None else disk_use(updated, tiers.durable)
+    disk = None if tiers.path is None else disk_use(updated, tiers.durable, buckets if tiers.params == "nvme" else ())
     return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk)
 
 
 class _States(DeviceStore):
     """States on the meta device, counted on the tiers of `tiers`."""
 
-    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions) -> None:
+    def __init__(self, buckets: Sequence[Bucket], tiers: OffloadOptions, in_files: Sequence[Bucket], prefetch: int) -> None:
+        """in_files: the buckets whose weights are."""
         super().__init__([], _META)
         if tiers.optimizer is not None:
             self.tier = tiers.optimizer
             self.scratch_bytes = staging_bytes(
                 buckets, tiers.gradients is not None, tiers.params is not None, nvme=tiers.path is not None
             )
-        if tiers.params is not None:
+        if in_files:
+            self.scratch_bytes += nvme_weights.buffer_bytes(in_files, prefetch)
+        elif tiers.params is not None:
             self.weight_scratch_bytes = weight_scratch_bytes(buckets)
 
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
@@ -197,8 +201,8 @@ class _States(DeviceStore):
 class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
-    keepers: see keepers_of. alone: gradients are neither summed over ranks nor unscaled. offloaded: the
-    buckets whose gradients are.
+    keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed over ranks nor unscaled.
+    offloaded: the buckets whose gradients are.
     """
 
     comm: Comm
@@ -207,6 +211,7 @@ class _Step:
     lifetimes: Lifetimes
     policy: ReducePolicy
     keepers: int
+    prefetch: int
     alone: bool
     offloaded: Collection[Bucket]
 
@@ -289,11 +294,11 @@ class _Step:
             if unit.stays:
                 self._gather(unit)
         for units, backward in (self._passing, False), (self._passing[::-1], True):
-            for unit, after in zip(units, [*units[1:], None], strict=True):
+            for number, unit in enumerate(units):
                 self._gather(unit)
-                if after is not None and known:
+                for after in units[number + 1 : number + 1 + self.prefetch] if known else ():
                     self._gather(after)
-                if backward or (self.keepers != 1 and (after is not None or not known)):
+                if backward or (self.keepers != 1 and (unit is not units[-1] or not known)):
                     self._free(unit, keep=not backward and self.keepers > 1)
         for unit in self.units:
             self._free(unit)

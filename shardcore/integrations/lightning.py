@@ -67,7 +67,7 @@ OFFLOAD = {
     3: {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"},
 }
 # The path is DeepSpeed's default. Lightning has checkpoints of its own.
-NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "cpu", "durable": False}
+NVME = {"optimizer": "nvme", "path": "/local_nvme", "gradients": "cpu", "params": "nvme", "durable": False}
 
 # What `shardcore` registers, by name.
 STRATEGIES: dict[str, dict[str, Any]] = {

@@ -203,8 +203,8 @@ def test_defaults() -> None:
         (
             "zero_optimization.offload_param.device",
             "nvme",
-            NotImplementedError,
-            'offload_param.device has "nvme", which is not',
+            ValueError,
+            'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device \'cpu\'; expected "nvme" for both',
         ),
         ("optimizer", {"params": {}}, ValueError, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
         ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),

@@ -308,7 +308,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
     for options, error, message in (
         ({"stage": 4}, ValueError, "stage is 4; expected 0, 1, 2 or 3"),
         ({"world_size": 2, "rank": 2}, ValueError, "rank is 2 of 2; expected 0 <= rank < world_size"),
-        ({"prefetch": 3}, TypeError, "got the option 'prefetch'; expected one of shard's: units, offload"),
+        ({"prefetched": 3}, TypeError, "got the option 'prefetched'; expected one of shard's: units, offload"),
         ({"process_group": object()}, ValueError, "process_group was given; expected world_size, and ranks_per_node with"),
         ({"hybrid": True}, ValueError, "hybrid is True without ranks_per_node"),
         ({"ranks_per_node": 3}, ValueError, "ranks_per_node is 3; expected a divisor of the 2 ranks"),

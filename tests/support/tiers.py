@@ -28,6 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "a share": {"offload": {"ratio": 0.37}},
     "gradients, too": {"offload": {"gradients": "cpu"}},
     "weights, too": {"offload": {"gradients": "cpu", "params": "cpu"}, "overlap_step": True},
+    "all on disk": {"offload": {"gradients": "cpu", "params": "nvme"}},
     "added up": {"accumulate": 3, "clip_grad_norm": 0.01},
 }
 

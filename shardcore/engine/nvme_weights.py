@@ -1,0 +1,112 @@
+"""Shards of weights in a file: read ahead of their use, and written by the steps that update them.
+
+They are kept in chunks as states are (engine/nvme_states.py), which a step reads, updates and writes beside those. The file has
+no name: where steps are committed, float32 masters make these weights again, and a commit writes those that have none.
+
+Note [Reading ahead]. Gathering a unit needs its shard in host memory first. So the shards of the units after the next ones are
+read into buffers while these compute. There are as many buffers as the largest such group of units needs, and two more, through
+which shards stream that nobody foresaw. What is written to meanwhile is read again.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from shardcore._native import _C
+from shardcore.engine import nvme_states
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.disk import ALIGNMENT
+from shardcore.engine.nvme_states import WEIGHT, Chunk, NvmeStates, StateFiles, WeightFormat, aligned, place_bytes
+from shardcore.layout import round_up
+
+_STREAMING = 2  # buffers beside those of what is read ahead
+
+
+def _weights(bucket: Bucket) -> WeightFormat:
+    return WeightFormat(bucket.dtype)
+
+
+def buffer_bytes(buckets: Sequence[Bucket], prefetch: int) -> int:
+    """Return the bytes of host memory that all buffers take."""
+    read = _read_buffers(buckets, prefetch) * (place_bytes(buckets, _weights) + ALIGNMENT)
+    return nvme_states.buffer_bytes(buckets, _weights) + read
+
+
+def _read_buffers(buckets: Sequence[Bucket], prefetch: int) -> int:
+    chunks = [len(list(nvme_states.chunks_of(bucket, _weights(bucket)))) for bucket in buckets]
+    units = [sum(count for _, count in unit) for _, unit in groupby(zip(buckets, chunks, strict=True), lambda one: one[0].unit)]
+    return max((sum(units[i : i + prefetch]) for i in range(len(units))), default=0) + _STREAMING
+
+
+class NvmeWeights(NvmeStates):
+    """See the head of this file. WeightFiles, which a bucket uses; the step uses it as it does states."""
+
+    what = "weights"
+
+    def __init__(self, buckets: Sequence[Bucket], files: StateFiles, copies: _C.HostTier, prefetch: int) -> None:
+        """Take space in a file for the shards of `buckets`, in unit order; as many units as `prefetch` are read ahead."""
+        super().__init__(buckets, files, partial(copies.empty, pinned=False), _weights)
+        self._copies = copies
+        size = place_bytes(buckets, _weights, self._alignment)
+        count = _read_buffers(buckets, prefetch)
+        self._ahead: dict[Chunk, tuple[torch.Tensor, _C.FileTransfer]] = {}
+        self._most_ahead = count - _STREAMING
+        # The buffers that are not read ahead into, and what waits until the last use of each is over.
+        self._free: deque[tuple[torch.Tensor, Callable[[], None]]] = deque(
+            (aligned(copies.empty, size, self._alignment), lambda: None) for _ in range(count)
+        )
+        self.scratch_bytes += count * (size + self._alignment)
+
+    def values(self, bucket: Bucket, start: int, numel: int) -> torch.Tensor:
+        """See WeightFiles."""
+        return self.kept(bucket, start, numel)[WEIGHT]
+
+    def assign(self, bucket: Bucket, start: int, values: torch.Tensor) -> None:
+        """See WeightFiles."""
+        for first, numel, kept in self.change(bucket, start, values.numel()):
+            self._copies.to_tier(kept[WEIGHT], values[first - start : first - start + numel].contiguous()).synchronize()
+
+    def read_ahead(self, bucket: Bucket) -> None:
+        """See WeightFiles."""
+        with self._lock:
+            for chunk in self._chunks[bucket]:
+                if chunk not in self._ahead and len(self._ahead) < self._most_ahead:
+                    self._ahead[chunk] = self._start_reading(chunk)
+
+    def bring(self, bucket: Bucket, target: torch.Tensor) -> _C.CopyEvent | None:
+        """See WeightFiles."""
+        copied: _C.CopyEvent | None = None
+        for chunk in self._chunks[bucket]:
+            with self._lock:
+                memory, transfer = self._ahead.pop(chunk) if chunk in self._ahead else self._start_reading(chunk)
+            try:
+                transfer.wait()
+                self._check(chunk, memory)
+                weights = memory[: chunk.nbytes].view(bucket.dtype)
+                copied = self._copies.from_tier(target[chunk.first : chunk.first + chunk.numel], weights)
+            finally:
+                with self._lock:
+                    self._free.append((memory, transfer.wait if copied is None else copied.synchronize))
+        return copied
+
+    def _start_reading(self, chunk: Chunk) -> tuple[torch.Tensor, _C.FileTransfer]:
+        if self._held is chunk:
+            self._put_held()
+        self._settle(chunk)
+        memory, last_use_over = self._free.popleft()
+        with suppress(OSError):  # of a read that nobody waited for
+            last_use_over()
+        return memory, self._read_into(memory[: round_up(chunk.nbytes, self._alignment)], chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        if chunk in self._ahead:
+            memory, transfer = self._ahead.pop(chunk)
+            self._free.append((memory, transfer.wait))
+
+    def _start_write(self, chunk: Chunk, place: int) -> None:
+        self._drop(chunk)
+        super()._start_write(chunk, place)
