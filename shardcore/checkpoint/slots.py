@@ -16,8 +16,10 @@ A record is a manifest (checkpoint/format.py) of this rank's files, with "commit
 ranks together make a checkpoint of any world size.
 """
 
+import errno
 import gc
 import logging
+import os
 import re
 import threading
 import uuid
@@ -93,6 +95,7 @@ class Slots:
         self._committed_crcs: dict[Chunk, list[int] | None] = {}
         self._head = b""
         self._size = 0
+        self._opened: Sequence[tuple[int, int]] = ()
 
     def _locked(self) -> directory.FileLock:
         return directory.FileLock(
@@ -178,7 +181,9 @@ class Slots:
                 )
         if self.record is not None:
             self._keep(self.record, chunks)
-        return [_C.BlockFile(engine, path, self._size) for path in self.paths]
+        files = [_C.BlockFile(engine, path, self._size) for path in self.paths]
+        self._opened = [_identity(path) for path in self.paths]
+        return files
 
     def _keep(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
         """Let nothing be written over what a record has of the chunks."""
@@ -232,7 +237,12 @@ class Slots:
         return {"files": [*({"name": path.name, **about} for path in self.paths), *rest["files"]], "ranges": ranges}
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
-        """Commit: make the record durable, then let the states that it has not be written over."""
+        """Commit: make the record durable, then let the states that it has not be written over. OSError if it cannot be."""
+        for path, opened in zip(self.paths, self._opened, strict=True):
+            if _identity(path) != opened:  # open files go on where their disk was unmounted, or they were removed
+                raise OSError(
+                    errno.ESTALE, "the file there is not the one that has the states (is its disk mounted?)", str(path)
+                )
         commit = {"run": self.run, "step": step, "rank": self.rank}
         directory.write_synced(self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit}))
         _C.sync_directory(str(self.folder))
@@ -250,6 +260,11 @@ def _ranges_in(chunk: Chunk) -> Iterable[_Range]:
             at = offset + (start - low) // unit * like.itemsize
             name, count = layout.plain_name(managed.name), layout.stored_numel(part, numel)
             yield _Range(name, part, like.dtype, param_start // unit, count, at)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def _begins_with(path: Path, head: bytes) -> bool:

@@ -220,6 +220,7 @@ class NvmeStates:
         self._alignment = alignment
         self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
+        self._not_durable: OSError | None = None
         self._held: Chunk | None = None
         self._held_is_newer = False
         self._step: list[Chunk] = []
@@ -232,13 +233,19 @@ class NvmeStates:
         return [chunk for chunks in self._chunks.values() for chunk in chunks]
 
     def flush(self) -> None:
-        """Make durable what was written so far. Raises OSError. Not beside a step."""
+        """Make durable what was written so far. Raises OSError, of a file from then on each time. Not beside a step."""
         with self._lock:
             self._put_held()
             for chunk in self.chunks:
                 self._settle(chunk)
-        for file in self._files:
-            file.sync()
+        if self._not_durable is not None:
+            raise self._not_durable
+        try:
+            for file in self._files:
+                file.sync()
+        except OSError as error:  # which the kernel tells once, whatever it has dropped
+            self._not_durable = error
+            raise
 
     def forget(self) -> None:
         """Forget what is kept in memory of a chunk: files have others."""

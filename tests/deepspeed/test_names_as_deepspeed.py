@@ -6,6 +6,7 @@ Accelerate has DeepSpeed on GPUs only, so on the CPU ranks of these tests ON_CPU
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -22,16 +23,22 @@ for needed in ("transformers", "accelerate", "safetensors"):
 
 from safetensors.torch import load_file  # noqa: E402
 
-from tests.support.huggingface import tiny_gpt2  # noqa: E402
+from tests.support.huggingface import launched, tiny_gpt2  # noqa: E402
+from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.scripts import finished  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_CPU = """
-import runpy, sys
-from accelerate import PartialState
+import json, runpy, sys, torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 PartialState._prepare_backend = lambda self, cpu, sagemaker, backend=None: ("gloo", None)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
+with open("runs.json") as file:
+    runs = json.load(file)
+for sys.argv in runs:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    runpy.run_path(sys.argv[0], run_name="__main__")
+torch.distributed.destroy_process_group()
 """
 HEAD = """
 import json, sys, torch
@@ -52,7 +59,6 @@ def finish(trainer):
         found = {name: [entry[name] for entry in log] for name in ("loss", "grad_norm", "learning_rate")}
         with open(trainer.args.output_dir + "/log.json", "w") as file:
             json.dump(found, file)
-    torch.distributed.destroy_process_group()
 """
 TRAINER = """
 (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
@@ -60,6 +66,75 @@ data = [{"input_ids": ids, "labels": ids} for ids in rows()]
 trainer = Trainer(model=tiny(), args=args, train_dataset=data, eval_dataset=data[:8])
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.evaluate()
+finish(trainer)
+"""
+FROM_PRETRAINED = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+torch.manual_seed(args.process_index)                       # ranks are to agree all the same
+model = AutoModelForCausalLM.from_pretrained("saved")
+fresh = AutoModelForCausalLM.from_config(model.config)
+sums = torch.tensor([sum(param.double().sum() for param in each.parameters()) for each in (model, fresh)])
+if args.deepspeed:
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    assert is_deepspeed_zero3_enabled()
+    others = [torch.empty_like(sums) for _ in range(args.world_size)]
+    torch.distributed.all_gather(others, sums.detach())
+    assert all(torch.equal(sums, other) for other in others), others
+model.resize_token_embeddings(48, mean_resizing=False)
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
+trainer.train()
+finish(trainer)
+"""
+SFT = """
+import datasets, peft
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+(args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+trainer = SFTTrainer(
+    model=tiny(),
+    args=args,
+    train_dataset=datasets.Dataset.from_list([{"input_ids": ids.tolist()} for ids in rows()]),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
+    peft_config=lora if args.run_name == "lora" else None,
+)
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+finish(trainer)
+"""
+EVALUATION = """
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=tiny(), args=args, eval_dataset=data)
+trainer.state.log_history = [{"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0, "learning_rate": 0.0}]
+finish(trainer)
+"""
+DPO = """
+import datasets
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer
+
+(args,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+def text(ids):
+    return "".join(f" w{index}" for index in ids.tolist())
+
+trainer = DPOTrainer(
+    model=tiny(),
+    ref_model=tiny(),                                       # goes to initialize without an optimizer
+    args=args,
+    train_dataset=datasets.Dataset.from_list(
+        [{"prompt": text(ids[:4]), "chosen": text(ids[4:6]), "rejected": text(ids[6:])} for ids in rows()]
+    ),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
+)
+trainer.train()
 finish(trainer)
 """
 ZERO = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
@@ -80,36 +155,67 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {**CONFIG, "zero_optimization": zero, **more}
 
 
-def run(folder: Path, text: str, ds: dict[str, Any] | None, *words: str, out: str = "out", ranks: int = 2) -> dict[str, Any]:
-    """Run a script under shardcore run, with DeepSpeed's configuration or (None) plain DDP; return its log and weights."""
-    (folder / "train.py").write_text(HEAD + text)
-    (folder / "cpu.py").write_text(ON_CPU)
-    (folder / "ds.json").write_text(json.dumps(ds))
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "RANK", "WORLD_SIZE"))}
-    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CI": "true"}
-    command = [sys.executable, "-m", "shardcore", "run", "--num_gpus", str(ranks), "--no_local_rank"]
-    if ds is None:
-        command += ["train.py", "--use_cpu", "1"]
-    else:
-        own["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        command += ["--as-deepspeed", "cpu.py", "train.py", "--deepspeed", "ds.json"]
+def words_of(out: str, *words: str) -> list[str]:
     settings = {
         "output_dir": out, "max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1,
         "report_to": "none", "gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_grad_norm": 0.5, "disable_tqdm": 1,
         "logging_nan_inf_filter": 0,
     }  # fmt: skip
-    for name, value in settings.items():
-        if f"--{name}" not in words:
-            command += [f"--{name}", str(value)]
-    done = finished([*command, *words], folder, {**clean, **own})
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    result: dict[str, Any] = json.loads((folder / out / "log.json").read_text())
+    given = [f"--{name}={value}" for name, value in settings.items() if f"--{name}" not in words]
+    return [*given, *words]
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """Return the log and the weights that a run has left."""
+    result: dict[str, Any] = json.loads((folder / "log.json").read_text())
     for name in ("model", "adapter_model"):
-        file = folder / out / f"{name}.safetensors"
+        file = folder / f"{name}.safetensors"
         if file.exists():
             result["weights"] = load_file(file)
-    result["said"] = done.stdout + done.stderr
     return result
+
+
+Run = tuple[str, dict[str, Any], tuple[str, ...]]  # a script, DeepSpeed's configuration, arguments
+
+
+def run(folder: Path, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """Make trainings by one shardcore run on two ranks, one after the other; return the log and weights of each by its name.
+
+    Starting a rank and importing what it needs takes ten times as long as a training.
+    """
+    lines = []
+    for name, (text, ds, words) in runs.items():
+        (folder / f"{name}.py").write_text(HEAD + text)
+        (folder / f"{name}.json").write_text(json.dumps(ds))
+        lines.append([f"{name}.py", "--deepspeed", f"{name}.json", *words_of(name, *words)])
+    (folder / "runs.json").write_text(json.dumps(lines))
+    (folder / "cpu.py").write_text(ON_CPU)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "RANK", "WORLD_SIZE"))}
+    own = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "CI": "true",
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
+    command = [sys.executable, "-m", "shardcore", "run", "--num_gpus", "2", "--no_local_rank", "--as-deepspeed", "cpu.py"]
+    done = finished(command, folder, {**clean, **own})
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
+    return {name: result_of(folder / name) for name in runs}
+
+
+def _run_plain(rank: int, world_size: int, folder: str, words: list[str]) -> None:
+    with launched(rank, world_size), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["train.py", "--use_cpu=1", *words])
+        runpy.run_path("train.py", run_name="__main__")
+
+
+def run_plain(folder: Path, text: str, *words: str) -> dict[str, Any]:
+    """Run a script under DDP, on ranks that have imported what it needs; return its log and weights."""
+    (folder / "train.py").write_text(HEAD + text)
+    run_ranks(2, _run_plain, str(folder), words_of("plain", *words))
+    return result_of(folder / "plain")
 
 
 def same_weights(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -215,170 +321,107 @@ def test_copies_keep_ties() -> None:
 # --- Trainer ------------------------------------------------------------------------------------------------------------
 
 
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+FP16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 1000}
+OWN = config(3, zero=OFFLOAD, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
+BEST = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "1")
+TRL = ("--bf16", "0", "--run_name")
+RUNS: dict[str, Run] = {
+    "two": (TRAINER, config(2), ()),
+    "three": (TRAINER, config(3), ()),
+    "offloaded": (TRAINER, config(2, zero=OFFLOAD), ()),
+    "own": (TRAINER, OWN, ("--warmup_steps", "2")),
+    "own_here": (TRAINER, {**OWN, "zero_optimization": config(3)["zero_optimization"]}, ("--warmup_steps", "2")),
+    "fp16": (TRAINER, config(2, fp16=FP16), ("--fp16", "1")),
+    "no_weights": (TRAINER, config(3, zero={"stage3_gather_16bit_weights_on_model_save": False}), ()),
+    "pretrained": (FROM_PRETRAINED, config(3), BEST),
+    "evaluation": (EVALUATION, config(3, optimizer=ADAMW), ()),  # an optimizer that is left out
+}
+WITH_TRL: dict[str, Run] = {
+    "whole": (SFT, config(3), (*TRL, "whole")),
+    "lora": (SFT, config(3), (*TRL, "lora")),
+    "dpo": (DPO, config(3), TRL[:2]),
+}
+
+
+def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) -> Run:
+    return text, ds, (*words, "--resume_from_checkpoint", f"{name}/checkpoint-2")
+
+
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run(tmp_path_factory.mktemp("ddp"), TRAINER, None)
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What all trainings have left; those that are resumed begin in new processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    tiny_gpt2().save_pretrained(folder / "saved")
+    trl = all(importlib.util.find_spec(name) for name in ("trl", "peft"))
+    runs = RUNS | (WITH_TRL if trl else {})
+    again = {f"{name}_resumed": resumed(name, *runs[name]) for name in ("three", "own", "whole", "lora") if name in runs}
+    return run(folder, runs) | run(folder, again) | {"folder": folder}
 
 
 @pytest.mark.slow
-def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, ddp: dict[str, Any]) -> None:
-    two = run(tmp_path, TRAINER, config(2), out="two")
-    three = run(tmp_path, TRAINER, config(3), out="three")
+def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[str, Any]) -> None:
+    ddp = run_plain(tmp_path, TRAINER)
+    two, three = found["two"], found["three"]
     assert len(two["loss"]) == 4
     assert min(two["grad_norm"]) > 0.5, "clipped at every step"
     assert close(two, ddp)
     assert close(three, ddp)
     assert same_weights(two, three)
-    resumed = run(tmp_path, TRAINER, config(3), "--resume_from_checkpoint", "three/checkpoint-2", out="resumed")
-    assert same_weights(resumed, three)
-    assert resumed["grad_norm"] == three["grad_norm"]
-    unclipped = run(tmp_path, TRAINER, config(3), "--max_grad_norm", "1000", out="unclipped")
-    assert not close(unclipped, ddp), "the twin without clipping"
+    assert same_weights(found["three_resumed"], three)
+    assert found["three_resumed"]["grad_norm"] == three["grad_norm"]
+    assert not close(two, run_plain(tmp_path, TRAINER, "--max_grad_norm", "1000")), "a twin without clipping"
 
 
 @pytest.mark.slow
-def test_the_configurations_own_optimizer_and_scheduler_with_offload(tmp_path: Path) -> None:
-    def of(offload: str) -> dict[str, Any]:
-        zero = {"offload_optimizer": {"device": offload}}
-        return config(3, zero=zero, optimizer=ADAMW, scheduler={"type": "WarmupDecayLR", "params": WARMUP})
-
-    here = run(tmp_path, TRAINER, of("none"), "--warmup_steps", "2", out="here")
-    there = run(tmp_path, TRAINER, of("cpu"), "--warmup_steps", "2", out="there")
-    assert same_weights(here, there)
-    assert here["learning_rate"] == there["learning_rate"]
-    assert max(here["learning_rate"]) == pytest.approx(0.01)
-    assert min(here["learning_rate"]) == 0.0, "DeepSpeed's scheduler, not Trainer's"
-    again = run(
-        tmp_path, TRAINER, of("cpu"), "--warmup_steps", "2", "--resume_from_checkpoint", "there/checkpoint-2", out="again"
-    )
-    assert same_weights(again, there)
-    own = run(tmp_path, TRAINER, config(2, zero={"offload_optimizer": {"device": "cpu"}}), out="own")
-    kept = run(tmp_path, TRAINER, config(2), out="kept")
-    assert same_weights(own, kept), "torch's AdamW, which Accelerate replaces by DeepSpeedCPUAdam"
-
-
-FROM_PRETRAINED = """
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-torch.manual_seed(args.process_index)                       # ranks are to agree all the same
-model = AutoModelForCausalLM.from_pretrained("saved")
-fresh = AutoModelForCausalLM.from_config(model.config)
-sums = torch.tensor([sum(param.double().sum() for param in each.parameters()) for each in (model, fresh)])
-if args.deepspeed:
-    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-    assert is_deepspeed_zero3_enabled()
-    others = [torch.empty_like(sums) for _ in range(args.world_size)]
-    torch.distributed.all_gather(others, sums.detach())
-    assert all(torch.equal(sums, other) for other in others), others
-model.resize_token_embeddings(48, mean_resizing=False)
-data = [{"input_ids": ids, "labels": ids} for ids in rows()]
-trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:8])
-trainer.train()
-finish(trainer)
-"""
+def test_the_configurations_own_optimizer_and_scheduler_with_offload(found: dict[str, Any]) -> None:
+    own = found["own"]
+    assert same_weights(found["own_here"], own)
+    assert found["own_here"]["learning_rate"] == own["learning_rate"]
+    assert max(own["learning_rate"]) == pytest.approx(0.01)
+    assert min(own["learning_rate"]) == 0.0, "DeepSpeed's scheduler, not Trainer's"
+    assert same_weights(found["own_resumed"], own)
+    assert same_weights(found["offloaded"], found["two"]), "torch's AdamW, which Accelerate replaces by DeepSpeedCPUAdam"
+    assert not same_weights(own, found["two"])
 
 
 @pytest.mark.slow
-def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path) -> None:
+def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path, found: dict[str, Any]) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "saved")
-    words = ("--eval_strategy", "steps", "--eval_steps", "2", "--load_best_model_at_end", "1")
-    sharded = run(tmp_path, FROM_PRETRAINED, config(3), *words, out="sharded")
-    plain = run(tmp_path, FROM_PRETRAINED, None, *words, out="plain")
-    assert sharded["weights"]["transformer.wte.weight"].shape[0] == 48
-    assert sharded["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), "new rows are random"
+    plain = run_plain(tmp_path, FROM_PRETRAINED, *BEST)
+    assert found["pretrained"]["weights"]["transformer.wte.weight"].shape[0] == 48
+    assert found["pretrained"]["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), "new rows are random"
 
 
 @pytest.mark.slow
-def test_overflow_of_float16_steps_no_scheduler(tmp_path: Path) -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1, "loss_scale_window": 1000}
-    found = run(tmp_path, TRAINER, config(2, fp16=fp16), "--fp16", "1")
-    assert found["learning_rate"][0] == found["learning_rate"][1] == 0.01, "the first steps are skipped"
+def test_overflow_of_float16_steps_no_scheduler(found: dict[str, Any]) -> None:
+    rates = found["fp16"]["learning_rate"]
+    assert rates[0] == rates[1] == 0.01, "the first steps are skipped"
 
 
 @pytest.mark.slow
-def test_a_model_without_its_weights_says_where_they_are(tmp_path: Path) -> None:
-    found = run(tmp_path, TRAINER, config(3, zero={"stage3_gather_16bit_weights_on_model_save": False}))
-    assert "weights" not in found, "as with DeepSpeed: only sharded"
-    assert (tmp_path / "out" / "latest").exists()
+def test_a_model_without_its_weights_says_where_they_are(found: dict[str, Any]) -> None:
+    assert "weights" not in found["no_weights"], "as with DeepSpeed: only sharded"
+    assert (found["folder"] / "no_weights" / "latest").exists()
 
 
-SFT = """
-import datasets, peft
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-from trl import SFTConfig, SFTTrainer
-
-(args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses()
-words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
-lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-trainer = SFTTrainer(
-    model=tiny(),
-    args=args,
-    train_dataset=datasets.Dataset.from_list([{"input_ids": ids.tolist()} for ids in rows()]),
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
-    peft_config=lora if args.run_name == "lora" else None,
-)
-trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-finish(trainer)
-"""
+@pytest.mark.slow
+def test_evaluation_alone_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
+    assert close(found["evaluation"], run_plain(tmp_path, EVALUATION))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["whole", "lora"])
-def test_trl_at_stage_3(kind: str, tmp_path: Path) -> None:
+def test_trl_at_stage_3(kind: str, tmp_path: Path, found: dict[str, Any]) -> None:
     for needed in ("trl", "peft"):
         pytest.importorskip(needed, reason="tests with TRL and PEFT")
-    words = ("--bf16", "0", "--run_name", kind)
-    plain = run(tmp_path, SFT, None, *words, out="plain")
-    sharded = run(tmp_path, SFT, config(3), *words, out="sharded")
-    assert close(sharded, plain)
-    assert sharded["weights"].keys() == plain["weights"].keys()
-    resumed = run(tmp_path, SFT, config(3), *words, "--resume_from_checkpoint", "sharded/checkpoint-2", out="resumed")
-    assert same_weights(resumed, sharded)
-
-
-EVALUATION = """
-(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-data = [{"input_ids": ids, "labels": ids} for ids in rows()]
-trainer = Trainer(model=tiny(), args=args, eval_dataset=data)
-trainer.state.log_history = [{"loss": trainer.evaluate()["eval_loss"], "grad_norm": 0.0, "learning_rate": 0.0}]
-finish(trainer)
-"""
+    plain = run_plain(tmp_path, SFT, *TRL, kind)
+    assert close(found[kind], plain)
+    assert found[kind]["weights"].keys() == plain["weights"].keys()
+    assert same_weights(found[f"{kind}_resumed"], found[kind])
 
 
 @pytest.mark.slow
-def test_evaluation_alone_at_stage_3(tmp_path: Path) -> None:
-    adam = config(3, optimizer=ADAMW)  # which is left out
-    assert close(run(tmp_path, EVALUATION, adam), run(tmp_path, EVALUATION, None, out="plain"))
-
-
-DPO = """
-import datasets
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer
-
-(args,) = HfArgumentParser(DPOConfig).parse_args_into_dataclasses()
-words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
-words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-
-def text(ids):
-    return "".join(f" w{index}" for index in ids.tolist())
-
-trainer = DPOTrainer(
-    model=tiny(),
-    ref_model=tiny(),                                       # goes to initialize without an optimizer
-    args=args,
-    train_dataset=datasets.Dataset.from_list(
-        [{"prompt": text(ids[:4]), "chosen": text(ids[4:6]), "rejected": text(ids[6:])} for ids in rows()]
-    ),
-    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2"),
-)
-trainer.train()
-finish(trainer)
-"""
-
-
-@pytest.mark.slow
-def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path) -> None:
+def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
     pytest.importorskip("trl", reason="tests with TRL")
-    assert close(run(tmp_path, DPO, config(3), "--bf16", "0"), run(tmp_path, DPO, None, "--bf16", "0", out="plain"))
+    assert close(found["dpo"], run_plain(tmp_path, DPO, *TRL[:2]))

@@ -109,9 +109,10 @@ def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
 
 @pytest.mark.slow
 def test_stages_have_one_list_of_losses(trained):
-    stages = [trained("zero.py", "--stage", str(stage)) for stage in (1, 2, 3)]
-    assert to_digits(stages[0]) == to_digits(stages[1]) == to_digits(stages[2])
-    assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(stages[2])
+    """Of the first and the last; tests/test_api_stages.py has all."""
+    whole, sharded = (trained("zero.py", "--stage", str(stage)) for stage in (1, 3))
+    assert to_digits(whole) == to_digits(sharded)
+    assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(sharded)
 
 
 @pytest.mark.slow

@@ -104,13 +104,6 @@ def check_short(output: str) -> None:
     assert "ranks      2 on cpu" in output
 
 
-@pytest.mark.slow  # torchrun itself starts ranks in tests/deepspeed/test_initialize.py, too
-def test_torchrun_starts_the_ranks():
-    done = run_program(*SHORT, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
-    assert done.returncode == 0, done.stderr
-    check_short(done.stdout)
-
-
 def _started(rank: int, environment: dict[str, str], output: Path) -> None:
     """A rank as torchrun starts it: the environment is all that it gives."""
     os.environ.update(environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -258,10 +251,11 @@ def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
-    short = ("--device", "cpu", "--preset", "tiny", "--steps", "200", "--precision", "fp32", "--lr", "1e-3")
+    short = ("--device", "cpu", "--preset", "tiny", "--steps", "100", "--precision", "fp32", "--lr", "1e-3")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3")
     done = run_program(*short, "--out", str(tmp_path / "undisturbed"), launcher=launcher)
     assert done.returncode == 0, done.stderr
+    check_short(done.stdout)
     saved = tmp_path / "saved"
     arguments = (*short, "--checkpoint-every", "5", "--resume", "--checkpoint-dir", str(saved), "--keep-last", "2")
     with open(tmp_path / "said", "w") as said:
@@ -274,7 +268,7 @@ def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
         )
         try:
             kill_rank_at(process, 0, saved, 10)
-            kill_rank_at(process, 1, saved, 60)
+            kill_rank_at(process, 1, saved, 30)
             assert process.wait(120) == 0, (tmp_path / "said").read_text()
         finally:
             process.terminate()  # which ends its ranks
@@ -287,12 +281,10 @@ def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
     assert len(re.findall(rf"^going on from {re.escape(str(saved))}/step\d+$", (tmp_path / "said").read_text(), re.M)) == 2
 
 
-@pytest.mark.slow
 def test_help_names_the_choices():
-    done = run_program("--help")
-    assert done.returncode == 0
+    said = train_gpt.make_parser().format_help()
     for option in ("--stage", "--offload", "--preset", "--steps", "--text", "--precision", "--accumulate", "--clip", "--nproc"):
-        assert option in done.stdout
+        assert option in said
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,8 @@ TRAINING = """
         model(torch.randn(8, 40)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    weights = model.state_dict()["weight"]
-    print(f"{dist.get_rank()} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}\\n", end="")
+        weights = model.state_dict()["weight"]
+        print(f"{dist.get_rank()} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()}\\n", end="")
     dist.destroy_process_group()
 """
 
@@ -205,8 +205,8 @@ def test_training_is_that_of_torchrun() -> None:
     out, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 0, err
     hashes = sorted(out.splitlines())
-    assert [line[:2] for line in hashes] == ["0 ", "1 "]
-    assert hashes[0][2:] == hashes[1][2:]
+    assert len({line[2:] for line in hashes}) == 3, "each step changes the weights"
+    assert [f"{rank} {line[2:]}" for rank in (0, 1) for line in hashes[:3]] == hashes
     assert err.startswith("shardcore run: torch finds no GPU on localhost: 2 on its CPU, over gloo\n")
     Path("train.py").write_text(textwrap.dedent(TRAINING).replace("options.local_rank ==", "0 <="))
     line = [
@@ -219,17 +219,11 @@ def test_training_is_that_of_torchrun() -> None:
         "localhost",
         "train.py",
         "--steps",
+        "3",
     ]
-    for steps, same in (("3", True), ("2", False)):  # another training has another hash
-        done = subprocess.run(
-            [*line, steps],
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=SOON_S,
-        )
-        assert (sorted(done.stdout.splitlines()) == hashes) == same
+    given = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(line, env=given, capture_output=True, text=True, check=True, timeout=SOON_S)
+    assert sorted(done.stdout.splitlines()) == hashes
 
 
 @pytest.mark.slow

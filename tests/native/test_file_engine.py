@@ -559,7 +559,7 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")) - files, resident_kib() - memory
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20_000, pytest.param(300_000, marks=pytest.mark.slow)])
 def test_many_requests_leak_nothing(backend, path, count):
     script = f"""
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
@@ -568,7 +568,7 @@ print(*many_requests(backend, Path(path), {count}))
 """
     files, memory = map(int, run(script, path, backend).split())  # of a process that does nothing else
     assert files == 0
-    assert memory < 8 * 1024  # 0.4 KiB for a request would be
+    assert memory < 8 * 1024  # 0.4 KiB for a request would be; of 300,000, the smallest piece that malloc gives (32 bytes)
 
 
 # Names
