@@ -19,7 +19,7 @@ from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from itertools import count
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -151,6 +151,16 @@ def _status_of(param: nn.Parameter) -> ZeroParamStatus:
         raise AttributeError("ds_status")
     is_there = param.untyped_storage().nbytes() > 0
     return ZeroParamStatus.AVAILABLE if is_there else ZeroParamStatus.NOT_AVAILABLE
+
+
+# What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as hooks here leave parameters
+# alone there. `optimizer.parameter_offload`, after install_as_deepspeed.
+_NO_HOOKS = SimpleNamespace(
+    module=SimpleNamespace(named_parameters=lambda recurse: (), ds_external_parameters=lambda: ()),
+    forward_hooks=(),
+    backward_hooks=(),
+    _register_deepspeed_module=lambda module: None,
+)
 
 
 @contextmanager
@@ -536,5 +546,6 @@ def install_as_deepspeed() -> None:
     vars(package).update(__version__=VERSION, version=VERSION)
     install(package)
     nn.Parameter.ds_status = property(_status_of)  # type: ignore[attr-defined]  # TRL asks it of the model's own parameters
+    FusedAdam.parameter_offload = CPUAdam.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)
     importlib.invalidate_caches()

@@ -133,11 +133,14 @@ class ShardcoreAccelerator(Accelerator):
             )
         if optimizer is None:
             forward = {name: value for name, value in options.items() if name in _WITHOUT_OPTIMIZER}
-            return shard(model, None, **forward)
+            sharded = shard(model, None, **forward)
+            _GeneratesTogether.mark(model)
+            return sharded
         options.setdefault("accumulate", self.gradient_accumulation_steps)
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             options.setdefault("sync_each", True)
         sharded = shard(model, optimizer, **options)
+        _GeneratesTogether.mark(model)
         if sum(map(_scales, [*(each.optimizer for each in self._optimizers), sharded[1]])) > 1:
             raise ValueError(
                 "prepare: two models have float16 weights, each with a loss scale of its own, and backward(loss) has one loss; "
@@ -223,6 +226,26 @@ class ShardcoreAccelerator(Accelerator):
         for model in self._models:
             if engine_of(model) is not None:
                 yield model, of.get(engine_of(model))
+
+
+class _GeneratesTogether:
+    """Whether transformers' `generate` has to run until all ranks are done, as with FSDP: each forward gathers.
+
+    False inside full_params(model), and in a copy of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Engine | None = engine  # None in a deepcopy
+
+    def __bool__(self) -> bool:
+        return self.engine is not None and self.engine.unsharder is not None and not self.engine.unsharder.all_held
+
+    @classmethod
+    def mark(cls, model: nn.Module) -> None:
+        engine = engine_behind("prepare", model)
+        for module in model.modules() if engine.comm.world_size > 1 and engine.unsharder is not None else ():
+            if hasattr(module, "generate"):  # the second is for torch.compile
+                vars(module).update(_is_fsdp_managed_module=cls(engine), _fsdp_use_orig_params=True)
 
 
 class _Optimizer(AcceleratedOptimizer):

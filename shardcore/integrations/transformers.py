@@ -219,9 +219,6 @@ class ShardcoreTrainerMixin:
             self.model_wrapped = self.model
         elif self._engine is None and self._config is not None:
             self._apply_config()
-        generates = getattr(self, "_gen_kwargs", None)  # of Seq2SeqTrainer
-        if generates is not None and self.args.world_size > 1 and self.accelerator.shard_options.get("stage", 2) == 3:
-            generates.setdefault("synced_gpus", True)  # each forward gathers, so ranks generate equally long
         return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     # --- saving and loading: Note [Checkpoints] ---------------------------------------------------------------------------

@@ -425,3 +425,36 @@ def test_trl_at_stage_3(kind: str, tmp_path: Path, found: dict[str, Any]) -> Non
 def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
     pytest.importorskip("trl", reason="tests with TRL")
     assert close(found["dpo"], run_plain(tmp_path, DPO, *TRL[:2]))
+
+
+ONLINE = """
+import datasets
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+(args,) = HfArgumentParser(trl.NAMEConfig).parse_args_into_dataclasses()
+words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(40)}, unk_token="w3"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+trainer = trl.NAMETrainer(
+    model="saved",
+    args=args,
+    reward_funcs=lambda completions, **columns: [float(text.count("7")) for text in completions],
+    train_dataset=datasets.Dataset.from_list([{"prompt": "".join(f" w{index}" for index in ids[:4])} for ids in rows()]),
+    processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", padding_side="left"),
+)
+trainer.train()
+finish(trainer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="tests with TRL")
+    tiny_gpt2().save_pretrained(tmp_path / "saved")
+    words = ("--bf16", "0", "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
+    sharded = run(tmp_path, ONLINE.replace("NAME", name), config(3), *words, out="sharded")
+    plain = run(tmp_path, ONLINE.replace("NAME", name), None, *words, out="plain")
+    assert min(plain["grad_norm"]) > 0.0
+    assert sharded["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"

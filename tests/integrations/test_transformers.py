@@ -287,16 +287,26 @@ def _generate(rank: int, world_size: int, out: str, options: dict[str, Any]) -> 
         data = [{"input_ids": torch.arange(8) * (3 + index) % VOCAB, "labels": torch.arange(7)} for index in range(6)]
         trainer = Generating(model=model, args=args, train_dataset=data, shard_options={"stage": 3})
         model.generation_config.eos_token_id = list(range(10, VOCAB, 2))
-        return torch.as_tensor(trainer.predict(data, max_new_tokens=12, **options).predictions)
+        predictions = torch.as_tensor(trainer.predict(data, max_new_tokens=12, **options).predictions)
+        own = trainer.model.generate(data[rank]["input_ids"][None], max_new_tokens=12, **options)[0]  # as TRL's GRPO does
+        with shardcore.full_params(trainer.model):
+            copied = copy.deepcopy(trainer.model)
+            if rank == 0:  # alone, as no forward gathers
+                trainer.model.generate(data[0]["input_ids"][None], max_new_tokens=12)
+        if rank == 0:
+            copied.generate(data[0]["input_ids"][None], max_new_tokens=12)
+        return predictions, own.tolist()
 
 
 @pytest.mark.slow
 def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
-    alone = run_ranks(1, _generate, str(tmp_path), {})[0]
+    alone, _ = run_ranks(1, _generate, str(tmp_path), {})[0]
     lengths = [row.count_nonzero().item() for row in alone]
     assert any(a != b for a, b in zip(lengths[::2], lengths[1::2], strict=True)), "ranks are done at different times"
-    for found in run_ranks(2, _generate, str(tmp_path), {}):
+    for rank, (found, own) in enumerate(run_ranks(2, _generate, str(tmp_path), {})):
         assert torch.equal(found, alone)
+        assert own == alone[rank, : len(own)].tolist()
+        assert len(own) == len(alone[rank]) or not alone[rank, len(own) :].any()
     messages = run_ranks(2, message_of, _generate, str(tmp_path), {"synced_gpus": False})
     assert any("ranks wait for different things" in message for message in messages), messages
 
