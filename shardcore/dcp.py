@@ -155,7 +155,7 @@ class Writer(StorageWriter):
                 objects[item.index.fqn] = plain.to_json(_object(planner, item), f"save: {item.index.fqn}")
             else:
                 items += _items(planner, item)
-        said = {**write_ranges(path, self._rank, items), "objects": objects}
+        said = {**write_ranges(path, layout.data_file(self._rank), items), "objects": objects}
         file = said["files"][0]
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(MetadataIndex(file["name"]), file["bytes"], said)])

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from shardcore.checkpoint.save import (
     weight_of,
 )
 from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
-from shardcore.checkpoint.write import Item, manifest_of, write_ranges
+from shardcore.checkpoint.write import Given, Item, manifest_of, write_ranges
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
@@ -173,9 +174,13 @@ class Commits:
         if not self._all_have_it:
             raise StepError(f"rank {have.index(False)} could not commit step {self.step}; see its error")
 
+    def give(self, folder: Path) -> Given | None:
+        """Let a checkpoint that is written to `folder` have the file of committed states, if it can: see `Slots.give`."""
+        return self._slots.give(self._states, folder)
+
     def _commit(self, engine: Engine, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:
         self._states.flush()
-        written = write_ranges(self._slots.folder, 2, list(self._rest(engine)), self._slots.rest_name)
+        written = write_ranges(self._slots.folder, self._slots.rest_name, list(self._rest(engine)), len(self._slots.paths))
         said = self._slots.said(self._states, written)
         own = {"world_size": engine.comm.world_size, "rank_state": self._rank}
         self._record = {**manifest_of([said], tensors, rest), **own}

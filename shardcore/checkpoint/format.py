@@ -3,6 +3,7 @@
     global_step20/
       manifest.json            what there is, and where: shapes, dtypes, ranges with their files, offsets and checksums
       rank_00000.safetensors   flat ranges of tensors, "name@start" (of a state "name.exp_avg@start")
+      rank_00000.slot_0.safetensors   its states, where a step of states on disk was committed (checkpoint/slots.py)
       rank_00000.json          this rank's random states and positions in its data
       client_state.json        what the user gave beside it
 
@@ -10,7 +11,7 @@ A range has at most RANGE_NUMEL elements and does not cross a multiple of that i
 parameters there too reads each range once, for any world size. Its checksum (crc32c) is checked in every read. Data begin at a
 multiple of ALIGNMENT bytes. JSON files end with a checksum of what is before it. A part of a parameter is stored as the
 optimizer keeps it: "master" (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
-codes with "exp_avg_scale", one float32 per 256 elements.
+codes with "exp_avg_scale", one float32 per 256 elements. A slot may have older values, too: the manifest says which count.
 Nothing is unpickled; names of files are matched against a pattern; each offset is checked against the file before it is read.
 """
 

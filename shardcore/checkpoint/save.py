@@ -4,6 +4,7 @@ How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commi
 
 Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction (`Bucket.reduces`): at stage
 0 a share of everything. Rank 0 writes buffers and what is in no bucket.
+Committed states on disk are not written: their file is linked into the checkpoint (checkpoint/slots.py, Note [Given away]).
 Saves in the background: checkpoint/background.py.
 """
 
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +26,7 @@ from torch import nn
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
-from shardcore.checkpoint.write import Item, check_seen, write_json, write_manifest, write_ranges
+from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
@@ -53,8 +54,9 @@ def save(
 
     When this returns (with wait=False: when the `wait()` of what it returns does) everything is on disk. A crash at any instant
     leaves the checkpoints that were there; one of the same tag is replaced when the new one is complete. Every rank writes what
-    it owns, 4 MiB at a time. Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0.
-    Gradients are not saved, with a warning where some wait for a step: save after one.
+    it owns, 4 MiB at a time; files of committed steps ("optimizer": "nvme") are linked, not copied, on the same file system.
+    Random states (Python's, torch's, NumPy's, the GPU's) are saved of every rank, buffers of rank 0. Gradients are not saved,
+    with a warning where some wait for a step: save after one.
 
     Args:
         directory: Of a file system that all ranks see; of one model.
@@ -220,12 +222,18 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
 Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
-def _items(engine: Engine, content: Content, held: Held | None) -> Iterator[Item]:
-    """Yield what this rank writes: see Note [Who writes]. held: is to know of what steps would overwrite meanwhile."""
+def _items(engine: Engine, content: Content, held: Held | None, given: Given | None = None) -> Iterator[Item]:
+    """Yield what this rank saves: see Note [Who writes].
+
+    held: is to know of what steps would overwrite meanwhile. given: has some of it, which are cut as they are there.
+    """
     for bucket in engine.buckets:
         if bucket.trainable or not content.exclude_frozen:
-            for managed, start, param_start, numel in ranges_of(bucket, *bucket.reduces):
-                yield from parts_of(engine, bucket, managed, (start, param_start, numel), content.states, held)
+            chunks = [] if given is None else [(start, end) for of, start, end in given.chunks if of is bucket]
+            for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
+                live = None if (low, high) in chunks else held
+                for managed, *where in ranges_of(bucket, low, high):
+                    yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), content.states, live)
     if engine.comm.rank == 0:
         for name, tensor in _unsharded(engine, content):
             flat = tensor.detach().reshape(-1)
@@ -414,7 +422,11 @@ class _Job:
         """List what is written; if `stages`, copy what does not stay where it is until the next step."""
         assert self._engine is not None
         check_seen(self._path, self._comm.rank)
-        self._items = list(_items(self._engine, self._content, self._held if stages else None))
+        given = self._given = self._give(self._engine)
+        items = list(_items(self._engine, self._content, self._held if stages else None, given))
+        in_given = {} if given is None else given.ranges
+        self._items = [item for item in items if item.key not in in_given]
+        self._in_given = [in_given[item.key] for item in items if item.key in in_given]
         self._describe = describe(self._engine, self._content)
         if stages:
             still = [item for item in self._items if not isinstance(item, LiveItem)]
@@ -422,10 +434,18 @@ class _Job:
             self._store.watch(self._held.hold)
             self._engine = None
 
+    def _give(self, engine: Engine) -> Given | None:
+        """Take the file of committed states as it is, if there is one: only where this rank alone writes what it owns."""
+        alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
+        return engine.commits.give(self._path) if engine.commits is not None and self._content.states and alone else None
+
     def write(self) -> dict[str, Any]:
         """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
-        rank = self._comm.rank
-        said = write_ranges(self._path, rank, self._items)
+        said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items)
+        if self._given is not None:
+            said["files"].append(self._given.file)
+            for where in self._in_given:
+                add_range(said["ranges"], *where)
         said["files"] += [write_json(self._path / name, held) for name, held in self._beside.files.items()]
         return said
 

@@ -12,6 +12,12 @@ Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was
 it sends its part of the norm, which step s + 1 needs. So after a crash the ranks' last commits are one step apart at most, and
 the newest one that all have is whole everywhere. A rank that has a newer one removes its record before any rank goes on.
 
+Note [Given away]. A checkpoint on the same file system gets the slot that has the states as a hard link, so nothing is copied.
+From then on nothing may be written to that file. The space of another one, ".next", is taken at once, where an error is one of
+the save. Before the slot is written to, two steps later, the other file gets what the last commit has there, is synced, and is
+renamed over the slot: at any instant the slot has the last commit. Whether a checkpoint has a slot is seen by its number of
+links, also by the process that goes on after a crash. What is not committed, or in the other slot, is copied as ever.
+
 A record is a manifest (checkpoint/format.py) of this rank's files, with "commit" and "rank_state" beside. The records of all
 ranks together make a checkpoint of any world size.
 """
@@ -23,7 +29,7 @@ import os
 import re
 import threading
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +40,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.save import ranges_of
-from shardcore.checkpoint.write import key_of
+from shardcore.checkpoint.write import GIVEN, Given, add_range, key_of
 from shardcore.distributed.comm import Comm
 from shardcore.engine.disk import alignment_of
 from shardcore.engine.nvme_states import Chunk, NvmeStates, place, places_of
@@ -95,7 +101,9 @@ class Slots:
         self._committed_crcs: dict[Chunk, list[int] | None] = {}
         self._head = b""
         self._size = 0
-        self._opened: Sequence[tuple[int, int]] = ()
+        self._files: list[_C.BlockFile] = []
+        self._next: dict[int, _C.BlockFile] = {}  # by slot, of those that a checkpoint has: see Note [Given away]
+        self._opened: list[tuple[int, int]] = []
 
     def _locked(self) -> directory.FileLock:
         return directory.FileLock(
@@ -171,8 +179,10 @@ class Slots:
         pad(end)
         self._head, _ = layout.head_of(tensors, alignment=alignment)
         self._size = place(chunks, len(self._head), alignment)
-        for path in self.paths:
+        for slot, path in enumerate(self.paths):
+            self._next_path(slot).unlink(missing_ok=True)
             if self.record is None:
+                path.unlink(missing_ok=True)  # a checkpoint may have it
                 path.write_bytes(self._head)
             elif not _begins_with(path, self._head) or path.stat().st_size != self._size:
                 raise ValueError(
@@ -181,9 +191,13 @@ class Slots:
                 )
         if self.record is not None:
             self._keep(self.record, chunks)
-        files = [_C.BlockFile(engine, path, self._size) for path in self.paths]
+        self._engine = engine
+        self._files = [_C.BlockFile(engine, path, self._size) for path in self.paths]
+        for slot, path in enumerate(self.paths):
+            if path.stat().st_nlink > 1:
+                self._make_next(slot)
         self._opened = [_identity(path) for path in self.paths]
-        return files
+        return self._files
 
     def _keep(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
         """Let nothing be written over what a record has of the chunks."""
@@ -196,7 +210,7 @@ class Slots:
         for chunk in chunks:
             places = [chunk.offset + offset for offset, _ in chunk.parts]
             slot = next((slot for slot in (0, 1) if places and (slot, places[0]) in crcs), None)
-            chunk.committed = slot or 0
+            chunk.slot = chunk.committed = slot or 0
             self._committed_crcs[chunk] = None if slot is None else [crcs[slot, at] for at in places]
 
     def adopt(self, states: NvmeStates) -> None:
@@ -206,6 +220,66 @@ class Slots:
             assert chunk.committed is not None
             chunk.slot, chunk.crcs = chunk.committed, crcs
         self.record, self._committed_crcs = None, {}
+
+    # --- checkpoints that have a slot: Note [Given away] ----------------------------------------------------------------------
+
+    def give(self, states: NvmeStates, folder: Path) -> Given | None:
+        """Link the slot that has most of the committed states into `folder`; None if it cannot. Not beside a step.
+
+        Raises OSError, where there is no room for another file among others.
+        """
+        states.flush()
+        committed = [chunk for chunk in states.chunks if chunk.crcs is not None and chunk.slot == chunk.committed]
+        if not committed:
+            return None
+        slot = max((0, 1), key=lambda slot: sum(chunk.nbytes for chunk in committed if chunk.slot == slot))
+        path = folder / self.paths[slot].name
+        try:
+            os.link(self.paths[slot], path)
+        except OSError:  # another file system, or one without links
+            return None
+        try:
+            self._make_next(slot)
+        except OSError:
+            path.unlink()
+            raise
+        chunks = []
+        ranges: dict[str, tuple[str, str, torch.dtype, list[int]]] = {}
+        for chunk in committed:
+            if chunk.slot == slot:
+                first = chunk.bucket.device_numel + chunk.first
+                chunks.append((chunk.bucket, first, first + chunk.numel))
+                ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, GIVEN))
+        return Given(self._entry(path), chunks, ranges)
+
+    def _next_path(self, slot: int) -> Path:
+        return self._path(f"slot_{slot}.next")
+
+    def _make_next(self, slot: int) -> None:
+        if slot in self._next:
+            return
+        path = self._next_path(slot)
+        path.write_bytes(self._head)
+        try:
+            self._next[slot] = _C.BlockFile(self._engine, path, self._size)
+        except OSError:
+            path.unlink()
+            raise
+
+    def before_write(self, slot: int) -> None:
+        """See StateFiles."""
+        if slot not in self._next:
+            return
+        path, next_path = self.paths[slot], self._next_path(slot)
+        with open(path, "rb") as source, open(next_path, "r+b") as target:
+            for chunk in self._ranges:
+                if slot in (chunk.slot, chunk.committed):
+                    _copy(source.fileno(), target.fileno(), chunk.offset, chunk.nbytes)
+        self._next[slot].sync()
+        os.rename(next_path, path)
+        _C.sync_directory(str(self.folder))
+        self._files[slot] = self._next.pop(slot)
+        self._opened[slot] = _identity(path)
 
     # --- commits --------------------------------------------------------------------------------------------------------------
 
@@ -225,16 +299,21 @@ class Slots:
 
     def said(self, states: NvmeStates, rest: Mapping[str, Any]) -> dict[str, Any]:
         """Return what `manifest_of` is given of this rank: the states where they are now, and `rest`, of `write_ranges`."""
-        crc = layout.crc32c(self._head)
-        about = {"bytes": self._size, "head_bytes": len(self._head), "head_crc32c": crc}
         ranges = rest["ranges"]
         for chunk in states.chunks:
-            for one, part_crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
-                of_part = ranges.setdefault(one.name, {}).setdefault(
-                    one.part, {"dtype": layout.dtype_name(one.dtype, one.name), "ranges": []}
-                )
-                of_part["ranges"].append([one.start, one.numel, chunk.slot, chunk.offset + one.offset, part_crc])
-        return {"files": [*({"name": path.name, **about} for path in self.paths), *rest["files"]], "ranges": ranges}
+            for where in self._where(chunk, chunk.slot):
+                add_range(ranges, *where)
+        return {"files": [*map(self._entry, self.paths), *rest["files"]], "ranges": ranges}
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        """Return the entry of a slot in a manifest."""
+        crc = layout.crc32c(self._head)
+        return {"name": path.name, "bytes": self._size, "head_bytes": len(self._head), "head_crc32c": crc}
+
+    def _where(self, chunk: Chunk, file: int) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
+        """Yield where the ranges of a chunk are, in file number `file`, for `add_range`."""
+        for one, crc in zip(self._ranges[chunk], chunk.crcs or (), strict=chunk.crcs is not None):
+            yield one.name, one.part, one.dtype, [one.start, one.numel, file, chunk.offset + one.offset, crc]
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
         """Commit: make the record durable, then let the states that it has not be written over. OSError if it cannot be."""
@@ -265,6 +344,16 @@ def _ranges_in(chunk: Chunk) -> Iterable[_Range]:
 def _identity(path: Path) -> tuple[int, int]:
     found = os.stat(path)
     return found.st_dev, found.st_ino
+
+
+def _copy(source: int, target: int, offset: int, nbytes: int) -> None:
+    """Copy bytes between open files, by reference where the file system can. Raises OSError."""
+    end = offset + nbytes
+    while offset < end:
+        copied = os.copy_file_range(source, target, end - offset, offset, offset)
+        if copied == 0:
+            raise OSError(errno.EIO, f"a file of states ends before byte {end}; expected it as it was written")
+        offset += copied
 
 
 def _begins_with(path: Path, head: bytes) -> bool:

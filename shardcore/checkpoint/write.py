@@ -13,6 +13,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.format import file_engine
+from shardcore.engine.bucket import Bucket
 from shardcore.version import __version__
 
 
@@ -56,12 +57,32 @@ def check_seen(path: Path, rank: int) -> None:
         )
 
 
-def write_ranges(path: Path, number: int, items: Sequence[Item], name: str | None = None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Given:
+    """A file of committed states (checkpoint/slots.py) that a checkpoint has as it is.
+
+    file: its entry in the manifest. chunks: (bucket, start, end) in the owned range. ranges: by key, for `add_range`.
+    """
+
+    file: Mapping[str, Any]
+    chunks: Sequence[tuple[Bucket, int, int]]
+    ranges: Mapping[str, tuple[str, str, torch.dtype, list[int]]]
+
+
+GIVEN = 1  # the number of such a file among those of a rank
+
+
+def add_range(ranges: dict[str, Any], name: str, part: str, dtype: torch.dtype, where: list[int]) -> None:
+    """Add where a range is: start, numel, number of the file among those of the rank, offset, checksum."""
+    of_part = ranges.setdefault(name, {}).setdefault(part, {"dtype": layout.dtype_name(dtype, name), "ranges": []})
+    of_part["ranges"].append(where)
+
+
+def write_ranges(path: Path, name: str, items: Sequence[Item], number: int = 0) -> dict[str, Any]:
     """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges by name and part.
 
-    number: of the file in the manifest; name: by default that of the rank of this number.
+    number: of the file among those of this rank.
     """
-    name = name or layout.data_file(number)
     head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
     size = offsets[-1] + items[-1].nbytes if items else len(head)
     ranges: dict[str, Any] = {}
@@ -72,10 +93,7 @@ def write_ranges(path: Path, number: int, items: Sequence[Item], name: str | Non
         for item, offset in zip(items, offsets, strict=True):
             with item.values() as values:
                 crc = writer.append(scratch.on_host(values))
-            of_part = ranges.setdefault(item.name, {}).setdefault(
-                item.part, {"dtype": layout.dtype_name(item.dtype, item.name), "ranges": []}
-            )
-            of_part["ranges"].append([item.start, item.numel, number, offset, crc])
+            add_range(ranges, item.name, item.part, item.dtype, [item.start, item.numel, number, offset, crc])
         writer.finish()
     finally:
         writer.close()
@@ -90,13 +108,15 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
     Raises ValueError if ranks have a tensor in several dtypes.
     """
     ranges: dict[str, Any] = {}
+    files: list[Any] = []
     for one in said:
         for name, parts in one["ranges"].items():
             for part, found in parts.items():
                 kept = ranges.setdefault(name, {}).setdefault(part, {**found, "ranges": []})
                 if kept["dtype"] != found["dtype"]:
                     raise ValueError(f"save: ranks have {name} as {kept['dtype']} and {found['dtype']}; expected one dtype")
-                kept["ranges"] += found["ranges"]
+                kept["ranges"] += [[start, numel, len(files) + file, *where] for start, numel, file, *where in found["ranges"]]
+        files += one["files"]
     for name, entry in tensors.items():
         entry["parts"] = ranges.get(name) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
         for part in entry["parts"].values():
@@ -107,7 +127,7 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
         "version": layout.VERSION,
         "written_by": {"shardcore": __version__, "torch": torch.__version__},
         "world_size": len(said),
-        "files": [one["files"][0] for one in said] + [file for one in said for file in one["files"][1:]],
+        "files": files,
         "tensors": tensors,
         **rest,
     }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -103,6 +104,8 @@ class StepCommits(Protocol):
     def finish(self) -> None: ...
 
     def wait_for_all(self) -> None: ...
+
+    def give(self, folder: Path) -> Any: ...
 
 
 class Engine:

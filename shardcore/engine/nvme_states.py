@@ -11,8 +11,8 @@ the next forward; whoever reads that chunk waits for it.
 
 Note [Files]. There are one or two, alike. With one (Scratch) a chunk is written where it was read. With two (slots,
 checkpoint/slots.py) it is written to the other file than the one that has it as of the last committed step, so that this
-step stays whole until the next one is committed. Checksums of a chunk are kept in memory and compared in each read, so a
-damaged chunk is an error before anything is trained on it.
+step stays whole until the next one is committed; a file that a checkpoint has is replaced before it is written to. Checksums of
+a chunk are kept in memory and compared in each read, so a damaged chunk is an error before anything is trained on it.
 """
 
 import errno
@@ -114,6 +114,9 @@ class StateFiles(Protocol):
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
         """Give each chunk its place and parts, and take space for all of them. Raises OSError."""
 
+    def before_write(self, slot: int) -> None:
+        """Let a file be written to: another one may take its place in what `open` returned. Raises OSError."""
+
 
 class Scratch:
     """A file without a name once it is open: whatever ends the process, its space is free again. Jobs may share a directory."""
@@ -132,6 +135,9 @@ class Scratch:
         with temporary(self._directory) as path:
             self.paths = [path]
             return [_C.BlockFile(engine, path, size)]
+
+    def before_write(self, slot: int) -> None:
+        """See StateFiles."""
 
 
 def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
@@ -347,8 +353,9 @@ class NvmeStates:
     def _start_write(self, chunk: Chunk, place: int) -> None:
         memory = self._memory(chunk, place)
         self.bytes_written += memory.nbytes
-        if chunk.committed is not None:
-            chunk.slot = 1 - chunk.committed
+        slot = chunk.slot if chunk.committed is None else 1 - chunk.committed
+        self.files.before_write(slot)
+        chunk.slot = slot
         chunk.crcs = self._crcs(memory, chunk)
         chunk.write = self._files[chunk.slot].write(memory, chunk.offset)
 

@@ -17,6 +17,7 @@ import torch
 
 import shardcore
 from shardcore.checkpoint import commits, directory, slots
+from shardcore.checkpoint.directory import checkpoints
 from shardcore.engine import nvme_states
 from tests.support.crash import times
 from tests.support.models import Run, error_of, hash_of_training, make_net, micro_steps, stepped, train
@@ -77,6 +78,8 @@ def _train_forever(rank: int, world_size: int, port: str, folder: str, one_slot:
         stepped(model, optimizer, rank, number)
         if rank == 0:
             os.pwrite(made, f"{number + 1:8d}".encode(), 0)
+        if number % 3 == 0:
+            shardcore.save(f"{folder}.saved", model, optimizer, tag=f"{number + 1}", keep_last=2)
 
 
 def _killed_job(folder: Path, world_size: int, chance: random.Random, one_slot: bool = False) -> tuple[int, str, int]:
@@ -103,13 +106,25 @@ def _killed_job(folder: Path, world_size: int, chance: random.Random, one_slot: 
     return int(step), hash_, int(made.read_text())
 
 
+def _check_saved(folder: Path, expected: list[str]) -> int:
+    """Load what a killed job has saved, which has the files of committed steps; returns how many checkpoints there are."""
+    saved = Path(f"{folder}.saved")
+    found = checkpoints(saved) if saved.exists() else []
+    model, optimizer, _ = train(0, Run(stage=2, steps=0, precision="bf16", seed=5))
+    for path in found:
+        shardcore.load(path, model, optimizer)
+        assert hash_of_training(model, optimizer) == expected[int(path.name)]
+    return len(found)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int, record_property: Record) -> None:
     chance, folder, count = random.Random(world_size), tmp_path / "nvme", times("commits", 6) // 2
     expected = run_ranks(world_size, _reference, min(STEPS, 8 * count + 8))[0]
-    made = 0
+    made = saved = 0
     for _ in range(count):
         step, hash_, next_made = _killed_job(folder, world_size, chance)
+        saved += _check_saved(folder, expected)
         assert step >= made - 1, "a step that the next one has followed is not lost"
         assert hash_ == expected[step], "states, weights and counts are those of one step"
         made = next_made if next_made < STEPS // 2 else 0
@@ -117,6 +132,7 @@ def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int
             for path in folder.iterdir():
                 path.unlink()
     assert made > 2, "jobs have trained"
+    assert saved > 0, "and saved"
     what = f"killed while training, {world_size} process{'es' * (world_size - 1)}"
     record_property("crash", (what, count, "0 steps lost that another had followed"))
 
