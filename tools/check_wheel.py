@@ -24,7 +24,7 @@ from tools.make_wheel import OF_TORCH
 CONTENT = re.compile(
     r"shardcore/(.*\.py|_C\.pyi|py\.typed|_C\.build\.json|_C\.cpython-\w+(-[\w-]+)?\.so)"
     r"|shardcore\.libs/liburing[\w.-]*"
-    r"|shardcore-[^/]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|(licenses/)?LICENSE|sboms/auditwheel\.cdx\.json)"
+    r"|shardcore-[^/]+\.dist-info/(METADATA|WHEEL|RECORD|entry_points\.txt|top_level\.txt|(licenses/)?LICENSE(\.liburing)?|sboms/auditwheel\.cdx\.json)"
 )
 TRAINING = """
 import shutil, sys, torch, shardcore
@@ -62,10 +62,13 @@ class WheelError(Exception):
 
 
 def check_content(names: list[str]) -> None:
-    """Refuse a wheel that has other files than the package and its metadata."""
+    """Refuse a wheel that has other files than the package, its metadata and the licenses of what is in it."""
     other = [name for name in names if not CONTENT.fullmatch(name)]
     if other:
         raise WheelError(f"check_wheel: has {', '.join(other[:5])}; expected the package alone (tools/check_wheel.py: CONTENT)")
+    notices = {name.rpartition("/")[2] for name in names} & {"LICENSE", "LICENSE.liburing"}
+    if len(notices) != 2:  # setuptools takes files of these names
+        raise WheelError(f"check_wheel: has the licenses {sorted(notices)}; expected LICENSE and LICENSE.liburing")
     if sum(name.endswith(".so") and name.startswith("shardcore/") for name in names) != 1:
         raise WheelError("check_wheel: has not one library in shardcore/; expected _C and no other")
 

@@ -211,7 +211,10 @@ def _below(section: str, keys: Mapping[str, Key]) -> dict[str, Key]:
 
 _ALWAYS_OVERLAPS = "communication always overlaps with backward, with the same bits"
 _BY_UNIT = "gradients are reduced, and weights gathered, a unit of the model at a time, whatever its size"
-_WHOLE_UNITS = "at stage 3 two units are unsharded at a time, the one in use and the next, however small their weights"
+_WHOLE_UNITS = "at stage 3 two units are unsharded at a time, the one in use and the next, whatever their size"
+_ONE_MESSAGE = (
+    "a unit's parameters are gathered together, in a message for each dtype and group: small ones cost none of their own"
+)
 _ORDERED = "gradients are averaged in float32 and in rank order, where no factor can overflow"
 _OWN_BUFFERS = "offload sizes its own buffers"
 _ALWAYS_CHECKED = "checks are always made"
@@ -339,11 +342,11 @@ KEYS: dict[str, Key] = {
             **dict.fromkeys(
                 (
                     *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "module_granularity_threshold"),
-                    *("param_persistence_threshold", "model_persistence_threshold"),
                     *("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
                 ),
                 _accepted(_WHOLE_UNITS),
             ),
+            **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _accepted(_ONE_MESSAGE)),
             **dict.fromkeys(
                 ("load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint"), _accepted(_ONE_CHECKPOINT)
             ),

@@ -295,7 +295,7 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def check_model(model: nn.Module, stage: int) -> None:
-    """Raise ValueError for weights that DeepSpeed has partitioned, and at stage 3 for quantized ones."""
+    """Raise ValueError for weights that DeepSpeed has partitioned, and at stage 3 for bitsandbytes' 8-bit ones."""
     for name, param in model.named_parameters():
         if hasattr(param, "ds_id"):
             raise ValueError(
@@ -303,10 +303,10 @@ def check_model(model: nn.Module, stage: int) -> None:
                 "TrainingArguments(deepspeed=...) with stage 3; expected an ordinary parameter (make the model first, or use "
                 "shardcore.integrations.transformers.ShardcoreTrainingArguments)"
             )
-        if stage == 3 and (not param.is_floating_point() or hasattr(param, "quant_state")):
+        if stage == 3 and hasattr(param, "SCB"):
             raise ValueError(
-                f"shard: {name} is quantized ({param.dtype}) at stage 3, which would have to cut it into shards; expected "
-                "stage 0, 1 or 2 (adapters over it are sharded there), or weights that are not quantized"
+                f"shard: {name} is quantized to 8 bits by bitsandbytes, whose layers re-assign it, at stage 3; expected "
+                "stage 0, 1 or 2 (adapters over it are sharded there), or load_in_4bit"
             )
 
 
