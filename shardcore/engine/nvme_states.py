@@ -24,7 +24,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ALIGNMENT, Rates, alignment_of, temporary
+from shardcore.engine.disk import ALIGNMENT, ENGINE_BYTES, Rates, alignment_of, file_engine, temporary
 from shardcore.engine.state_store import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
@@ -94,19 +94,14 @@ def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
     return offset
 
 
-def file_engine() -> _C.FileEngine:
-    """Return what reads and writes a rank's file."""
-    return _C.FileEngine()
-
-
 def chunk_numel(buckets: Sequence[Bucket]) -> int:
     """Return the most elements that a chunk has."""
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
 
 
 def buffer_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the bytes of host memory that all buffers take."""
-    return (PLACES + 1) * (_place_bytes(buckets) + ALIGNMENT)
+    """Return the bytes of host memory that all buffers take, and the engine."""
+    return (PLACES + 1) * (_place_bytes(buckets) + ALIGNMENT) + ENGINE_BYTES
 
 
 def _place_bytes(buckets: Sequence[Bucket], alignment: int = ALIGNMENT) -> int:
@@ -136,10 +131,13 @@ def disk_use(buckets: Iterable[Bucket], durable: bool) -> DiskUse:
     """Return what the states of `buckets` take on disk, and where steps are committed (checkpoint/commits.py), the rest."""
     states = rest = 0
     for bucket in buckets:
-        states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in _chunks_of(bucket))
-        if durable:
+        if not bucket.trainable:
+            continue
+        if bucket.group is not None:
+            states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in _chunks_of(bucket))
             rest += bucket.state_format.nbytes(bucket.device_numel)
-            rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+        rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+    rest *= durable
     return DiskUse(states, states + rest, (1 + durable) * (states + rest))
 
 
@@ -159,7 +157,7 @@ class NvmeStates:
         alignment = max(ALIGNMENT, self._files[0].block_bytes)
         size = _place_bytes(buckets, alignment)
         self._buffers = [_aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
-        self.scratch_bytes = (size + alignment) * len(self._buffers)
+        self.scratch_bytes = (size + alignment) * len(self._buffers) + ENGINE_BYTES
         self._alignment = alignment
         self.bytes_read = self.bytes_written = 0  # of the file so far
         self._lock = threading.RLock()
