@@ -31,7 +31,7 @@ from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.nvme_states import RATED_TBW, Scratch, StateFiles, disk_use, file_engine
+from shardcore.engine.nvme_states import RATED_TBW, Scratch, StateFiles, disk_use
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore, split
@@ -430,8 +430,8 @@ def _fill(
 def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
     """Log what a step reads and writes on this rank, and how long that takes the disk."""
     weights = plan.buckets if tiers.params == "nvme" else ()
-    use, folder = disk_use(plan.updated, tiers.durable, weights), Path(str(tiers.path))
-    rates = disk.measure(file_engine(), folder, min(disk.PROBE_BYTES, use.read))
+    use, folder = disk_use(plan.buckets, tiers.durable, weights), Path(str(tiers.path))
+    rates = disk.measure(disk.file_engine(), folder, min(disk.PROBE_BYTES, use.read))
     logger.info(
         "offload: a step reads %.2f GiB and writes %.2f GiB per rank in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
         "reads and writes now; a disk that is rated for %d TB of writes lasts %d such steps",

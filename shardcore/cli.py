@@ -19,7 +19,6 @@ import torch
 from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.engine import disk
-from shardcore.engine.nvme_states import file_engine
 from shardcore.estimate import command as estimate
 from shardcore.launch import command as launch
 from shardcore.metrics import report
@@ -49,7 +48,7 @@ def _facts() -> dict[str, str]:
 def _info(disks: Sequence[str]) -> int:
     facts = _facts()
     for folder in disks:
-        engine = file_engine()
+        engine = disk.file_engine()
         rates = disk.measure(engine, Path(folder))
         facts[folder] = (
             f"{disk.about(engine, Path(folder))}: reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both "

@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -272,13 +273,20 @@ def test_float32_weights_edited_through_data_count_on_every_tier(offload: Any) -
 OFFLOAD = {"optimizer": "cpu"}
 
 
-def _variants(**common: Any) -> list[Run]:
-    """Stages 0 to 3, with offload or another unit size or neither; everything else as in `common`."""
+def _variants(folder: Path, **common: Any) -> list[Run]:
+    """Stages 0 to 3, with states in each tier or other units or neither; everything else as in `common`."""
     shard = common.pop("shard", {})
+    disk = {"optimizer": "nvme", "path": str(folder)}
     return [
         Run(stage=stage, shard={"offload": offload, "units": units, "clip_grad_norm": 0.5, **shard}, **common)
         for stage in (0, 1, 2, 3)
-        for offload, units in ((None, "auto"), (None, 500), (OFFLOAD, 500 if stage == 3 else "auto"))
+        for offload, units in (
+            (None, "auto"),
+            (None, 500),
+            (OFFLOAD, 500 if stage == 3 else "auto"),
+            ({**disk, "resume": False}, "auto" if stage == 3 else 500),
+            ({**disk, "durable": False}, "auto"),
+        )
     ]
 
 
@@ -299,10 +307,10 @@ CHOSEN = [
 )
 @pytest.mark.parametrize("every", EVERY)
 def test_one_hash_for_every_stage_tier_and_unit_size(
-    world_size: int, precision: str, order: tuple[int, Any], every: int
+    world_size: int, precision: str, order: tuple[int, Any], every: int, tmp_path: Path
 ) -> None:
     accumulate, sync_each = order
-    runs = _variants(precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
+    runs = _variants(tmp_path, precision=precision, accumulate=accumulate, steps=3, shard={"sync_each": sync_each})
     runs = runs if world_size == 1 else part(runs, every, world_size + (precision == "bf16"))
     hashes = run_ranks(world_size, hashes_of_runs, runs)
     assert len({value for of_rank in hashes for value in of_rank}) == 1
@@ -315,9 +323,9 @@ def test_the_two_orders_of_accumulation_differ() -> None:
     assert each != once
 
 
-def test_amsgrad_and_groups_are_the_same_everywhere() -> None:
+def test_amsgrad_and_groups_are_the_same_everywhere(tmp_path: Path) -> None:
     adam = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "adam_w_mode": False, "maximize": True}
-    hashes = run_ranks(2, hashes_of_runs, _variants(adam=adam))
+    hashes = run_ranks(2, hashes_of_runs, _variants(tmp_path, adam=adam))
     assert len(set(hashes[0] + hashes[1])) == 1
 
 

@@ -12,6 +12,7 @@ written in full by every commit. Frozen parameters are not: they are as the prog
 """
 
 import errno
+import os
 import shutil
 import threading
 import weakref
@@ -40,6 +41,8 @@ from shardcore.checkpoint.save import (
 )
 from shardcore.checkpoint.slots import COMMIT_THREAD, Committed, Slots
 from shardcore.checkpoint.write import Given, Item, manifest_of, write_ranges
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.machine import here
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
@@ -62,7 +65,7 @@ class Commits:
         self._record: dict[str, Any] | None = None  # of what the thread has written
         self._all_have_it = True  # the last commit
         self.source: Committed | None = None  # until the first step
-        attempt_together(engine.comm, "build model and optimizer anew", self._check_room, "shard")
+        self._check_room(engine.comm)
         if slots.record is not None:
             self.source = Committed(slots.folder, [slots.record], whole=False)
             slots.adopt(states)
@@ -200,18 +203,25 @@ class Commits:
         for name, buffer in self._buffers.items():
             yield from items_of(name, buffer.reshape(-1))
 
-    def _check_room(self) -> None:
+    def _check_room(self, comm: Comm) -> None:
+        """Raise OSError if the ranks on this disk need more room than it has. Collective."""
         self._buffers = buffers_of(self._engine.model)
-        needed = 2 * sum(item.nbytes for item in self._rest(self._engine))
+        needed = 2 * sum(item.nbytes for item in self._rest(self._engine)) - self._slots.rest_bytes()
         self._buffers = {}
-        free = shutil.disk_usage(self._slots.folder).free + self._slots.rest_bytes()
-        if free < needed:
-            raise OSError(
-                errno.ENOSPC,
-                f"shard: weights, buffers and states that are not in the slots take {needed} bytes of two commits, and {free} "
-                'are free; expected more room ("durable": False takes none of it)',
-                str(self._slots.folder),
-            )
+        disk = [*here(), os.stat(self._slots.folder).st_dev]
+        wanted = sum(count for where, count in comm.gather_json([disk, max(0, needed)]) if where == disk)
+
+        def check() -> None:
+            free = shutil.disk_usage(self._slots.folder).free
+            if free < wanted:
+                raise OSError(
+                    errno.ENOSPC,
+                    f"shard: weights, buffers and states that are not in the slots take {wanted} bytes of two commits (of all "
+                    f'ranks on this disk), and {free} are free; expected more room ("durable": False takes none of it)',
+                    str(self._slots.folder),
+                )
+
+        attempt_together(comm, "build model and optimizer anew", check, "shard")
 
 
 def _live(engine: Engine) -> list[Bucket]:

@@ -24,6 +24,7 @@ from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameters, raise_together
 from shardcore.checkpoint.source import Source
+from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -174,7 +175,7 @@ def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor], values: Iterator[torch.Tensor]) -> None:
     head = layout.head_of({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"})[0]
-    writer = _C.FileWriter(layout.file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values()))
+    writer = _C.FileWriter(file_engine(), str(_unfinished(path)), len(head) + sum(t.nbytes for t in tensors.values()))
     try:
         writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for tensor in tensors.values():

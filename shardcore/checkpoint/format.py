@@ -22,7 +22,6 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from shardcore._native import _C
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source
+from shardcore.engine.disk import file_engine
 from shardcore.layout import BLOCK, round_up
 from shardcore.optim.state_format import SCALES, joined_master
 
@@ -56,16 +56,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILE = re.compile(r"rank_\d{5,9}(\.(slot|rest)_[01])?\.(safetensors|json)|client_state\.json")
 _MAX_JSON_BYTES = 1 << 28
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-
-
-def file_engine() -> _C.FileEngine:
-    """Return what reads and writes files in this process; it keeps 32 MiB of memory."""
-    return _engine_of(os.getpid())
-
-
-@cache
-def _engine_of(process: int) -> _C.FileEngine:
-    return _C.FileEngine()
 
 
 def plain_name(name: str) -> str:

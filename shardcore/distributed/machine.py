@@ -15,7 +15,7 @@ from shardcore.distributed.comm import Comm
 # --- what ranks of one machine share ----------------------------------------------------------------------------------
 
 
-def _here() -> list[str]:
+def here() -> list[str]:
     """Identify the machine: ranks that share its memory and cores return the same.
 
     Host names need not differ ("localhost"), so the kernel's boot id is added. The name stays, since containers of one machine
@@ -29,23 +29,23 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
 
     needed: bytes, of this rank.
     """
-    here, free = _here(), free_bytes()
-    neighbors = [count for host, count in comm.gather_json([here, needed]) if host == here]
+    place, free = here(), free_bytes()
+    neighbors = [count for host, count in comm.gather_json([place, needed]) if host == place]
     wanted = sum(neighbors)
     if not needed or free is None or wanted <= free:
         return None
     return MemoryError(
         f"shard: offload needs {wanted} bytes ({wanted / 2**30:.1f} GiB) of host memory for the {len(neighbors)} ranks of "
-        f"{here[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the "
+        f"{place[0]}, which has {free} bytes ({free / 2**30:.1f} GiB) free; expected at least as many (free memory, raise the "
         "memory limit of the container, use more machines or a higher stage, or do not offload)"
     )
 
 
 def plan_worker(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
     """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on. Collective."""
-    here = _here()
-    rows = comm.gather_json([here, own_cores()])
-    neighbors = [rank for rank, (host, _) in enumerate(rows) if host == here]
+    place = here()
+    rows = comm.gather_json([place, own_cores()])
+    neighbors = [rank for rank, (host, _) in enumerate(rows) if host == place]
     of_ranks = [rows[rank][1] for rank in neighbors]
     count = worker_threads(of_ranks, quota()) if threads is None else threads
     return count, tuple(worker_cores(of_ranks, neighbors.index(comm.rank), count))

@@ -21,6 +21,7 @@ import torch
 from shardcore._native import _C
 from shardcore.engine import nvme_states
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.disk import ENGINE_BYTES
 from shardcore.engine.nvme_states import WEIGHT
 from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.overlap_step import own_thread_count
@@ -46,7 +47,7 @@ def staging_bytes(
     """Return the bytes of all staging buffers, those of files among them; see CpuStore."""
     count = (0 if grads_on_host else GRAD_BUFFERS) + (0 if weights_on_host else WEIGHT_BUFFERS)
     numel = nvme_states.chunk_numel(buckets) if nvme else staging_numel(buckets)
-    return count * numel * _ITEM_BYTES + (nvme_states.buffer_bytes(buckets) if nvme else 0)
+    return count * numel * _ITEM_BYTES + (nvme_states.buffer_bytes(buckets) + ENGINE_BYTES if nvme else 0)
 
 
 def host_bytes(
@@ -162,6 +163,7 @@ class CpuStore:
             self.in_files = nvme_states.NvmeStates(buckets, files, partial(self.copies.empty, pinned=False))
         self.weight_files: NvmeWeights | None = None
         self._files = [] if self.in_files is None else [self.in_files]
+        engine_bytes = 0 if self.in_files is None else ENGINE_BYTES  # one of the process, for all of its files
         self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
             buckets, self.copies, staging_numel(buckets, chunk_numel)
         )
@@ -169,7 +171,7 @@ class CpuStore:
         size = self._states.chunk_numel * _ITEM_BYTES
         self._grads = [self.copies.empty(size, torch.uint8) for _ in range(0 if grads_on_host else GRAD_BUFFERS)]
         self._weights = [self.copies.empty(size, torch.uint8) for _ in range(0 if weights_on_host else WEIGHT_BUFFERS)]
-        self.scratch_bytes = size * (len(self._grads) + len(self._weights)) + self._states.scratch_bytes
+        self.scratch_bytes = size * (len(self._grads) + len(self._weights)) + self._states.scratch_bytes + engine_bytes
         self._pipeline = _C.OffloadPipeline(self.copies, len(self._weights))
         self._parts: dict[tuple[Bucket, int], _Part] = {}  # of the last steps, by the first span's bucket and first buffers
         self._before_change: BeforeChange | None = None

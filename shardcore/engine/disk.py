@@ -1,4 +1,4 @@
-"""A directory's disk: what it is, and how fast it reads and writes."""
+"""A directory's disk: what it is, how fast it reads and writes; what does that in this process."""
 
 import os
 import tempfile
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from shardcore._native import _C
 ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
 _PIECE_BYTES = 4 << 20
 PROBE_BYTES = 64 << 20
+ENGINE_BYTES = 32 << 20  # of host memory, from which a file engine writes what is not written in place; io_uring has it locked
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,16 @@ class Rates:
     read: float
     write: float
     both: float
+
+
+def file_engine() -> _C.FileEngine:
+    """Return what reads and writes files in this process; it keeps ENGINE_BYTES."""
+    return _engine_of(os.getpid())
+
+
+@cache
+def _engine_of(process: int) -> _C.FileEngine:
+    return _C.FileEngine()
 
 
 @contextmanager

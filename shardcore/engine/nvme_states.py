@@ -27,7 +27,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ALIGNMENT, Rates, alignment_of, temporary
+from shardcore.engine.disk import ALIGNMENT, Rates, alignment_of, file_engine, temporary
 from shardcore.engine.state_store import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
@@ -147,11 +147,6 @@ def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
     return offset
 
 
-def file_engine() -> _C.FileEngine:
-    """Return what reads and writes a rank's file."""
-    return _C.FileEngine()
-
-
 def chunk_numel(buckets: Sequence[Bucket]) -> int:
     """Return the most elements that a chunk has."""
     return min(CHUNK_NUMEL, max((bucket.host_numel for bucket in buckets), default=0))
@@ -193,10 +188,13 @@ def disk_use(buckets: Iterable[Bucket], durable: bool, weights: Iterable[Bucket]
     """
     states = rest = 0
     for bucket in buckets:
-        states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, bucket.state_format))
-        if durable:
+        if not bucket.trainable:
+            continue
+        if bucket.group is not None:
+            states += sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, bucket.state_format))
             rest += bucket.state_format.nbytes(bucket.device_numel)
-            rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+        rest += bucket.owned_numel * bucket.dtype.itemsize if bucket.state_format.reads_weights else 0
+    rest *= durable
     space = updated = 0
     for bucket in weights:
         size = sum(round_up(chunk.nbytes, ALIGNMENT) for chunk in chunks_of(bucket, WeightFormat(bucket.dtype)))

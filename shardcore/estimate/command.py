@@ -15,7 +15,6 @@ from torch import nn
 from shardcore.engine import disk
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.nvme_states import RATED_TBW
-from shardcore.engine.nvme_states import file_engine as disk_engine
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES
@@ -92,7 +91,7 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
     if on_disk:
-        rates = None if options.disk is None else disk.measure(disk_engine(), Path(options.disk))
+        rates = None if options.disk is None else disk.measure(disk.file_engine(), Path(options.disk))
         print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
         print(f"* of a disk that is rated for {RATED_TBW} TB of writes, and which the rank has for itself")
     if len(found) == 1:

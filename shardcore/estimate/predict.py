@@ -169,7 +169,7 @@ def predict(
         lambda bucket: None,
     )
     numel = sum(param.numel() for param in model.parameters())
-    disk = None if tiers.path is None else disk_use(updated, tiers.durable, buckets if tiers.params == "nvme" else ())
+    disk = None if tiers.path is None else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
     return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk)
 
 

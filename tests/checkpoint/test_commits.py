@@ -14,6 +14,7 @@ from shardcore.checkpoint import commits
 from shardcore.checkpoint.save import random_states
 from shardcore.engine import nvme_states
 from shardcore.engine.engine import engine_behind
+from shardcore.estimate import predict
 from tests.support.choice import combinations
 from tests.support.models import Run, error_of, hash_of, hash_of_training, micro_steps, stepped, train
 from tests.support.ranks import run_ranks
@@ -293,6 +294,21 @@ def test_a_parameter_without_a_group_is_committed(tmp_path: Path) -> None:
     del model, optimizer
     model, _ = make(1)
     assert model.idle.eq(3).all()
+
+
+def test_space_on_disk_is_predicted_with_parameters_that_no_group_has(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"used": nn.Linear(100, 1000), "idle": nn.Linear(300, 1000)})
+    adam = shardcore.FusedAdam(model["used"].parameters(), lr=1e-2, master="fp32")
+    options: dict[str, Any] = {"precision": "bf16", "offload": {"optimizer": "nvme", "path": str(tmp_path), "ratio": 0.5}}
+    expected = predict(model, adam, 2, world_size=1, **options).disk
+    assert expected is not None
+    model, optimizer = shardcore.shard(model, adam, 2, **options)
+    for _ in range(2):
+        model["used"](torch.randn(4, 100).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    found = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    assert found == pytest.approx(expected.space, rel=0.03), "beside the heads of files"
 
 
 def test_an_evaluation_between_step_and_scheduler_changes_nothing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A few times each; make crash-test does it often.
 import errno
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.crash
 
 Record = Callable[[str, Any], None]
 STEPS = 400  # more than any job here makes
+ANEW = 100  # after so many steps a run begins anew
 
 
 def _run(folder: Path | str, **offload: Any) -> Run:
@@ -120,14 +122,14 @@ def _check_saved(folder: Path, expected: list[str]) -> int:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int, record_property: Record) -> None:
     chance, folder, count = random.Random(world_size), tmp_path / "nvme", times("commits", 6) // 2
-    expected = run_ranks(world_size, _reference, min(STEPS, 8 * count + 8))[0]
+    expected = run_ranks(world_size, _reference, min(ANEW, 8 * count) + 8)[0]
     made = saved = 0
     for _ in range(count):
         step, hash_, next_made = _killed_job(folder, world_size, chance)
         saved += _check_saved(folder, expected)
         assert step >= made - 1, "a step that the next one has followed is not lost"
         assert hash_ == expected[step], "states, weights and counts are those of one step"
-        made = next_made if next_made < STEPS // 2 else 0
+        made = next_made if next_made < ANEW else 0
         if not made:
             for path in folder.iterdir():
                 path.unlink()
@@ -217,11 +219,24 @@ def test_a_commit_that_fails_stops_the_next_step_and_is_made_again(tmp_path: Pat
     torch.set_num_threads(threads)
 
 
-def test_a_disk_without_room_for_the_rest_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commits.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
-    run = Run(stage=2, steps=0, shard={"offload": {"optimizer": "nvme", "path": str(tmp_path)}})
-    with pytest.raises(OSError, match=r"take \d+ bytes of two commits, and 10 are free"):
-        train(0, run)
+def _without_room(rank: int, world_size: int, folder: str, free: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commits.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})())
+        return error_of(lambda: train(rank, Run(stage=2, steps=0, shard={"offload": {"optimizer": "nvme", "path": folder}})))
+
+
+def test_a_disk_without_room_for_the_rest_of_all_ranks_is_refused_at_once(tmp_path: Path) -> None:
+    wanted = []
+    for world_size in (1, 2):
+        for says in run_ranks(world_size, _without_room, str(tmp_path / f"{world_size}"), 10):
+            found = re.search(r"take (\d+) bytes of two commits \(of all ranks on this disk\), and 10 are free", says)
+            assert found is not None, says
+        wanted.append(int(found[1]))
+    alone, together = wanted
+    assert alone <= together < 1.1 * alone, "shards, padded, and buffers"
+    folder = str(tmp_path / "2")
+    assert all("bytes of two commits" in says for says in run_ranks(2, _without_room, folder, together - 1))
+    assert run_ranks(2, _without_room, folder, together) == ["no error"] * 2
 
 
 def _edits_before_the_other_commits(rank: int, world_size: int, folder: str) -> tuple[str, str]:

@@ -165,7 +165,7 @@ def _worker_of(rank: int, world_size: int, started: Sequence[str] = ("once", "on
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardcore.distributed.machine.own_cores", lambda: list(range(9000, 9006)))  # unknown here
         patch.setattr("shardcore.distributed.machine.quota", lambda: None)
-        patch.setattr("shardcore.distributed.machine._here", lambda: ["localhost", started[rank]])
+        patch.setattr("shardcore.distributed.machine.here", lambda: ["localhost", started[rank]])
         _, optimizer, _ = train(rank, Run(steps=0, shard={"overlap_step": True}))
     threads: WorkerThreads = optimizer._engine.overlap_step._worker.threads
     return threads
