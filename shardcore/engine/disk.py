@@ -26,6 +26,11 @@ class Rates:
     both: float
 
 
+def striped(rates: Sequence[Rates]) -> Rates:
+    """Return the rates of disks that are read and written at once, each as much as it can."""
+    return Rates(*(sum(getattr(one, name) for one in rates) for name in ("read", "write", "both")))
+
+
 @contextmanager
 def temporary(directory: Path) -> Iterator[Path]:
     """Make an empty file whose name is gone afterwards."""
