@@ -31,7 +31,7 @@ from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
-from shardcore.engine.nvme_states import RATED_TBW, Scratch, StateFiles, disk_use
+from shardcore.engine.nvme_states import RATED_TBW, NvmeStates, Scratch, StateFiles, disk_use
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore, split
@@ -170,9 +170,10 @@ def shard(
         offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
             {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
             committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
-            copy, which is gone with the process. Beside either "gradients": "cpu" (stages 1 to 3), "params": "cpu" or, with
-            states in files, "nvme" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or "auto" with
-            "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+            copy, which is gone with the process; a list of directories uses all of their disks. Beside either
+            "gradients": "cpu" (stages 1 to 3), "params": "cpu" or, with states in files, "nvme" (stage 3), "ratio": the share
+            that the CPU updates, 0 to 1 or "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit":
+            bytes, "cpu_threads": int.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
@@ -342,10 +343,10 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
     """Return what states on disk are to be in, if they are. Collective."""
     if tiers.path is None:
         return None
-    folder = Path(tiers.path)
+    folders = [Path(one) for one in tiers.path]
     if not tiers.durable:
-        return Scratch(folder)
-    slots: Slots = attempt_together(plan.comm, "nothing was changed", lambda: Slots(folder, plan.comm.rank), "shard")
+        return Scratch(folders)
+    slots: Slots = attempt_together(plan.comm, "nothing was changed", lambda: Slots(folders, plan.comm.rank), "shard")
     try:
         slots.choose(plan.comm, tiers.resume)
     except BaseException:
@@ -357,10 +358,15 @@ def _files(plan: Plan, tiers: OffloadOptions) -> StateFiles | None:
 def _commit_steps(plan: Plan, files: StateFiles | None) -> None:
     """Go on from the committed step that was chosen, and commit those that follow. Collective."""
     if isinstance(files, Slots):
-        engine, store = engine_behind("shard", plan.model), plan.host.on_cpu if isinstance(plan.host, SplitStore) else plan.host
-        assert store is not None
-        assert store.in_files is not None
-        engine.commits = Commits(engine, files, store.in_files)
+        engine = engine_behind("shard", plan.model)
+        engine.commits = Commits(engine, files, _in_files(plan))
+
+
+def _in_files(plan: Plan) -> NvmeStates:
+    store = plan.host.on_cpu if isinstance(plan.host, SplitStore) else plan.host
+    assert store is not None
+    assert store.in_files is not None
+    return store.in_files
 
 
 def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -382,7 +388,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
         weights = None
         if tiers.params == "nvme":
             assert isinstance(plan.host, CpuStore)
-            weights = plan.host.keep_weights(plan.buckets, Scratch(Path(str(tiers.path))), plan.prefetch)
+            scratch = Scratch([Path(one) for one in tiers.path or ()], _in_files(plan).files.rates)
+            weights = plan.host.keep_weights(plan.buckets, scratch, plan.prefetch)
         for bucket in plan.buckets:
             plan.builder.allocate(bucket, None if plan.host is None or tiers.params is None else plan.host.copies, weights)
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
@@ -430,17 +437,20 @@ def _fill(
 def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
     """Log what a step reads and writes on this rank, and how long that takes the disk."""
     weights = plan.buckets if tiers.params == "nvme" else ()
-    use, folder = disk_use(plan.buckets, tiers.durable, weights), Path(str(tiers.path))
-    rates = disk.measure(disk.file_engine(), folder, min(disk.PROBE_BYTES, use.read))
+    use, folders = disk_use(plan.buckets, tiers.durable, weights), tiers.path or ()
+    probe = min(disk.PROBE_BYTES, use.read)
+    measured = _in_files(plan).files.rates or [disk.measure(disk.file_engine(), Path(folder), probe) for folder in folders]
+    rates = disk.striped(measured)
     logger.info(
         "offload: a step reads %.2f GiB and writes %.2f GiB per rank in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
-        "reads and writes now; a disk that is rated for %d TB of writes lasts %d such steps",
+        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps",
         use.read / 2**30,
         use.written / 2**30,
-        folder,
+        " and ".join(folders),
         use.space / 2**30,
         use.seconds(rates),
         rates.both / 1e9,
+        f" ({' and '.join(f'{one.both / 1e9:.2f}' for one in measured)})" if len(measured) > 1 else "",
         RATED_TBW,
         use.steps_until_worn,
     )

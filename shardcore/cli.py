@@ -47,15 +47,18 @@ def _facts() -> dict[str, str]:
 
 def _info(disks: Sequence[str]) -> int:
     facts = _facts()
-    for folder in disks:
-        engine = disk.file_engine()
-        rates = disk.measure(engine, Path(folder))
-        facts[folder] = (
-            f"{disk.about(engine, Path(folder))}: reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both "
-            f"at once {rates.both / 1e9:.2f} in all"
-        )
+    engine = disk.file_engine()
+    measured = {folder: disk.measure(engine, Path(folder)) for folder in disks}
+    for folder, rates in measured.items():
+        facts[folder] = f"{disk.about(engine, Path(folder))}: {_rates(rates)}"
+    if len(measured) > 1:
+        facts["all of them"] = f'{_rates(disk.striped(list(measured.values())))} (offload={{"path": [DIR, ...]}})'
     print(_columns([[name, value] for name, value in facts.items()]))
     return 0
+
+
+def _rates(rates: disk.Rates) -> str:
+    return f"reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both at once {rates.both / 1e9:.2f} in all"
 
 
 def _suites(checkout: Path) -> dict[str, str]:

@@ -169,7 +169,7 @@ def _is_int(value: object) -> bool:
 class OffloadOptions:
     """What is kept in host memory or in files, and how.
 
-    optimizer: the tier of states and masters ("cpu", or "nvme": in a file under the directory `path`), or None: beside the
+    optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories `path`), or None: beside the
     weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
     chosen after a few steps, so that at most device_memory_limit bytes of states stay. gradients: the tier of reduced
     gradients, or None: on the device. params: the same of the shards of weights; "nvme": in a file under `path`, as states.
@@ -188,7 +188,7 @@ class OffloadOptions:
     pin_memory: bool = False
     pin_memory_limit: int | None = None
     cpu_threads: int | None = None
-    path: str | None = None
+    path: tuple[str, ...] | None = None
     durable: bool = True
     resume: bool | None = None
 
@@ -214,12 +214,11 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
         )
     if tier not in ("cpu", "nvme"):
         raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu" or "nvme"')
-    path = offload.get("path")
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise TypeError(f'shard: offload["path"] is {path!r}; expected a directory on the disk to use')
+    given = offload.get("path")
+    path = _paths_of(given)
     if (path is None) != (tier == "cpu"):
         raise ValueError(
-            f'shard: offload["path"] is {path!r} with the optimizer on "{tier}"; expected a directory on the disk to use with '
+            f'shard: offload["path"] is {given!r} with the optimizer on "{tier}"; expected a directory on the disk to use with '
             '"nvme", else None'
         )
     pin_memory = offload.get("pin_memory", True)
@@ -254,7 +253,6 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
         raise ValueError('shard: offload["ratio"] is "auto" with the optimizer on "nvme"; expected a number from 0 to 1')
     ratio = 1.0 if auto else _ratio_of(offload.get("ratio", 1.0))
     threads = _threads_of(offload.get("cpu_threads"))
-    path = None if path is None else os.fspath(path)
     durable, resume = offload.get("durable", True), offload.get("resume")
     for key, value, allowed in (("durable", durable, (True, False)), ("resume", resume, (True, False, None))):
         if not any(value is one for one in allowed):
@@ -264,6 +262,15 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
     if resume and not durable:
         raise ValueError('shard: offload["resume"] is True but "durable" is False, which commits nothing; expected one of them')
     return OffloadOptions(tier, ratio, auto, keeps, gradients, params, pin_memory, limit, threads, path, durable, resume)
+
+
+def _paths_of(path: Any) -> tuple[str, ...] | None:
+    if path is None:
+        return None
+    given = [path] if isinstance(path, str | os.PathLike) else path
+    if not isinstance(given, Sequence) or not given or not all(isinstance(one, str | os.PathLike) for one in given):
+        raise TypeError(f'shard: offload["path"] is {path!r}; expected a directory on the disk to use, or a list of some')
+    return tuple(map(os.fspath, given))
 
 
 def _threads_of(threads: Any) -> int | None:

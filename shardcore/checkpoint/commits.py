@@ -177,8 +177,8 @@ class Commits:
         if not self._all_have_it:
             raise StepError(f"rank {have.index(False)} could not commit step {self.step}; see its error")
 
-    def give(self, folder: Path) -> Given | None:
-        """Let a checkpoint that is written to `folder` have the file of committed states, if it can: see `Slots.give`."""
+    def give(self, folder: Path) -> Given:
+        """Let a checkpoint that is written to `folder` have the files of committed states, if it can: see `Slots.give`."""
         return self._slots.give(self._states, folder)
 
     def _commit(self, engine: Engine, tensors: dict[str, Any], rest: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ _DTYPES_OF = {
     **dict.fromkeys(SCALES.values(), ("F32",)),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_FILE = re.compile(r"rank_\d{5,9}(\.(slot|rest)_[01])?\.(safetensors|json)|client_state\.json")
+_FILE = re.compile(r"rank_\d{5,9}(\.(slot_\d{1,5}|rest_[01]))?\.(safetensors|json)|client_state\.json")
 _MAX_JSON_BYTES = 1 << 28
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 

@@ -4,7 +4,7 @@ How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commi
 
 Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction (`Bucket.reduces`): at stage
 0 a share of everything. Rank 0 writes buffers and what is in no bucket.
-Committed states on disk are not written: their file is linked into the checkpoint (checkpoint/slots.py, Note [Given away]).
+Committed states on disk are not written: their files are linked into the checkpoint (checkpoint/slots.py, Note [Given away]).
 Saves in the background: checkpoint/background.py.
 """
 
@@ -222,14 +222,14 @@ def _trained(engine: Engine) -> Iterator[tuple[Bucket, Managed]]:
 Described: TypeAlias = tuple[dict[str, Any], list[str], dict[str, str]]
 
 
-def _items(engine: Engine, content: Content, held: Held | None, given: Given | None = None) -> Iterator[Item]:
+def _items(engine: Engine, content: Content, held: Held | None, given: Given) -> Iterator[Item]:
     """Yield what this rank saves: see Note [Who writes].
 
     held: is to know of what steps would overwrite meanwhile. given: has some of it, which are cut as they are there.
     """
     for bucket in engine.buckets:
         if bucket.trainable or not content.exclude_frozen:
-            chunks = [] if given is None else [(start, end) for of, start, end in given.chunks if of is bucket]
+            chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
             for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
                 live = None if (low, high) in chunks else held
                 for managed, *where in ranges_of(bucket, low, high):
@@ -424,9 +424,8 @@ class _Job:
         check_seen(self._path, self._comm.rank)
         given = self._given = self._give(self._engine)
         items = list(_items(self._engine, self._content, self._held if stages else None, given))
-        in_given = {} if given is None else given.ranges
-        self._items = [item for item in items if item.key not in in_given]
-        self._in_given = [in_given[item.key] for item in items if item.key in in_given]
+        self._items = [item for item in items if item.key not in given.ranges]
+        self._in_given = [given.ranges[item.key] for item in items if item.key in given.ranges]
         self._describe = describe(self._engine, self._content)
         if stages:
             still = [item for item in self._items if not isinstance(item, LiveItem)]
@@ -434,18 +433,20 @@ class _Job:
             self._store.watch(self._held.hold)
             self._engine = None
 
-    def _give(self, engine: Engine) -> Given | None:
-        """Take the file of committed states as it is, if there is one: only where this rank alone writes what it owns."""
+    def _give(self, engine: Engine) -> Given:
+        """Take the files of committed states as they are, if there are some: only where this rank alone writes what it owns."""
         alone = all(bucket.reduces == (0, bucket.owned_numel) for bucket in engine.buckets)
-        return engine.commits.give(self._path) if engine.commits is not None and self._content.states and alone else None
+        if engine.commits is None or not self._content.states or not alone:
+            return Given()
+        given: Given = engine.commits.give(self._path)
+        return given
 
     def write(self) -> dict[str, Any]:
         """Write the files of this rank; returns their entries in the manifest, and the ranges by name and part."""
         said = write_ranges(self._path, layout.data_file(self._comm.rank), self._items)
-        if self._given is not None:
-            said["files"].append(self._given.file)
-            for where in self._in_given:
-                add_range(said["ranges"], *where)
+        said["files"] += self._given.files
+        for where in self._in_given:
+            add_range(said["ranges"], *where)
         said["files"] += [write_json(self._path / name, held) for name, held in self._beside.files.items()]
         return said
 

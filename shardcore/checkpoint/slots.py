@@ -1,4 +1,4 @@
-"""The files of states on disk that outlast a crash: two slots and two commit records of each rank, in one directory.
+"""The files of states on disk that outlast a crash: two slots and two commit records of each rank, in a directory.
 
     rank_00000.slot_0.safetensors, rank_00000.slot_1.safetensors   the states, in flat ranges as in a checkpoint
     rank_00000.rest_0.safetensors, rank_00000.rest_1.safetensors   what the step changes beside them, of the last two commits
@@ -11,6 +11,10 @@ this rank is whole at any instant.
 Note [All ranks]. A rank writes step s + 1 over step s - 1 only after step s was committed on every rank: each commits before
 it sends its part of the norm, which step s + 1 needs. So after a crash the ranks' last commits are one step apart at most, and
 the newest one that all have is whole everywhere. A rank that has a newer one removes its record before any rank goes on.
+
+Note [More directories]. Of several directories (engine/nvme_states.py, Note [Stripes]) the first one has what is named above.
+Each other one has two slots as well, 2 and 3 and so on, whose names also have the run's, so that runs may share it; the first
+one has symlinks to them, which `load` follows. The record says which chunk lies in which directory.
 
 Note [Given away]. A checkpoint on the same file system gets the slot that has the states as a hard link, so nothing is copied.
 From then on nothing may be written to that file. The space of another one, ".next", is taken at once, where an error is one of
@@ -40,17 +44,17 @@ from shardcore._native import _C
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.save import ranges_of
-from shardcore.checkpoint.write import GIVEN, Given, add_range, key_of
+from shardcore.checkpoint.write import FIRST_GIVEN, Given, add_range, key_of
 from shardcore.distributed.comm import Comm
-from shardcore.engine.disk import alignment_of
-from shardcore.engine.nvme_states import Chunk, NvmeStates, place, places_of
+from shardcore.engine.disk import Rates, alignment_of
+from shardcore.engine.nvme_states import Chunk, NvmeStates, check_directories, deal, place, places_of
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import SCALES
 
 logger = logging.getLogger("shardcore")
 
 COMMIT_THREAD = "shardcore-commit"  # the name of threads that commit
-FILES = 3  # of a record: two slots, and the rest
+_NEXT = ".next"  # the suffix of the file that takes the place of one that a checkpoint has
 _RECORD = re.compile(r"rank_(\d{5,9})\.commit_[01]\.json")
 
 
@@ -76,15 +80,16 @@ class Slots:
     step: how many steps are committed. record: the commit to go on from, until it is adopted; None: begin anew.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        """Lock the files of this rank, and read its records.
+    def __init__(self, folders: Sequence[Path], rank: int) -> None:
+        """Lock the files of this rank, and read its records, which are in the first directory.
 
         Raises BlockingIOError if another model or job uses them, OSError, and ValueError for a record of another version.
         """
-        self.folder, self.rank, self.step = folder.absolute(), rank, 0
-        self.paths: Sequence[Path] = [self._path(f"slot_{slot}.safetensors") for slot in (0, 1)]
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f'shard: offload["path"] is {self.folder}, a file; expected a directory')
+        self._folders = [folder.absolute() for folder in folders]
+        check_directories(self._folders)
+        self.folder, self.rank, self.step = self._folders[0], rank, 0
+        self.paths: Sequence[Path] = ()
+        self.rates: Sequence[Rates] = ()
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lock = self._locked()
@@ -99,11 +104,11 @@ class Slots:
         self.record: Mapping[str, Any] | None = None
         self._ranges: dict[Chunk, list[_Range]] = {}
         self._committed_crcs: dict[Chunk, list[int] | None] = {}
-        self._head = b""
-        self._size = 0
+        self._heads: list[bytes] = []  # of the slots of each directory
+        self._sizes: list[int] = []
+        self._opened: list[tuple[int, int]] = []
         self._files: list[_C.BlockFile] = []
         self._next: dict[int, _C.BlockFile] = {}  # by slot, of those that a checkpoint has: see Note [Given away]
-        self._opened: list[tuple[int, int]] = []
 
     def _locked(self) -> directory.FileLock:
         return directory.FileLock(
@@ -160,7 +165,66 @@ class Slots:
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
         """See StateFiles. ValueError if the slots to go on from are laid out for something else."""
-        alignment = alignment_of(engine, self.folder)
+        self._engine = engine
+        names = [self._path(f"slot_{slot}.safetensors") for slot in range(2 * len(self._folders))]
+        of_run = [name.name.replace(".slot_", f".{self.run}.slot_") for name in names]
+        self.paths = [*names[:2], *(self._folders[slot // 2] / of_run[slot] for slot in range(2, len(names)))]
+        stripes = self._deal(engine, chunks) if self.record is None else self._dealt(self.record, chunks)
+        alignment = max(alignment_of(engine, folder) for folder in self._folders)
+        for number, stripe in enumerate(stripes):
+            self._lay_out(stripe, alignment)
+            for chunk in stripe:
+                chunk.slot = 2 * number
+        for slot, path in enumerate(self.paths):
+            path.with_suffix(_NEXT).unlink(missing_ok=True)
+            if slot > 1 and (not names[slot].is_symlink() or names[slot].readlink() != path):
+                names[slot].unlink(missing_ok=True)
+                names[slot].symlink_to(path)
+            if self.record is None:
+                path.unlink(missing_ok=True)  # a checkpoint may have it
+                path.write_bytes(self._heads[slot // 2])
+            elif not _begins_with(path, self._heads[slot // 2]) or path.stat().st_size != self._sizes[slot // 2]:
+                raise ValueError(
+                    f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
+                    f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
+                )
+        for folder in self._folders:
+            _C.sync_directory(str(folder))
+        if self.record is not None:
+            self._keep(self.record, chunks)
+        self._files = [_C.BlockFile(engine, path, self._sizes[slot // 2]) for slot, path in enumerate(self.paths)]
+        self._opened = [_identity(path) for path in self.paths]
+        for slot, path in enumerate(self.paths):
+            if path.stat().st_nlink > 1:
+                self._make_next(slot)
+        return self._files
+
+    def _deal(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+        """Return the chunks of each directory in a new run, and remove what an earlier one has in other directories."""
+        for link in self.folder.glob(f"rank_{self.rank:05d}.slot_*"):
+            if link.is_symlink():
+                for left in (link.readlink(), link.readlink().with_suffix(_NEXT), link):
+                    left.unlink(missing_ok=True)
+        self.rates, stripes = deal(engine, self._folders, chunks)
+        return stripes
+
+    def _dealt(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> Sequence[Sequence[Chunk]]:
+        """Return the chunks of each directory in a run that goes on. Raises ValueError if these are not its directories."""
+        commit = record["commit"]
+        missing = next((path for path in self.paths if not path.exists()), None)
+        if missing is not None or len(commit["paths"]) != len(self._folders):
+            what = f"has {len(self._folders)} directories" if missing is None else f"lacks {missing}"
+            raise ValueError(
+                f'shard: offload["path"] {what}; expected all directories of step {self.step}, in their order, which were '
+                f"{', '.join(commit['paths'])} (is a disk not mounted?)"
+            )
+        numbers: Sequence[int] = commit["stripes"]
+        if len(numbers) != len(chunks):  # of another model, which the heads show
+            numbers = [0] * len(chunks)
+        return [[chunk for chunk, at in zip(chunks, numbers, strict=True) if at == n] for n in range(len(self._folders))]
+
+    def _lay_out(self, chunks: Sequence[Chunk], alignment: int) -> None:
+        """Give chunks of one directory their places in its slots, and these a head."""
         end = place(chunks, 0, alignment)
         tensors: dict[str, tuple[torch.dtype, Sequence[int]]] = {}
         cursor = 0
@@ -177,27 +241,9 @@ class Slots:
                 tensors[key_of(one.name, one.part, one.start)] = one.dtype, [one.numel]
                 cursor = chunk.offset + one.offset + one.nbytes
         pad(end)
-        self._head, _ = layout.head_of(tensors, alignment=alignment)
-        self._size = place(chunks, len(self._head), alignment)
-        for slot, path in enumerate(self.paths):
-            self._next_path(slot).unlink(missing_ok=True)
-            if self.record is None:
-                path.unlink(missing_ok=True)  # a checkpoint may have it
-                path.write_bytes(self._head)
-            elif not _begins_with(path, self._head) or path.stat().st_size != self._size:
-                raise ValueError(
-                    f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
-                    f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"
-                )
-        if self.record is not None:
-            self._keep(self.record, chunks)
-        self._engine = engine
-        self._files = [_C.BlockFile(engine, path, self._size) for path in self.paths]
-        for slot, path in enumerate(self.paths):
-            if path.stat().st_nlink > 1:
-                self._make_next(slot)
-        self._opened = [_identity(path) for path in self.paths]
-        return self._files
+        head, _ = layout.head_of(tensors, alignment=alignment)
+        self._heads.append(head)
+        self._sizes.append(place(chunks, len(head), alignment))
 
     def _keep(self, record: Mapping[str, Any], chunks: Sequence[Chunk]) -> None:
         """Let nothing be written over what a record has of the chunks."""
@@ -209,8 +255,8 @@ class Slots:
         }
         for chunk in chunks:
             places = [chunk.offset + offset for offset, _ in chunk.parts]
-            slot = next((slot for slot in (0, 1) if places and (slot, places[0]) in crcs), None)
-            chunk.slot = chunk.committed = slot or 0
+            slot = next((slot for slot in (chunk.slot, chunk.slot + 1) if places and (slot, places[0]) in crcs), None)
+            chunk.slot = chunk.committed = chunk.slot if slot is None else slot
             self._committed_crcs[chunk] = None if slot is None else [crcs[slot, at] for at in places]
 
     def adopt(self, states: NvmeStates) -> None:
@@ -223,45 +269,51 @@ class Slots:
 
     # --- checkpoints that have a slot: Note [Given away] ----------------------------------------------------------------------
 
-    def give(self, states: NvmeStates, folder: Path) -> Given | None:
-        """Link the slot that has most of the committed states into `folder`; None if it cannot. Not beside a step.
+    def give(self, states: NvmeStates, folder: Path) -> Given:
+        """Link the slot of each directory that has most of its committed states into `folder`, if it can. Not beside a step.
 
         Raises OSError, where there is no room for another file among others.
         """
         states.flush()
-        committed = [chunk for chunk in states.chunks if chunk.crcs is not None and chunk.slot == chunk.committed]
-        if not committed:
-            return None
-        slot = max((0, 1), key=lambda slot: sum(chunk.nbytes for chunk in committed if chunk.slot == slot))
-        path = folder / self.paths[slot].name
+        given = Given()
+        for slot in range(0, len(self.paths), 2):
+            of_slot = [
+                [chunk for chunk in states.chunks if chunk.crcs is not None and chunk.slot == chunk.committed == either]
+                for either in (slot, slot + 1)
+            ]
+            sizes = [sum(chunk.nbytes for chunk in chunks) for chunks in of_slot]
+            fuller = int(sizes[1] > sizes[0])
+            if of_slot[fuller] and self._link(slot + fuller, folder):
+                number = FIRST_GIVEN + len(given.files)
+                given.files.append(self._entry(slot + fuller))
+                for chunk in of_slot[fuller]:
+                    first = chunk.bucket.device_numel + chunk.first
+                    given.chunks.append((chunk.bucket, first, first + chunk.numel))
+                    given.ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, number))
+        return given
+
+    def _link(self, slot: int, folder: Path) -> bool:
+        """Link a slot into a checkpoint, and take the space of the file after it. Returns whether it can be linked."""
+        path = folder / self._entry(slot)["name"]
         try:
+            self._check_there(slot)
             os.link(self.paths[slot], path)
-        except OSError:  # another file system, or one without links
-            return None
+        except OSError:  # another file system, or one without links; or the slot is gone
+            return False
         try:
             self._make_next(slot)
         except OSError:
             path.unlink()
             raise
-        chunks = []
-        ranges: dict[str, tuple[str, str, torch.dtype, list[int]]] = {}
-        for chunk in committed:
-            if chunk.slot == slot:
-                first = chunk.bucket.device_numel + chunk.first
-                chunks.append((chunk.bucket, first, first + chunk.numel))
-                ranges.update((key_of(*found[:2], found[3][0]), found) for found in self._where(chunk, GIVEN))
-        return Given(self._entry(path), chunks, ranges)
-
-    def _next_path(self, slot: int) -> Path:
-        return self._path(f"slot_{slot}.next")
+        return True
 
     def _make_next(self, slot: int) -> None:
         if slot in self._next:
             return
-        path = self._next_path(slot)
-        path.write_bytes(self._head)
+        path = self.paths[slot].with_suffix(_NEXT)
+        path.write_bytes(self._heads[slot // 2])
         try:
-            self._next[slot] = _C.BlockFile(self._engine, path, self._size)
+            self._next[slot] = _C.BlockFile(self._engine, path, self._sizes[slot // 2])
         except OSError:
             path.unlink()
             raise
@@ -270,16 +322,21 @@ class Slots:
         """See StateFiles."""
         if slot not in self._next:
             return
-        path, next_path = self.paths[slot], self._next_path(slot)
+        path, next_path = self.paths[slot], self.paths[slot].with_suffix(_NEXT)
+        self._check_there(slot)
         with open(path, "rb") as source, open(next_path, "r+b") as target:
             for chunk in self._ranges:
                 if slot in (chunk.slot, chunk.committed):
                     _copy(source.fileno(), target.fileno(), chunk.offset, chunk.nbytes)
         self._next[slot].sync()
         os.rename(next_path, path)
-        _C.sync_directory(str(self.folder))
-        self._files[slot] = self._next.pop(slot)
-        self._opened[slot] = _identity(path)
+        _C.sync_directory(str(path.parent))
+        self._files[slot], self._opened[slot] = self._next.pop(slot), _identity(path)
+
+    def _check_there(self, slot: int) -> None:
+        if _identity(self.paths[slot]) != self._opened[slot]:  # open files go on where their disk was unmounted
+            message = "the file there is not the one that has the states (is its disk mounted?)"
+            raise OSError(errno.ESTALE, message, str(self.paths[slot]))
 
     # --- commits --------------------------------------------------------------------------------------------------------------
 
@@ -303,12 +360,12 @@ class Slots:
         for chunk in states.chunks:
             for where in self._where(chunk, chunk.slot):
                 add_range(ranges, *where)
-        return {"files": [*map(self._entry, self.paths), *rest["files"]], "ranges": ranges}
+        return {"files": [*map(self._entry, range(len(self.paths))), *rest["files"]], "ranges": ranges}
 
-    def _entry(self, path: Path) -> dict[str, Any]:
+    def _entry(self, slot: int) -> dict[str, Any]:
         """Return the entry of a slot in a manifest."""
-        crc = layout.crc32c(self._head)
-        return {"name": path.name, "bytes": self._size, "head_bytes": len(self._head), "head_crc32c": crc}
+        name, head, size = self._path(f"slot_{slot}.safetensors").name, self._heads[slot // 2], self._sizes[slot // 2]
+        return {"name": name, "bytes": size, "head_bytes": len(head), "head_crc32c": layout.crc32c(head)}
 
     def _where(self, chunk: Chunk, file: int) -> Iterator[tuple[str, str, torch.dtype, list[int]]]:
         """Yield where the ranges of a chunk are, in file number `file`, for `add_range`."""
@@ -317,12 +374,10 @@ class Slots:
 
     def write_record(self, manifest: Mapping[str, Any], step: int, states: NvmeStates) -> None:
         """Commit: make the record durable, then let the states that it has not be written over. OSError if it cannot be."""
-        for path, opened in zip(self.paths, self._opened, strict=True):
-            if _identity(path) != opened:  # open files go on where their disk was unmounted, or they were removed
-                raise OSError(
-                    errno.ESTALE, "the file there is not the one that has the states (is its disk mounted?)", str(path)
-                )
-        commit = {"run": self.run, "step": step, "rank": self.rank}
+        for slot in range(len(self.paths)):
+            self._check_there(slot)
+        stripes = {"paths": list(map(str, self._folders)), "stripes": [chunk.slot // 2 for chunk in states.chunks]}
+        commit = {"run": self.run, "step": step, "rank": self.rank, **stripes}
         directory.write_synced(self.record_path(self.index), layout.json_bytes({**manifest, "commit": commit}))
         _C.sync_directory(str(self.folder))
         for chunk in states.chunks:
@@ -450,7 +505,8 @@ def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     joined = dict(records[0])
     joined["files"] = [file for record in records for file in record["files"]]
     joined["tensors"] = {}
-    for number, record in enumerate(records):
+    files = 0
+    for record in records:
         for name, entry in record["tensors"].items():
             kept = joined["tensors"].setdefault(name, {**entry, "parts": {}})
             for key, part in entry["parts"].items():
@@ -458,10 +514,11 @@ def _joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     into = kept["parts"].setdefault(key, {**part, "ranges": []})
                     there = {start for start, *_ in into["ranges"]}
                     into["ranges"] += [
-                        [start, numel, FILES * number + file, offset, crc]
+                        [start, numel, files + file, offset, crc]
                         for start, numel, file, offset, crc in part["ranges"]
                         if start not in there
                     ]
+        files += len(record["files"])
     for entry in joined["tensors"].values():
         filled = {key: part for key, part in entry["parts"].items() if part["ranges"]}
         entry["parts"] = filled or entry["parts"]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +59,17 @@ def check_seen(path: Path, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Given:
-    """A file of committed states (checkpoint/slots.py) that a checkpoint has as it is.
+    """Files of committed states (checkpoint/slots.py) that a checkpoint has as they are.
 
-    file: its entry in the manifest. chunks: (bucket, start, end) in the owned range. ranges: by key, for `add_range`.
+    files: their entries in the manifest. chunks: (bucket, start, end) in the owned range. ranges: by key, for `add_range`.
     """
 
-    file: Mapping[str, Any]
-    chunks: Sequence[tuple[Bucket, int, int]]
-    ranges: Mapping[str, tuple[str, str, torch.dtype, list[int]]]
+    files: list[dict[str, Any]] = field(default_factory=list)
+    chunks: list[tuple[Bucket, int, int]] = field(default_factory=list)
+    ranges: dict[str, tuple[str, str, torch.dtype, list[int]]] = field(default_factory=dict)
 
 
-GIVEN = 1  # the number of such a file among those of a rank
+FIRST_GIVEN = 1  # the number of the first such file among those of a rank
 
 
 def add_range(ranges: dict[str, Any], name: str, part: str, dtype: torch.dtype, where: list[int]) -> None:

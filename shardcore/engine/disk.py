@@ -28,6 +28,11 @@ class Rates:
     both: float
 
 
+def striped(rates: Sequence[Rates]) -> Rates:
+    """Return the rates of disks that are read and written at once, each as much as it can."""
+    return Rates(*(sum(getattr(one, name) for one in rates) for name in ("read", "write", "both")))
+
+
 def file_engine() -> _C.FileEngine:
     """Return what reads and writes files in this process; it keeps ENGINE_BYTES."""
     return _engine_of(os.getpid())

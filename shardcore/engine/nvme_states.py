@@ -9,10 +9,14 @@ Note [Three things at once]. While Adam works on a chunk, the next ones are read
 written from theirs. A buffer is used again when its write is over. What is still being written when a step ends goes on beside
 the next forward; whoever reads that chunk waits for it.
 
-Note [Files]. There are one or two, alike. With one (Scratch) a chunk is written where it was read. With two (slots,
-checkpoint/slots.py) it is written to the other file than the one that has it as of the last committed step, so that this
-step stays whole until the next one is committed; a file that a checkpoint has is replaced before it is written to. Checksums of
-a chunk are kept in memory and compared in each read, so a damaged chunk is an error before anything is trained on it.
+Note [Files]. In a directory there are one or two, alike. With one (Scratch) a chunk is written where it was read. With two
+(slots, checkpoint/slots.py) it is written to the other file than the one that has it as of the last committed step, so that
+this step stays whole until the next one is committed; a file that a checkpoint has is replaced before it is written to.
+Checksums of a chunk are kept in memory and compared in each read, so a damaged chunk is an error before anything is trained on
+it.
+
+Note [Stripes]. Chunks are dealt out to directories so that their disks would take equally long, by rates that this rank
+measures once, and neighbours lie on different disks, which work at the same time. Rates decide where bytes lie, never which.
 """
 
 import errno
@@ -27,7 +31,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.disk import ALIGNMENT, Rates, alignment_of, file_engine, temporary
+from shardcore.engine.disk import ALIGNMENT, PROBE_BYTES, Rates, alignment_of, file_engine, measure, temporary
 from shardcore.engine.state_store import Span
 from shardcore.layout import round_up
 from shardcore.optim.state_format import Allocate, Kept, range_of
@@ -81,7 +85,8 @@ class Chunk:
     """Elements [first, first + numel) of a bucket's part in the tier, in each file at `offset`.
 
     parts: (offset in the chunk, bytes) of what has a checksum of its own. crcs: of the parts; None: never written, all zero.
-    slot: the number of the file that has its newest values. committed: of the one that must not be written to, if any.
+    slot: the number of the file that has its newest values. committed: of the one that must not be written to, if any; then the
+    two of a directory are 2n and 2n + 1.
     """
 
     bucket: Bucket
@@ -107,37 +112,76 @@ class Chunk:
 
 
 class StateFiles(Protocol):
-    """Where chunks are kept. paths: of the files."""
+    """Where chunks are kept. paths: of the files. rates: measured of the directories, if they were."""
 
     paths: Sequence[Path]
+    rates: Sequence[Rates]
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
-        """Give each chunk its place and parts, and take space for all of them. Raises OSError."""
+        """Give each chunk its file, place and parts, and take space for all of them. Raises OSError."""
 
     def before_write(self, slot: int) -> None:
         """Let a file be written to: another one may take its place in what `open` returned. Raises OSError."""
 
 
 class Scratch:
-    """A file without a name once it is open: whatever ends the process, its space is free again. Jobs may share a directory."""
+    """Files without names once they are open: whatever ends the process, their space is free again. Jobs may share them."""
 
-    def __init__(self, directory: Path) -> None:
-        """Keep states in a file of `directory`, which is made if it is missing."""
-        self._directory = directory
+    def __init__(self, directories: Sequence[Path], rates: Sequence[Rates] = ()) -> None:
+        """Keep states in a file of each directory, which is made if it is missing. rates: if they are measured already."""
+        self._directories = directories
         self.paths: Sequence[Path] = ()
+        self.rates = rates
 
     def open(self, engine: _C.FileEngine, chunks: Sequence[Chunk]) -> Sequence[_C.BlockFile]:
         """See StateFiles."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        size = place(chunks, 0, alignment_of(engine, self._directory))
-        for chunk in chunks:
-            chunk.parts = [(0, chunk.nbytes)]
-        with temporary(self._directory) as path:
-            self.paths = [path]
-            return [_C.BlockFile(engine, path, size)]
+        self.rates, stripes = deal(engine, self._directories, chunks, self.rates)
+        alignment = max(alignment_of(engine, directory) for directory in self._directories)
+        files, self.paths = [], []
+        for number, (directory, stripe) in enumerate(zip(self._directories, stripes, strict=True)):
+            size = place(stripe, 0, alignment)
+            for chunk in stripe:
+                chunk.slot, chunk.parts = number, [(0, chunk.nbytes)]
+            with temporary(directory) as path:
+                self.paths.append(path)
+                files.append(_C.BlockFile(engine, path, size))
+        return files
 
     def before_write(self, slot: int) -> None:
         """See StateFiles."""
+
+
+def check_directories(directories: Sequence[Path]) -> None:
+    """Raise NotADirectoryError for a file, and ValueError for a directory that is there twice."""
+    found: dict[Path, Path] = {}
+    for one in directories:
+        if one.exists() and not one.is_dir():
+            raise NotADirectoryError(f'shard: offload["path"] has {one}, a file; expected a directory')
+        if (same := found.setdefault(one.resolve(), one)) is not one:
+            raise ValueError(f'shard: offload["path"] has {same} and {one}, which are the same; expected each directory once')
+
+
+def deal(
+    engine: _C.FileEngine, directories: Sequence[Path], chunks: Sequence[Chunk], rates: Sequence[Rates] = ()
+) -> tuple[Sequence[Rates], Sequence[Sequence[Chunk]]]:
+    """Make the directories; return the rates of their disks, measured if there are several, and the chunks of each.
+
+    See Note [Stripes].
+    """
+    check_directories(directories)
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+    if len(directories) == 1 or not chunks:
+        return rates, [chunks, *([] for _ in directories[1:])]
+    probe = min(PROBE_BYTES, sum(chunk.nbytes for chunk in chunks))
+    rates = rates or [measure(engine, directory, probe) for directory in directories]
+    stripes: list[list[Chunk]] = [[] for _ in directories]
+    dealt = [0] * len(directories)
+    for chunk in chunks:
+        number = min(range(len(directories)), key=lambda number: (dealt[number] + chunk.nbytes) / rates[number].both)
+        dealt[number] += chunk.nbytes
+        stripes[number].append(chunk)
+    return rates, stripes
 
 
 def place(chunks: Iterable[Chunk], offset: int, alignment: int) -> int:
@@ -217,7 +261,7 @@ class NvmeStates:
         self.chunk_numel = chunk_numel(buckets)
         self.files = files
         self._files = files.open(self._engine, self.chunks)
-        alignment = max(ALIGNMENT, self._files[0].block_bytes)
+        alignment = max(ALIGNMENT, *(file.block_bytes for file in self._files))
         size = place_bytes(buckets, format_of, alignment)
         self._buffers = [aligned(allocate, size, alignment) for _ in range(PLACES + 1)]  # the last one: see _hold
         self.scratch_bytes = (size + alignment) * len(self._buffers)
@@ -351,7 +395,7 @@ class NvmeStates:
     def _start_write(self, chunk: Chunk, place: int) -> None:
         memory = self._memory(chunk, place)
         self.bytes_written += memory.nbytes
-        slot = chunk.slot if chunk.committed is None else 1 - chunk.committed
+        slot = chunk.slot if chunk.committed is None else chunk.committed ^ 1
         self.files.before_write(slot)
         chunk.slot = slot
         chunk.crcs = self._crcs(memory, chunk)

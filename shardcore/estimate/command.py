@@ -53,7 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--offload-params", nargs="?", const="cpu", choices=["cpu", "nvme"], help="and shards of weights, at stage 3 (cpu)"
     )
     parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (default: %(default)s)")
-    parser.add_argument("--disk", metavar="DIR", help="measure this disk, and show seconds per step (with --offload nvme)")
+    parser.add_argument(
+        "--disk",
+        action="append",
+        metavar="DIR",
+        help="measure this disk, and show seconds per step (with --offload nvme); several times: over all of them",
+    )
     parser.add_argument("--ratio", type=float, help="the share of the shard that --offload takes (default: 1)")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="backwards per step (default: %(default)s)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="gradients are added over a node, then over nodes")
@@ -91,7 +96,8 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
     if on_disk:
-        rates = None if options.disk is None else disk.measure(disk.file_engine(), Path(options.disk))
+        engine = disk.file_engine()
+        rates = None if options.disk is None else disk.striped([disk.measure(engine, Path(one)) for one in options.disk])
         print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
         print(f"* of a disk that is rated for {RATED_TBW} TB of writes, and which the rank has for itself")
     if len(found) == 1:

@@ -1,0 +1,267 @@
+"""States over several directories: the bits of one, bytes as the disks are fast, and the same promises where one is missing."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardcore
+from shardcore.cli import main
+from shardcore.engine import disk, nvme_states
+from tests.support.choice import combinations
+from tests.support.models import Run, error_of, hash_of_training, make_net, micro_steps, stepped, train
+from tests.support.ranks import run_ranks, start
+from tests.support.tiers import FORMS, WAYS
+
+
+def _rates(folder: Path) -> disk.Rates:
+    """Of directories whose names end with how fast their disks are."""
+    rate = float(folder.name.rpartition("_")[2])
+    return disk.Rates(rate, rate, rate)
+
+
+def _measured(patch: pytest.MonkeyPatch, rates: Callable[[Path], disk.Rates] = _rates) -> None:
+    patch.setattr(nvme_states, "CHUNK_NUMEL", 512)
+    patch.setattr(nvme_states, "measure", lambda engine, folder, nbytes: rates(folder))
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    _measured(monkeypatch)
+
+
+def _folders(tmp_path: Path, *rates: int) -> list[Path]:
+    return [tmp_path / f"{number}_{rate}" for number, rate in enumerate(rates)]
+
+
+def _run(path: Any, stage: int = 2, form: str = "masters", way: str = "states", **offload: Any) -> Run:
+    precision, adam = FORMS[form]
+    shard: dict[str, Any] = {**WAYS[way]}
+    tiers = {"optimizer": "nvme", "path": path, **shard.pop("offload", {}), **offload}
+    shard["offload"] = {key: value for key, value in tiers.items() if key != "params" or stage == 3}
+    return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
+
+
+def _trained(path: Any, steps: int = 3, **options: Any) -> tuple[Any, Any]:
+    model, optimizer, _ = train(0, _run(path, **options))
+    for step in range(steps):
+        stepped(model, optimizer, 0, step)
+    return model, optimizer
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return how many bytes of disk the files of a directory have, each once."""
+    return sum(path.lstat().st_size for path in folder.iterdir() if path.suffix == ".safetensors" and not path.is_symlink())
+
+
+def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        _measured(patch)
+        hashes = []
+        for run in runs:
+            model, optimizer, _ = train(rank, run)
+            for step in range(4):
+                micro_steps(model, optimizer, rank, step, run.accumulate)
+                optimizer.step()
+                optimizer.zero_grad()
+            hashes.append(hash_of_training(model, optimizer))
+        return hashes
+
+
+@pytest.mark.parametrize(
+    ("stage", "form", "way", "durable"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), [True, False], meet=1)
+)
+def test_several_directories_have_the_bits_of_one(stage: int, form: str, way: str, durable: bool, tmp_path: Path) -> None:
+    if stage == 0 and way in ("gradients, too", "weights, too"):
+        way = "states"
+    paths = [[str(one) for one in _folders(tmp_path / str(len(rates)), *rates)] for rates in ((1,), (3, 1), (1, 2, 1))]
+    for hashes in run_ranks(2, _hashes, [_run(path, stage, form, way, durable=durable) for path in [paths[0][0], *paths[1:]]]):
+        assert len(set(hashes)) == 1
+    assert [len(os.listdir(one)) > 0 for one in paths[2]] == [durable] * 3
+
+
+def test_weights_in_files_are_spread_too(tmp_path: Path) -> None:
+    for hashes in run_ranks(
+        2,
+        _hashes,
+        [
+            _run([str(one) for one in _folders(tmp_path / str(len(rates)), *rates)], 3, durable=False, params="nvme")
+            for rates in ((1,), (3, 1))
+        ],
+    ):
+        assert len(set(hashes)) == 1
+
+
+@pytest.mark.parametrize("rates", [(1, 1), (3, 1), (1, 5), (2, 1, 1), (0.001, 1)])
+def test_bytes_follow_the_rates(rates: tuple[float, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_states, "CHUNK_NUMEL", 256)
+    folders = _folders(tmp_path, *rates)  # type: ignore[arg-type]
+    model, _ = _trained([str(one) for one in folders], 1)
+    found = [_bytes_in(folder) for folder in folders]
+    chunk = 2 * (256 * 12 + 4096)  # of two slots, and their heads
+    for rate, size in zip(rates, found, strict=True):
+        assert abs(size - sum(found) * rate / sum(rates)) < 4 * chunk
+    assert model is not None
+
+
+def test_equal_shares_whatever_the_rates_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme_states, "measure", lambda *_: disk.Rates(1, 1, 1))
+    with pytest.raises(AssertionError):
+        test_bytes_follow_the_rates((1, 5), tmp_path, monkeypatch)
+
+
+def test_neighbours_lie_on_different_disks(tmp_path: Path) -> None:
+    safe_open = pytest.importorskip("safetensors", reason="another reader of the files").safe_open
+    folders = _folders(tmp_path, 1, 1)
+    _trained(folders, 1)
+    keys: list[set[str]] = []
+    for slot in (0, 2):
+        with safe_open(folders[0] / f"rank_00000.slot_{slot}.safetensors", "pt") as file:
+            keys.append({key for key in file.keys() if "weight.exp_avg@" in key})  # noqa: SIM118
+    assert not keys[0] & keys[1]
+    names = [{key.partition("@")[0] for key in of} for of in keys]
+    assert len(names[0] & names[1]) > 3, "the chunks of a large tensor are on both"
+
+
+def test_a_run_goes_on_with_the_stripes_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = _folders(tmp_path, 3, 1)
+    expected = hash_of_training(*_trained(tmp_path / "one", 6))
+    for first in (0, 2, 4):
+        model, optimizer = _trained(folders, 0, resume=True)
+        assert shardcore.resume(model) == first
+        for step in range(first, first + 2):
+            stepped(model, optimizer, 0, step)
+        found = hash_of_training(model, optimizer)
+        del model, optimizer
+        monkeypatch.setattr(nvme_states, "measure", lambda *_: pytest.fail("rates are measured once"))
+    assert found == expected
+    other, adam, _ = train(0, Run(3, 0, precision="bf16", seed=5))
+    shardcore.load(folders[0], other, adam)
+    assert hash_of_training(other, adam) == expected
+
+
+def test_directories_may_be_elsewhere_later(tmp_path: Path) -> None:
+    folders = _folders(tmp_path, 1, 1)
+    expected = hash_of_training(*_trained(folders))
+    moved = _folders(tmp_path / "moved", 1, 1)
+    moved[0].parent.mkdir()
+    for before, after in zip(folders, moved, strict=True):
+        before.rename(after)
+    for _ in range(2):
+        assert hash_of_training(*_trained(moved, 0, resume=True)) == expected
+    other, adam, _ = train(0, Run(2, 0, precision="bf16", seed=5))
+    shardcore.load(moved[0], other, adam)
+    assert hash_of_training(other, adam) == expected
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_directories_that_cannot_be_used_are_named(tmp_path: Path, durable: bool) -> None:
+    one, two = _folders(tmp_path, 1, 1)
+    one.mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(one)
+
+    def said(path: Any) -> str:
+        return error_of(lambda: train(0, _run(path, durable=durable)))
+
+    assert f"has {one} and {one}, which are the same" in said([one, one])
+    assert f"has {one} and {tmp_path / 'link'}, which are the same" in said([one, two, tmp_path / "link"])
+    assert f"has {tmp_path / 'file'}, a file; expected a directory" in said([one, tmp_path / "file"])
+    for path in ([], [3], [one, None], 3, {"a": one}):
+        assert "expected a directory on the disk to use, or a list of some" in said(path)
+    assert not list(one.glob("*slot*"))
+
+
+def test_a_directory_that_is_missing_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    one, two, three = _folders(tmp_path, 1, 1, 1)
+    expected = hash_of_training(*_trained([one, two]))
+    two.rename(three)  # its disk is not mounted
+
+    def said(*path: Path) -> str:
+        return error_of(lambda: train(0, _run(list(path), resume=True)))
+
+    assert f'offload["path"] lacks {two}/rank_00000.' in said(one, two)
+    assert f"expected all directories of step 3, in their order, which were {one}, {two}" in said(one, two)
+    assert not two.exists()
+    assert 'offload["path"] has 1 directories; expected all directories of step 3' in said(one)
+    assert "lacks" in said(one, tmp_path / "4_1")
+    assert "slot_2.safetensors" in error_of(lambda: shardcore.load(one, *train(0, Run(2, 0, precision="bf16"))[:2]))
+    three.rename(two)
+    assert "committed step 3 of an earlier run" in error_of(lambda: train(0, _run([one, two])))
+    assert hash_of_training(*_trained([one, two], 0, resume=True)) == expected
+
+
+def test_runs_share_directories_that_are_not_their_first(tmp_path: Path) -> None:
+    one, two, shared = _folders(tmp_path, 1, 1, 1)
+    first = _trained([one, shared], 3)
+    second = _trained([two, shared], 4)
+    hashes = [hash_of_training(*first), hash_of_training(*second)]
+    del first, second
+    assert len(list(shared.iterdir())) == 4
+    assert hash_of_training(*_trained([one, shared], 0, resume=True)) == hashes[0]
+    assert hash_of_training(*_trained([two, shared], 0, resume=True)) == hashes[1]
+    _trained([one, shared], 0, resume=False)
+    assert len(list(shared.iterdir())) == 4, "a run that begins anew leaves nothing of the one before"
+    assert hash_of_training(*_trained([two, shared], 0, resume=True)) == hashes[1]
+
+
+def test_checkpoints_get_the_slots_of_all_directories(tmp_path: Path) -> None:
+    folders = _folders(tmp_path, 1, 1)
+    model, optimizer = _trained(folders)
+    path = shardcore.save(tmp_path / "saved", model, optimizer).path
+    expected = hash_of_training(model, optimizer)
+    assert sorted(one.name for one in path.glob("*slot*")) == ["rank_00000.slot_0.safetensors", "rank_00000.slot_2.safetensors"]
+    assert not any(one.is_symlink() for one in path.iterdir())
+    for step in range(3, 8):
+        stepped(model, optimizer, 0, step)
+    other, adam, _ = train(0, Run(1, 0, precision="bf16", seed=5))
+    shardcore.load(tmp_path / "saved", other, adam)
+    assert hash_of_training(other, adam) == expected
+
+
+def _train_until_killed(paths: list[str], made: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        _measured(patch)
+        torch.set_num_threads(1)
+        model, optimizer, _ = train(0, _run(paths, resume=True), make_net())
+        step = shardcore.resume(model)
+        while True:
+            Path(made).write_text(f"{step:4d}")
+            stepped(model, optimizer, 0, step)
+            step += 1
+
+
+def test_a_killed_job_goes_on_over_two_directories(tmp_path: Path) -> None:
+    folders, made = [str(one) for one in _folders(tmp_path, 2, 1)], tmp_path / "made"
+    threads, last = torch.get_num_threads(), 0
+    torch.set_num_threads(1)  # as the job has
+    for number in range(3):
+        made.write_text("")
+        job = start(_train_until_killed, folders, str(made))
+        while int(made.read_text() or 0) < last + 3 + number:
+            assert job.is_alive()
+        job.kill()
+        job.join()
+        last = int(made.read_text() or 0)
+        model, optimizer = _trained(folders, 0, resume=True)
+        step = shardcore.resume(model)
+        assert step >= last - 1
+        assert hash_of_training(model, optimizer) == hash_of_training(*_trained(tmp_path / f"alone{number}", step))
+        del model, optimizer
+    torch.set_num_threads(threads)
+
+
+def test_all_disks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = _folders(tmp_path, 3 * 10**9, 10**9)
+    with caplog.at_level(logging.INFO, "shardcore"):
+        _trained(folders, 0)
+    assert f"in {folders[0]} and {folders[1]} (" in caplog.text
+    assert "at the 4.00 GB/s that it reads and writes now (3.00 and 1.00)" in caplog.text
+    main(["info", "--disk", *map(str, folders)])
+    told = capsys.readouterr().out
+    assert all(f"{folder} " in told for folder in folders)
+    assert "all of them" in told
