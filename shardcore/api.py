@@ -452,7 +452,7 @@ def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
         rates.both / 1e9,
         f" ({' and '.join(f'{one.both / 1e9:.2f}' for one in measured)})" if len(measured) > 1 else "",
         RATED_TBW,
-        use.steps_until_worn,
+        use.steps_until_worn * rates.both / max(one.both for one in measured),  # of the disk that gets most
     )
 
 

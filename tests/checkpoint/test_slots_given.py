@@ -253,12 +253,18 @@ def test_what_is_not_committed_or_cannot_be_linked_is_copied(tmp_path: Path, mon
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", another_disk)
         shardcore.save(tmp_path / "saved", model, optimizer, tag="elsewhere")
+    model, optimizer = _trained(tmp_path / "replaced")
+    optimizer.synchronize()
+    for path in (tmp_path / "replaced").glob("*.slot_?.safetensors"):  # as where a disk is unmounted: open files go on
+        path.rename(path.with_suffix(".away"))
+        path.write_bytes(b"of something else")
+    shardcore.save(tmp_path / "saved", model, optimizer, tag="replaced")
     model, optimizer = _trained(tmp_path / "third", durable=False, resume=None)
     shardcore.save(tmp_path / "saved", model, optimizer, tag="scratch")
     names = {
         path.name: sorted(file.name for file in path.glob("*slot*")) for path in (tmp_path / "saved").iterdir() if path.is_dir()
     }
-    assert names == {"given": ["rank_00000.slot_1.safetensors"], "loaded": [], "elsewhere": [], "scratch": []}
+    assert names == {"given": ["rank_00000.slot_1.safetensors"], "loaded": [], "elsewhere": [], "replaced": [], "scratch": []}
     for tag in names:
         shardcore.load(tmp_path / "saved", model, optimizer, tag=tag)
         assert hash_of_training(model, optimizer) == expected

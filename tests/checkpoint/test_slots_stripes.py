@@ -255,13 +255,23 @@ def test_a_killed_job_goes_on_over_two_directories(tmp_path: Path) -> None:
     torch.set_num_threads(threads)
 
 
-def test_all_disks_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_disks_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = _folders(tmp_path, 3 * 10**9, 10**9)
     with caplog.at_level(logging.INFO, "shardcore"):
         _trained(folders, 0)
     assert f"in {folders[0]} and {folders[1]} (" in caplog.text
-    assert "at the 4.00 GB/s that it reads and writes now (3.00 and 1.00)" in caplog.text
+    assert "at the 4.00 GB/s that it reads and writes now (3.00 and 1.00); a disk" in caplog.text
+    monkeypatch.setattr(disk, "measure", lambda engine, folder, nbytes=0: _rates(folder))
     main(["info", "--disk", *map(str, folders)])
     told = capsys.readouterr().out
     assert all(f"{folder} " in told for folder in folders)
-    assert "all of them" in told
+    assert "reads 4.00 GB/s, writes 4.00, both at once 4.00 in all (offload=" in told
+    seconds = []
+    for given in (folders[1:], folders):
+        disks = [word for folder in given for word in ("--disk", str(folder))]
+        main(["estimate", "tests.support.models:Net", "--stage", "2", "--offload", "nvme", *disks])
+        row = capsys.readouterr().out.partition("disk, s")[2].splitlines()[1]
+        seconds.append(float(row.split()[-2]))
+    assert seconds[0] == pytest.approx(4 * seconds[1], rel=0.02)
