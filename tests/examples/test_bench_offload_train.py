@@ -131,6 +131,23 @@ def test_a_run(tmp_path, run_main, as_on_a_gpu):
     assert (tmp_path / "offload_train.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_a_run_with_states_on_disk(tmp_path, run_main, monkeypatch):
+    monkeypatch.setattr(bench_offload_train, "measure", lambda *arguments: "needs more")
+    names = ["shardcore 3, params, lazy", "shardcore 2, nvme", "shardcore 3, nvme, lazy"]
+    where = ["--tier", "nvme", "--dir", str(tmp_path), "--out", str(tmp_path)]
+    options = ["--preset", "tiny", "--batch", "1", "--steps", "2", "--rounds", "2", *where]
+    run_main(bench_offload_train, *CPU, *options, "--engines", *names)
+    report = json.loads((tmp_path / "offload_train.json").read_text())
+    assert (list(report["engines"]), report["left_out"]) == (names, {})
+    for name, result in report["engines"].items():
+        assert ("nvme" in name) == (result["kept_bytes"].get("nvme", 0) >= 12 * report["numel"]), name
+        assert result["losses"] == report["engines"][names[0]]["losses"], "the same bits"
+    assert not list(tmp_path.glob("bench_offload_train_*")), "its files are gone"
+    with pytest.raises(SystemExit):
+        run_main(bench_offload_train, *CPU, *options, "--engines", "shardcore 2, gradients")
+
+
 def test_weights_that_are_copied_for_each_pass_lengthen_both():
     parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
     assert lazy_bound(streamed(parts, 5.0)) == pytest.approx(6 + 5 + 0.4)
