@@ -454,7 +454,7 @@ def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path
     pytest.importorskip("trl", reason="tests with TRL")
     tiny_gpt2().save_pretrained(tmp_path / "saved")
     words = ("--bf16", "0", "--num_generations", "2", "--max_completion_length", "6", "--beta", "0.1")
-    sharded = run(tmp_path, ONLINE.replace("NAME", name), config(3), *words, out="sharded")
-    plain = run(tmp_path, ONLINE.replace("NAME", name), None, *words, out="plain")
+    script = ONLINE.replace("NAME", name)
+    sharded, plain = run(tmp_path, {"sharded": (script, config(3), words)})["sharded"], run_plain(tmp_path, script, *words)
     assert min(plain["grad_norm"]) > 0.0
     assert sharded["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), "the same texts were generated"
