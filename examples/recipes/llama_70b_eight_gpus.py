@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --weights FOLDER     a Hugging Face folder; default: random weights
     torchrun --nproc-per-node 8 llama_70b_eight_gpus.py --lean               a third of the host memory: split, 8-bit
-    torchrun --nproc-per-node 2 llama_70b_eight_gpus.py --preset tiny        on any machine, in seconds
+    torchrun --nproc-per-node 2 llama_70b_eight_gpus.py --preset tiny --length 64    on any machine, in seconds
 
 Needs transformers. What it takes on each tier: docs/recipes/70b_on_8x80_gb.md. Put your own data into `batch`.
 """

@@ -2,7 +2,7 @@
 
     python llama_7b_one_gpu.py --weights FOLDER     from a Hugging Face folder; without --weights, from random weights
     python llama_7b_one_gpu.py --lean               half the host memory: split masters, 8-bit moments
-    python llama_7b_one_gpu.py --preset tiny        on any machine, with or without a GPU, in seconds
+    python llama_7b_one_gpu.py --preset tiny --length 64    on any machine, with or without a GPU, in seconds
 
 Needs transformers. What it takes on each tier: docs/recipes/7b_on_24_gb.md. Put your own data into `batch`.
 """

@@ -229,6 +229,8 @@ def read_config(config: Any, args: Any = None) -> Config:
     if config is not None and from_args is not None:
         raise ValueError(f"{OP}: config is given twice, as config and as args.deepspeed_config; expected one of them")
     given = from_args if config is None else config
+    if given is None:
+        raise TypeError(f"{OP}: there is no config; expected config=, or args= with deepspeed_config (--deepspeed_config FILE)")
     if isinstance(given, str | os.PathLike):
         given = read_json(given)
     if not isinstance(given, Mapping):

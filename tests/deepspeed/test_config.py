@@ -4,6 +4,7 @@ import json
 import math
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,10 +290,15 @@ def test_problems_of_one_kind_keep_it() -> None:
         read_config({"train_batch_size": "8", "bf16": {"enabled": 1}})
 
 
-@pytest.mark.parametrize("config", [None, 3, ["train_batch_size"]])
+@pytest.mark.parametrize("config", [3, ["train_batch_size"]])
 def test_what_is_no_configuration(config: Any) -> None:
     with pytest.raises(TypeError, match="expected a dict or the path of a JSON file"):
         read_config(config)
+
+
+def test_no_configuration() -> None:
+    with pytest.raises(TypeError, match="there is no config; expected config=, or args="):
+        read_config(None, SimpleNamespace(deepspeed_config=None))
 
 
 # --- batch sizes ------------------------------------------------------------------------------------------------------

@@ -173,6 +173,13 @@ def test_bytes_per_parameter_beside_ddp(stage):
     assert held != pytest.approx(with_8 + 0.5, abs=0.05)
 
 
+@pytest.mark.parametrize(("name", "recipe"), [run[:2] for run in RUNS])
+def test_the_command_to_try_a_script_is_short(name, recipe):
+    """With the full length a step of the tiny preset takes minutes on a CPU."""
+    for text in (page(name), recipe.__doc__):
+        assert " ".join(TINY[:4]) in text
+
+
 @pytest.mark.slow
 def test_the_7b_script_trains_its_tiny_preset(tmp_path):
     plain, lean = (
