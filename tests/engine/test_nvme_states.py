@@ -13,6 +13,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.engine import disk, nvme_states
+from shardcore.engine.engine import engine_behind
 from shardcore.estimate import predict
 from tests.support.choice import combinations
 from tests.support.models import Net, Run, batch_of, error_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
@@ -107,6 +108,16 @@ def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatc
 def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
     for hashes in run_ranks(2, _saves_and_loads, str(tmp_path), wait):
         assert len(set(hashes)) == 1
+
+
+def test_what_a_save_reads_during_a_step_is_not_taken_for_what_the_step_writes(tmp_path: Path, small: None) -> None:
+    pairs = [train(0, _run(2, "masters", "states", folder))[:2] for folder in (None, str(tmp_path))]
+    store = engine_behind("test", pairs[1][0]).store
+    store.watch(lambda bucket, start, numel: store.kept(bucket, start, numel))  # as a save in the background makes it
+    for pair in pairs:
+        stepped(*pair, 0, 9)
+    store.watch(None)
+    assert hash_of_training(*pairs[0]) == hash_of_training(*pairs[1])
 
 
 def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
