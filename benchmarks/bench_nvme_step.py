@@ -3,12 +3,14 @@
     nvme    optimizer.step() with offload={"optimizer": "nvme"}: each chunk read, updated, written; each step committed
     scratch the same with "durable": False, which commits nothing
     cpu     the same with "cpu": Adam, which the bound has as well
+    DeepSpeed   with --deepspeed: engine.step() of ZeRO-Infinity, whose backward has written the gradients to disk before
     fio     reads as many bytes of one file as it writes over in another: io_uring, 1 MiB, 16 in flight, O_DIRECT, no fsync
 
 The bound of a round is the larger of fio's and cpu's time. Steps follow one another, so what one leaves to be written is
 counted in the next. The states are those of bfloat16 weights on one rank: float32 masters, and moments of --state-dtype. Each
-round runs every case once, in a random order. --dir must be on the disk to measure, with room for five times --mib. Steps come
-without a forward between them, beside which a commit is hidden in a training.
+round runs every case once, in a random order. --dir must be on the disk to measure, with room for five times --mib (seven with
+DeepSpeed). Steps come without a forward between them, beside which a commit is hidden in a training. --deepspeed needs
+deepspeed and libaio-dev, and for the first time minutes, in which DeepSpeed compiles what it reads, writes and updates with.
 """
 
 import argparse
@@ -22,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardcore
 from benchmarks import harness, suite
 from benchmarks.bench_io import Fio
 from examples.arguments import positive
+from shardcore.engine.nvme_states import CHUNK_NUMEL
 
 WIDTH = 1024
 PEERS = ("fio", "cpu", "scratch")
@@ -35,14 +39,19 @@ STEPS = 3  # in a row, of which each case's time is the mean
 TARGET = 1.10  # of the bound
 
 
+def model_of(options: argparse.Namespace) -> nn.Module:
+    """Return a model whose states take --mib."""
+    per_param = 12 if options.state_dtype == "fp32" else 8
+    layers = max(1, round(options.mib * 2**20 / per_param / (WIDTH * WIDTH)))
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+
+
 class Job:
     """A model with gradients, whose optimizer can step again and again."""
 
     def __init__(self, options: argparse.Namespace, offload: dict[str, Any]) -> None:
-        per_param = 12 if options.state_dtype == "fp32" else 8
-        layers = max(1, round(options.mib * 2**20 / per_param / (WIDTH * WIDTH)))
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        model = model_of(options)
         adam = shardcore.FusedAdam(model.parameters(), lr=1e-3, state_dtype=options.state_dtype)
         self.model, self.optimizer = shardcore.shard(model, adam, 2, precision="bf16", offload=offload)
         self.model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().sum().backward()
@@ -60,6 +69,49 @@ class Job:
         return (time.perf_counter() - begun) / STEPS
 
 
+class DeepSpeedJob:
+    """The same of DeepSpeed's, which steps once for a backward."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = model_of(options).bfloat16()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "steps_per_print": 10**9,
+            "zero_optimization": {
+                "stage": 3,
+                "sub_group_size": CHUNK_NUMEL,
+                "offload_optimizer": {
+                    "device": "nvme",
+                    "nvme_path": str(folder),
+                    "pipeline_read": True,
+                    "pipeline_write": True,
+                    "buffer_count": 16,  # 4, its default, is an AssertionError with both pipelines
+                },
+            },
+            "aio": {"block_size": 1 << 20, "queue_depth": 16, "overlap_events": True},
+        }
+        adam = DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
+
+    def seconds(self) -> float:
+        """Return the time of a step, of those that follow the first."""
+        spent = 0.0
+        for step in range(1 + STEPS):
+            self.engine.backward(self.engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().mean())
+            begun = time.perf_counter()
+            self.engine.step()
+            spent += time.perf_counter() - begun if step else 0.0
+        return spent / STEPS
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all cases in turns."""
     jobs = {
@@ -72,6 +124,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     fio.prepare("mixed")
     fio.prepare("read")
     cases = {name: job.seconds for name, job in jobs.items()}
+    peers = PEERS
+    if options.deepspeed:
+        cases["DeepSpeed"], peers = DeepSpeedJob(options, folder / "deepspeed").seconds, (*PEERS, "DeepSpeed")
     cases["fio"] = lambda: 2 * size / fio.cases()["mixed"]()
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for order in harness.random_order(list(cases), 1 + options.rounds, seed=0):
@@ -87,7 +142,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": seconds,
         "over": {
             "bound": asdict(harness.paired(seconds["nvme"], bound)),
-            **{name: asdict(harness.paired(seconds["nvme"], seconds[name])) for name in PEERS},
+            **{name: asdict(harness.paired(seconds["nvme"], seconds[name])) for name in peers},
             "scratch over bound": asdict(harness.paired(seconds["scratch"], bound)),
         },
     }
@@ -99,15 +154,19 @@ def main() -> int:
     parser.add_argument("--mib", type=positive, default=1024, help="MiB of states (default: %(default)s)")
     parser.add_argument("--state-dtype", choices=["fp32", "bf16"], default="fp32", help="of moments (default: %(default)s)")
     parser.add_argument("--dir", default=".", help="a folder on the disk to measure (default: .)")
+    parser.add_argument("--deepspeed", action="store_true", help="beside DeepSpeed's, of float32 moments")
     options = suite.parse(parser)
+    if options.deepspeed and options.state_dtype != "fp32":
+        parser.error("argument --deepspeed: its moments are float32; expected --state-dtype fp32")
     if shutil.which("fio") is None:
         print("bench_nvme_step: fio is not on PATH; expected it there (apt-get install fio)", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="bench_nvme_step_", dir=options.dir) as folder:
         result = measure(options, Path(folder))
-    rows = [["MiB of states", "MiB of host memory", "step, s", "over the bound", *(f"over {peer}" for peer in PEERS)]]
+    peers = [peer for peer in (*PEERS, "DeepSpeed") if peer in result["over"]]
+    rows = [["MiB of states", "MiB of host memory", "step, s", "over the bound", *(f"over {peer}" for peer in peers)]]
     median = harness.spread(result["seconds"]["nvme"]).median
-    over = [str(harness.Spread(**result["over"][name])) for name in ("bound", *PEERS)]
+    over = [str(harness.Spread(**result["over"][name])) for name in ("bound", *peers)]
     host = result["host_bytes"]["nvme"]
     rows.append([f"{result['state_bytes'] / 2**20:.0f}", f"{host / 2**20:.0f}", f"{median:.3f}", *over])
     print(harness.table(rows))
