@@ -32,7 +32,9 @@ def _run(folder: Path | str, stage: int = 2, form: str = "masters", way: str = "
     precision, adam = FORMS[form]
     shard: dict[str, Any] = {**WAYS[way]}
     tiers = {"optimizer": "nvme", "path": str(folder), "resume": True, **shard.pop("offload", {}), **offload}
-    shard["offload"] = {key: value for key, value in tiers.items() if key != "params" or stage == 3}
+    shard["offload"] = {
+        key: value for key, value in tiers.items() if (key != "params" or stage == 3) and (key != "gradients" or stage > 0)
+    }
     return Run(stage, 0, accumulate=shard.pop("accumulate", 1), precision=precision, shard=shard, adam={"lr": 1e-2, **adam})
 
 
