@@ -69,20 +69,17 @@ def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form
 
 def _unheld(rank: int, world_size: int, folder: str) -> bool:
     """As above, but nothing is copied before a step overwrites it."""
-    background.Held.hold = lambda self, *where: None  # type: ignore[method-assign]
-    try:
-        _in_background(rank, world_size, folder, Run(stage=2, steps=2, shard=CPU))
-    except AssertionError:
-        return True
-    return False
+    with pytest.MonkeyPatch.context() as patch:  # the rank makes other tests, too
+        patch.setattr(background.Held, "hold", lambda self, *where: None)
+        try:
+            _in_background(rank, world_size, folder, Run(stage=2, steps=2, shard=CPU))
+        except AssertionError:
+            return True
+        return False
 
 
 def test_without_copies_the_background_save_would_have_other_values(tmp_path: Path) -> None:
-    hold = background.Held.hold
-    try:
-        assert run_ranks(1, _unheld, str(tmp_path)) == [True]
-    finally:
-        background.Held.hold = hold  # type: ignore[method-assign]
+    assert run_ranks(1, _unheld, str(tmp_path)) == [True]
 
 
 def _late_error(rank: int, world_size: int, folder: str) -> tuple[str, str]:

@@ -84,14 +84,16 @@ def _train_forever(rank: int, world_size: int, port: str, folder: str, one_slot:
             shardcore.save(f"{folder}.saved", model, optimizer, tag=f"{number + 1}", keep_last=2)
 
 
-def _killed_job(folder: Path, world_size: int, chance: random.Random, one_slot: bool = False) -> tuple[int, str, int]:
-    """Kill a job; returns the step that it went on from, its hash then, and how many steps had returned."""
+def _killed_job(
+    folder: Path, world_size: int, chance: random.Random, steps: int, one_slot: bool = False
+) -> tuple[int, str, int]:
+    """Kill a job after so many steps; returns the step that it went on from, its hash then, and how many had returned."""
     begun, made = Path(f"{folder}.begun"), Path(f"{folder}.made")
     for path in (begun, made):
         path.unlink(missing_ok=True)
     port = free_port()
     ranks = [start(_train_forever, rank, world_size, port, str(folder), one_slot) for rank in range(world_size)]
-    until, steps = time.monotonic() + 120, chance.randrange(5)
+    until = time.monotonic() + 120
     try:
         while not begun.exists() or int(made.read_text()) < int(begun.read_text().split()[0]) + steps:
             assert time.monotonic() < until, "a job trains"
@@ -124,8 +126,8 @@ def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int
     chance, folder, count = random.Random(world_size), tmp_path / "nvme", times("commits", 6) // 2
     expected = run_ranks(world_size, _reference, min(ANEW, 8 * count) + 8)[0]
     made = saved = 0
-    for _ in range(count):
-        step, hash_, next_made = _killed_job(folder, world_size, chance)
+    for number in range(count):
+        step, hash_, next_made = _killed_job(folder, world_size, chance, 4 - number % 5)  # of four, one is followed by a save
         saved += _check_saved(folder, expected)
         assert step >= made - 1, "a step that the next one has followed is not lost"
         assert hash_ == expected[step], "states, weights and counts are those of one step"
@@ -145,7 +147,7 @@ def test_one_slot_alone_is_torn(tmp_path: Path) -> None:
 
     def kill_jobs() -> None:
         for _ in range(20):
-            step, hash_, _ = _killed_job(folder, 1, chance, one_slot=True)
+            step, hash_, _ = _killed_job(folder, 1, chance, chance.randrange(5), one_slot=True)
             assert hash_ == expected[step]
 
     with pytest.raises(AssertionError):
