@@ -167,7 +167,7 @@ def _branches(folder: Path, seed: int = 0, path: Path | None = None) -> tuple[An
     )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_chunks_that_lie_in_different_slots(tmp_path: Path, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     model, optimizer = _branches(tmp_path / "nvme")

@@ -139,7 +139,7 @@ def test_memory_is_bounded_and_predicted(tmp_path: Path, small: None) -> None:
 def test_nothing_grows(tmp_path: Path, small: None) -> None:
     model, optimizer, _ = train(0, _run(3, "masters", "states", str(tmp_path)))
     before = len(os.listdir("/proc/self/fd"))
-    for step in range(200):
+    for step in range(60):
         stepped(model, optimizer, 0, step)
     assert len(os.listdir("/proc/self/fd")) == before
     del model, optimizer
