@@ -323,7 +323,7 @@ def test_statuses_and_restarts(capfd: Any) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c() -> None:
-    process = shardcore_run("import time; print('here', flush=True); time.sleep(100)", "--num_gpus", "2")
+    process = shardcore_run("import time; print('here\\n', end='', flush=True); time.sleep(100)", "--num_gpus", "2")
     assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON_S)
