@@ -55,6 +55,7 @@ class Config:
     grad_dtype: str | None = None
     stage: int = 0
     hpz_partition_size: int = 1
+    prefetch_bucket_size: int = 1
     gathers_to_save: bool = True
     offload: str | None = None
     nvme_path: str | None = None
@@ -115,6 +116,7 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     "data_types.grad_accum_dtype": "grad_dtype",
     f"{ZERO}.stage": "stage",
     f"{ZERO}.zero_hpz_partition_size": "hpz_partition_size",
+    f"{ZERO}.prefetch_bucket_size": "prefetch_bucket_size",
     f"{ZERO}.gather_16bit_weights_on_model_save": "gathers_to_save",
     f"{_STATES}.device": "offload",
     f"{_STATES}.nvme_path": "nvme_path",
@@ -122,6 +124,8 @@ _FIELDS = {path: path for path, key in KEYS.items() if "." not in path and path 
     f"{_WEIGHTS}.device": "params",
     "activation_checkpointing.cpu_checkpointing": "cpu_checkpointing",
 }
+# What TRL writes beside the section: "zero_optimization.reduce_bucket_size". DeepSpeed ignores it.
+_WRITTEN_BY_TRL = {f"{ZERO}.{name}" for name in ("reduce_bucket_size", "prefetch_bucket_size", "param_persistence_threshold")}
 # Sections that are fields of Config, as dicts of what was given.
 _AS_DICTS = ("comms_logger", "flops_profiler")
 
@@ -160,11 +164,9 @@ def _walk(given: Any, where: str, found: _Found) -> None:
         path = canonical(f"{where}.{name}" if where else str(name))
         if of_other and path not in KEYS:
             continue
-        if is_note(str(name)):
+        if is_note(str(name)) or ("." in str(name) and path in _WRITTEN_BY_TRL):
             continue
         if path in found.seen:
-            if "." in str(name) and path in KEYS and KEYS[path].kind == "accepted":
-                continue  # TRL writes sizes, without effect here, beside the section: "zero_optimization.reduce_bucket_size"
             found.problems.append(ValueError(f"{OP}: config {path} is given in two spellings; expected one"))
             continue
         found.seen.add(path)
@@ -287,6 +289,7 @@ def shard_options(settings: Config) -> dict[str, Any]:
         "reshard_after_forward": settings.hpz_partition_size
         if settings.stage == 3 and settings.hpz_partition_size > 1
         else True,
+        "prefetch": 0 if settings.stage == 3 and settings.prefetch_bucket_size == 0 else 1,
     }
 
 

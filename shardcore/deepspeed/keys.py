@@ -327,6 +327,7 @@ KEYS: dict[str, Key] = {
         {
             "stage": _honoured(_stage, "shard(stage=)"),
             "zero_hpz_partition_size": _honoured(_size, "shard(reshard_after_forward=) at stage 3, if above 1"),
+            "prefetch_bucket_size": _honoured(_size, "0: shard(prefetch=0); more: weights are gathered one unit ahead"),
             "gather_16bit_weights_on_model_save": _honoured(
                 _flag, "false: save_16bit_model saves nothing at stage 3, and returns False"
             ),
@@ -341,7 +342,7 @@ KEYS: dict[str, Key] = {
             **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"), _accepted(_BY_UNIT)),
             **dict.fromkeys(
                 (
-                    *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "module_granularity_threshold"),
+                    *("max_live_parameters", "max_reuse_distance", "module_granularity_threshold"),
                     *("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes"),
                 ),
                 _accepted(_WHOLE_UNITS),

@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             parser.add_argument(*names, metavar=metavar, type=kind, help=text)
     parser.add_argument("program", metavar="PROGRAM", help="a Python file, followed by its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=argparse.SUPPRESS)
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help=argparse.SUPPRESS)
+    rest.required = False  # else argparse asks for ARGUMENTS where PROGRAM is missing
 
 
 # Names, what is given, its type, what it does. The first name is that of the value; hyphens are accepted for underscores.

@@ -379,6 +379,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_sizes_that_trl_writes_beside_the_section_mean_nothing_either() -> None:
     zero = {"stage": 3, "reduce_bucket_size": 16, "stage3_prefetch_bucket_size": 14}
     beside = {"zero_optimization.reduce_bucket_size": 16, "zero_optimization.stage3_prefetch_bucket_size": 14.4}
-    assert read_config({"train_batch_size": 1, "zero_optimization": zero, **beside}).stage == 3
+    assert read_config({"train_batch_size": 1, "zero_optimization": zero, **beside}).prefetch_bucket_size == 14
+    assert read_config({"train_batch_size": 1, "zero_optimization": {"stage": 3}, **beside}).stage == 3
     with pytest.raises(ValueError, match="stage is given in two spellings"):
         read_config({"train_batch_size": 1, "zero_optimization": zero, "zero_optimization.stage": 2})

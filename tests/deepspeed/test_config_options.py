@@ -31,11 +31,15 @@ CPU = {"device": "cpu"}
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": 8}),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"reshard_after_forward": True}),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": True}),
+        ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 0}),
+        ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}, {"prefetch": 1}),
+        ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 1}),
     ],
 )
 def test_a_configuration_becomes_options(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     options = shard_options(read_config(ds_config(**changes)))
     assert {name: options[name] for name in expected} == expected
     assert set(options) == {
-        *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward")
+        *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward"),
+        "prefetch",
     }

@@ -159,6 +159,12 @@ def test_what_is_refused(words: list[str], text: str, capsys: Any) -> None:
     assert text in said[-1]
 
 
+def test_without_a_program(capsys: Any) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: PROGRAM\n")
+
+
 def test_inside_another_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     with pytest.raises(ValueError, match=r"one of 4 that another launcher has started \(SLURM_STEP_NUM_TASKS\)"):
