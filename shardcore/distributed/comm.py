@@ -314,13 +314,12 @@ class Comm:
         name: str,
         ranks: Sequence[int],
         of: int | None,
-        host: dist.ProcessGroup | None = None,
     ) -> list[Started]:
         """Start sending sent[i] to ranks[i] and receiving received[i] from it, for all other ranks, with a tag of its own.
 
-        Empty tensors are not sent. host: send over this gloo group instead.
+        Empty tensors are not sent.
         """
-        tag, group = self.tags.next(kind, of), host or self.group
+        tag, group = self.tags.next(kind, of), self.group
         me, size = ranks.index(self.rank), len(ranks)
         messages: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
@@ -330,13 +329,10 @@ class Comm:
                 if data.numel() > 0:
                     messages.append((call, data, peer))
                     self.sent[kind] += data.nbytes * (call is dist.isend)
-        if host is not None:
-            operation = watchdog.log_of(host).start(name)
-        else:
-            operation = self._start(name, ranks)
-            if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
-                calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
-                return self._started(operation, dist.batch_isend_irecv(calls))
+        operation = self._start(name, ranks)
+        if self.uses_nccl and messages:  # as one group of calls, which NCCL runs at once
+            calls = [dist.P2POp(call, data, peer, group) for call, data, peer in messages]
+            return self._started(operation, dist.batch_isend_irecv(calls))
         with _explained(operation):
             works = [call(data, peer, group=group, tag=tag) for call, data, peer in messages]
         return [Started(operation, filter(None, works))] if works else []
@@ -348,15 +344,43 @@ class Comm:
         """
         if self.world_size == 1:
             return row.unsqueeze(0)
+        if not self.uses_nccl and kind is not None:
+            return self._gather_small(row, kind, name)
         rows = row.repeat(self.world_size, *(1,) * row.ndim)
-        if kind is None and not self.uses_nccl:
+        if self.uses_nccl:  # which would copy each row of a list by a kernel of its own
+            wait_all(self.all_gather(rows, kind or Traffic.READ, name))
+        else:
             operation = self._start(name)
             with _explained(operation):
                 work = dist.all_gather(list(rows.unbind(0)), row.contiguous(), group=self.group, async_op=True)
             wait_all(self._started(operation, [work]))
-        else:  # NCCL would copy each row of a list by a kernel of its own
-            wait_all(self.all_gather(rows, kind or Traffic.READ, name))
         return rows
+
+    def _gather_small(
+        self, row: torch.Tensor, kind: Traffic, name: str, host: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
+        """See gather_rows: over gloo, by Bruck's algorithm, in as many rounds as the world's size has binary digits.
+
+        In each a rank sends all rows that it has, in the order of ranks from itself on, and gets as many that follow them.
+        host: a gloo group to send over instead.
+        """
+        size, tag = self.world_size, self.tags.next(kind, None)
+        operation = self._start(name) if host is None else watchdog.log_of(host).start(name)
+        rows = row.new_empty(size, *row.shape)
+        rows[0] = row
+        with watchdog.waiting(operation), _explained(operation):
+            have = 1
+            while have < size:
+                count, group = min(have, size - have), host or self.group
+                sent, received = as_bytes(rows[:count]), as_bytes(rows[have : have + count])
+                source, target = self._global((self.rank + have) % size), self._global((self.rank - have) % size)
+                works = [dist.irecv(received, source, group=group, tag=tag), dist.isend(sent, target, group=group, tag=tag)]
+                self.sent[kind] += sent.nbytes
+                for work in works:
+                    if work is not None:
+                        work.wait()
+                have += count
+        return rows.roll(self.rank, 0)
 
     def all_gather_cpu(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
         """Return each rank's `row` (small, on the CPU), stacked in rank order on the CPU. It is sent on `compare_device`.
@@ -367,12 +391,7 @@ class Comm:
             rows = self.gather_rows(row.to(self.compare_device, non_blocking=True), kind, name).cpu()
             self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
             return rows
-        rows = row.repeat(self.world_size, *(1,) * row.ndim)
-        pieces, ranks = _pieces(rows, self.world_size), range(self.world_size)
-        wait_all(
-            self._exchange([pieces[self.rank]] * len(ranks), pieces, kind or Traffic.READ, name, ranks, None, self._slot.host)
-        )
-        return rows
+        return self._gather_small(row, kind or Traffic.READ, name, self._slot.host)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""

@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool
 
-MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2  # buckets at the first level; one at each later one, whose pieces are small
 
 
 @dataclass(frozen=True)
@@ -64,38 +64,52 @@ class ReduceScatter:
         self._backend_sums = backend_sums
         self._levels = [range(comm.world_size)] if backend_sums else comm.topology.levels(comm.rank)
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
-        self._flights: deque[_Flight] = comm.keep_alive(deque())
+        self._flights: list[deque[_Flight]] = [comm.keep_alive(deque()) for _ in self._levels]  # by level
 
     def send(self, bucket: Bucket, full: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Start with one bucket; yields the earlier ones, where too many are in flight, before this one takes memory."""
         if self.comm.world_size == 1:
             yield bucket, full, Parts(full, 1, full, 0)
             return
-        yield from self.drain(MAX_IN_FLIGHT - 1)
+        yield from self._make_room(0)
         self._start(bucket, full, 0, full)
 
-    def drain(self, keep: int = 0) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Wait and go on until at most `keep` buckets are in flight. What is yielded may be used until the next one."""
-        while len(self._flights) > keep:
-            with self.comm.clock.part("exposed_reduce"):
-                wait_all(self._flights[0].works)
-            flight = self._flights.popleft()
-            parts = self._parts(flight)
-            if flight.level + 1 == len(self._levels):
-                yield flight.bucket, flight.full, parts
-            else:
-                partial = self.pool.take(parts.own.numel(), torch.float32)
-                parts.add_up(1.0, partial)
-                self._start(flight.bucket, flight.full, flight.level + 1, partial)
-            self._give_back(flight)
+    def drain(self) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Wait and go on until nothing is in flight. What is yielded may be used until the next one."""
+        for level, flights in enumerate(self._flights):
+            while flights:
+                yield from self._go_on(level)
+
+    def _make_room(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Let the oldest flights of a level go on where another one could not start there."""
+        while len(self._flights[level]) >= (1 if level else MAX_IN_FLIGHT):
+            yield from self._go_on(level)
+
+    def _go_on(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Wait for the oldest flight of a level, and send its sum on, or yield it after the last level."""
+        last = level + 1 == len(self._levels)
+        if not last:
+            yield from self._make_room(level + 1)
+        with self.comm.clock.part("exposed_reduce"):
+            wait_all(self._flights[level][0].works)
+        flight = self._flights[level].popleft()
+        parts = self._parts(flight)
+        if last:
+            yield flight.bucket, flight.full, parts
+        else:
+            partial = self.pool.take(parts.own.numel(), torch.float32)
+            parts.add_up(1.0, partial)
+            self._start(flight.bucket, flight.full, level + 1, partial)
+        self._give_back(flight)
 
     def abandon(self) -> None:
         """Wait for what is in flight and drop it; after a wait has failed, only drop it."""
-        for flight in self._flights if not self.comm.broken else ():
-            wait_all(flight.works)
-            self._give_back(flight)
-            self.pool.give(flight.full)
-        self._flights.clear()
+        for flights in self._flights:
+            for flight in flights if not self.comm.broken else ():
+                wait_all(flight.works)
+                self._give_back(flight)
+                self.pool.give(flight.full)
+            flights.clear()
 
     def _parts(self, flight: _Flight) -> Parts:
         ranks = self._levels[flight.level]
@@ -117,7 +131,7 @@ class ReduceScatter:
             several = ranks if len(self._levels) > 1 else None
             number = self._tag_number(bucket, level, sent.dtype)
             works = self.comm.all_to_all(received, sent, Traffic.BACKWARD, name, several, of=number)
-        self._flights.append(_Flight(bucket, full, level, sent, received, works))
+        self._flights[level].append(_Flight(bucket, full, level, sent, received, works))
 
     def _tag_number(self, bucket: Bucket, level: int, dtype: torch.dtype | None = None) -> int:
         """Number what travels. Local sums have numbers of their own: gloo ends the process where sizes differ."""

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
 from shardcore import api
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.comm import Comm, Traffic
 from shardcore.distributed.groups import NotAMemberError
 from tests.support.models import make_net
+from tests.support.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -109,3 +110,19 @@ def test_nccl_that_torch_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert comm.device == torch.device("cuda:0")
     finally:
         dist.destroy_process_group()
+
+
+def _rows(rank: int, world_size: int, shift: int) -> bool:
+    comm = Comm()
+    comm.acquire_group()
+    with pytest.MonkeyPatch.context() as patch:
+        roll = torch.Tensor.roll
+        patch.setattr(torch.Tensor, "roll", lambda rows, shifts, dim: roll(rows, shifts + shift, dim))
+        rows = [comm.all_gather_cpu(torch.tensor([rank, 7.0]), kind).tolist() for kind in (Traffic.STEP, Traffic.READ)]
+    return rows == [[[float(other), 7.0] for other in range(world_size)]] * 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_small_rows_come_in_the_order_of_ranks(world_size: int) -> None:
+    assert all(run_ranks(world_size, _rows, 0))
+    assert not any(run_ranks(world_size, _rows, 1)), "else the test could not fail"

@@ -1,5 +1,6 @@
 """What travels between ranks in a reduction, in which dtype, and who adds: reduce_dtype, and reduction="nccl"."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,41 @@ def _large(rank: int, world_size: int, divide: bool) -> list[float]:
 def test_float16_is_divided_before_it_is_added() -> None:
     assert run_ranks(4, _large, True) == [[65504.0]] * 4
     assert run_ranks(4, _large, False) == [[float("inf")]] * 4, "else the test could not fail"
+
+
+def _hidden(rank: int, world_size: int, at_once: bool) -> list[int]:
+    """Return how many exchanges were started between each one across nodes and the wait for it, before backward ends."""
+    started: list[int] = []  # numbers of all exchanges, in order
+    found: list[tuple[int, int]] = []  # those before the wait of each across nodes, and before it
+    model, optimizer, _ = train(rank, Run(stage=2, steps=0, shard={"ranks_per_node": 2, "units": 1}))
+    comm = optimizer._engine.comm
+    send = comm.all_to_all
+
+    def watched(received: torch.Tensor, sent: torch.Tensor, kind: Any, name: str, ranks: Any, of: int) -> Any:
+        works = send(received, sent, kind, name, ranks, of=of)
+        started.append(of)
+        number, across = len(started), ranks == comm.topology.cross_node_ranks(rank)
+
+        def wait() -> None:
+            if across:
+                found.append((len(started), number))
+            for work in works:
+                work.wait()
+
+        if at_once:
+            wait()
+        return [SimpleNamespace(wait=wait)]
+
+    comm.all_to_all = watched
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    return [before - number for before, number in found if before < len(started) - 3]
+
+
+def test_exchanges_across_nodes_are_not_waited_for_at_once() -> None:
+    for hidden in run_ranks(4, _hidden, False):
+        assert len(hidden) > 3
+        assert min(hidden) >= 1, "a unit's backward runs meanwhile"
+    assert 0 in run_ranks(4, _hidden, True)[0], "else the test could not fail"
 
 
 def _refused(rank: int, world_size: int) -> str:
