@@ -37,6 +37,7 @@ from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
+from shardcore.engine.unshard import keepers_of
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.interface import engine_of
@@ -372,7 +373,7 @@ def _in_files(plan: Plan) -> NvmeStates:
 def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles | None) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
-    comm.acquire_group()
+    comm.acquire_group(keepers_of(plan.reshard_after_forward))
     with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             store: type[CpuStore] | type[SplitStore] = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore

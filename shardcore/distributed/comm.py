@@ -13,7 +13,7 @@ import random
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import cached_property
 from operator import methodcaller
@@ -140,15 +140,17 @@ class Comm:
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
         self._slot = GroupSlot(None)
+        self._stream: torch.cuda.Stream | None = None
         self._in_flight: list[Any] = []
         self._log: watchdog.Log | None = None
 
-    def acquire_group(self) -> None:
+    def acquire_group(self, keepers: int = 0) -> None:
         """Move to a group of the same ranks that no other engine uses while this object lives. Collective.
 
         Backwards of two models can interleave differently on different ranks, which would mix their messages on one group. A
         group is used again once its engine is gone on every rank, unless messages may be left on it. A group of NCCL alone
-        gets a gloo group beside it, over which ranks compare (`compare_device`).
+        gets a gloo group beside it, over which ranks compare (`compare_device`). On NCCL the ranks of each level of the
+        topology, and so many consecutive `keepers`, get groups of their own: a collective of these is one call.
         """
         if self.group is None:
             return
@@ -169,10 +171,29 @@ class Comm:
                 slot.host = host_group_beside(self.group, self.device, self.gather_json)
             slot.host_tried = True
         self._log = watchdog.log_of(self.group)
+        if self.uses_nccl:
+            self._make_parts(keepers)
         logs = [self._log] if slot.host is None else [self._log, watchdog.log_of(slot.host)]
         for log in logs:
             log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
         weakref.finalize(self, _release, slot, self._in_flight, logs)
+
+    def _make_parts(self, keepers: int) -> None:
+        assert self.group is not None
+        first = self.rank - self.rank % (keepers or 1)
+        for ranks in [*self.topology.levels(self.rank), range(first, first + keepers)]:
+            if 1 < len(ranks) < self.world_size and ranks not in self._slot.parts:
+                with _explained():
+                    globally = [self._global(rank) for rank in ranks]
+                    part = self._slot.parts[ranks] = group_beside(self.group, globally, self.device)
+                watchdog.log_of(self.group).parts.append(weakref.ref(part))
+
+    def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Return the group of exactly these ranks, in this order; None if there is none."""
+        self._global(0)  # raises if the group was destroyed
+        if ranks == range(self.world_size):
+            return self.group
+        return self._slot.parts.get(ranks) if isinstance(ranks, range) else None
 
     @property
     def _compares_by_nccl(self) -> bool:
@@ -257,13 +278,12 @@ class Comm:
         collective, in errors. of: a number by which messages are paired, instead of by the order of calls. With gloo pieces
         are sent pairwise, measured a third faster than its all_to_all.
         """
-        if self.uses_nccl and ranks is None:
-            self._global(0)  # raises if the group was destroyed
-            operation = self._start(name)
-            self.sent[kind] += sent.nbytes // self.world_size * (self.world_size - 1)
-            work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=self.group, async_op=True)
-            return self._started(operation, [work])
         ranks = range(self.world_size) if ranks is None else ranks
+        if self.uses_nccl and (group := self._group_of(ranks)) is not None:
+            operation = self._start(name, ranks)
+            self.sent[kind] += sent.nbytes // len(ranks) * (len(ranks) - 1)
+            work = dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group, async_op=True)
+            return self._started(operation, [work])
         return self._exchange(_pieces(sent, len(ranks)), _pieces(received, len(ranks)), kind, name, ranks, of)
 
     def reduce_scatter(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> list[Started]:
@@ -285,19 +305,38 @@ class Comm:
     ) -> list[Started]:
         """Start filling `full`, an equal piece from each of `ranks` (default: all, in order), this rank's own already there.
 
-        name, of: see all_to_all. With gloo pieces are sent pairwise, measured three times faster than its all_gather.
+        name, of: see all_to_all. With gloo pieces are sent pairwise, measured three times faster than its all_gather. With NCCL
+        a gather over nodes (Topology.ranks_by_piece) has two levels: among the ranks that have the same number in their nodes,
+        whose pieces follow one another, and then, on a stream of its own, within the node. So a node sends each byte once.
         """
-        in_order = ranks is None or ranks == range(self.world_size)
         ranks = range(self.world_size) if ranks is None else ranks
         if len(ranks) == 1 or full.numel() == 0:
             return []
-        if self.uses_nccl and in_order:
-            self._global(0)  # raises if the group was destroyed
+        if self.uses_nccl and self._group_of(ranks) is not None:
+            return self._gather_in_place(as_bytes(full), kind, name, ranks)
+        if self.uses_nccl and len(ranks) == self.world_size and len(self.topology.levels(self.rank)) > 1:
+            within, across = self.topology.levels(self.rank)
             flat = as_bytes(full)
-            own = flat.chunk(self.world_size)[self.rank]
-            self.sent[kind] += own.nbytes * (self.world_size - 1)
-            return self._started(self._start(name), [_all_gather(flat, own, group=self.group, async_op=True)])
+            mine = flat.chunk(len(within))[within.index(self.rank)]
+            first = self._gather_in_place(mine, kind, f"{name}, across nodes", across)
+            with self._after_current():
+                wait_all(first)
+                return [*first, *self._gather_in_place(flat, kind, f"{name}, within nodes", within)]
         return self.gather_parts(_pieces(full, len(ranks)), kind, name, ranks, of)
+
+    def _gather_in_place(self, flat: torch.Tensor, kind: Traffic, name: str, ranks: Sequence[int]) -> list[Started]:
+        own = flat.chunk(len(ranks))[ranks.index(self.rank)]
+        self.sent[kind] += own.nbytes * (len(ranks) - 1)
+        return self._started(self._start(name, ranks), [_all_gather(flat, own, group=self._group_of(ranks), async_op=True)])
+
+    def _after_current(self) -> AbstractContextManager[Any]:
+        """Return a context whose stream, on CUDA, goes on from the current one without delaying it."""
+        if self.device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self._stream)
 
     def gather_parts(
         self, parts: Sequence[torch.Tensor], kind: Traffic, name: str, ranks: Sequence[int], of: int | None = None

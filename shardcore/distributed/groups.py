@@ -28,6 +28,7 @@ class GroupSlot:
     """A process group that serves one engine at a time; `group` is None for the user's own.
 
     host: a gloo group of the same ranks for what they compare, where `group` has NCCL alone. host_tried: making it was tried.
+    parts: groups of some of its ranks, this one among them, by these (NCCL).
     in_backward: a backward has begun to send and has not ended. spoiled: another began meanwhile, or a wait failed: unreceived
     messages may be left. broken: the error of that wait. left: buffers in flight of an engine that is gone; gloo closes a
     connection whose buffer is freed.
@@ -36,6 +37,7 @@ class GroupSlot:
     group: dist.ProcessGroup | None
     host: dist.ProcessGroup | None = None
     host_tried: bool = False
+    parts: dict[range, dist.ProcessGroup] = field(default_factory=dict)
     taken: bool = False
     in_backward: bool = False
     broken: str = ""

@@ -25,16 +25,16 @@ class Topology:
         """Return the number of nodes."""
         return self.world_size // self.ranks_per_node
 
-    def node_ranks(self, rank: int) -> Sequence[int]:
+    def node_ranks(self, rank: int) -> range:
         """Return the ranks of the rank's node."""
         first = rank - rank % self.ranks_per_node
         return range(first, first + self.ranks_per_node)
 
-    def cross_node_ranks(self, rank: int) -> Sequence[int]:
+    def cross_node_ranks(self, rank: int) -> range:
         """Return the ranks with the same local rank, one per node."""
         return range(rank % self.ranks_per_node, self.world_size, self.ranks_per_node)
 
-    def levels(self, rank: int) -> list[Sequence[int]]:
+    def levels(self, rank: int) -> list[range]:
         """Return the ranks, itself included, that the rank exchanges gradients with at each level."""
         return [ranks for ranks in (self.node_ranks(rank), self.cross_node_ranks(rank)) if len(ranks) > 1]
 

@@ -69,6 +69,7 @@ class Log:
     def __init__(self, group: dist.ProcessGroup) -> None:
         """Start with empty counts."""
         self.group = weakref.ref(group)
+        self.parts: list[weakref.ref[dist.ProcessGroup]] = []  # groups of some of its ranks, whose collectives are logged here
         self.name: str = group.group_name
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.counts: Counter[str] = Counter()
@@ -196,7 +197,7 @@ class _Watch:
         self._ended: set[str] = set()
         self._lines = 0
         # Collectives of a group end in the order in which they were started: of those running, one and the last are held.
-        self._devices: dict[str, list[tuple[Operation, dist.Work, float]]] = {}
+        self._devices: dict[tuple[str, range | None], list[tuple[Operation, dist.Work, float]]] = {}
         self._lock = threading.Lock()  # of these
         self._by_user: tuple[tuple[str, str, int], float] | None = None  # group, function, what was started there; since when
 
@@ -254,20 +255,21 @@ class _Watch:
     def on_device(self, operation: Operation, work: dist.Work) -> None:
         with self._lock:
             entry = operation, work, time.monotonic()
-            self._devices[operation.log.name] = [*self._devices.get(operation.log.name, [])[:1], entry]
+            key = operation.log.name, operation.ranks if isinstance(operation.ranks, range) else None
+            self._devices[key] = [*self._devices.get(key, [])[:1], entry]
 
     def _longest(self) -> tuple[Wait, float] | None:
         """Return the longest wait of this rank, and its seconds."""
         now = time.monotonic()
         with self._lock:
-            for name, entries in list(self._devices.items()):
-                if _log_named(name) is None:
+            for key, entries in list(self._devices.items()):
+                if _log_named(key[0]) is None:
                     entries = []
                 left = [entry for entry in entries if not entry[1].is_completed()]
                 if not left:
-                    del self._devices[name]
+                    del self._devices[key]
                 elif left[0] is not entries[0]:  # others have ended meanwhile: the device makes progress
-                    self._devices[name] = [(*left[0][:2], now)]
+                    self._devices[key] = [(*left[0][:2], now)]
             waits = [(operation, since) for entries in self._devices.values() for operation, _, since in entries[:1]]
         waits += list(_waits.values())
         if waits:
@@ -400,21 +402,24 @@ class _Watch:
         """End the wait with an error. See Note [End]."""
         log = _log_named(wait.group)
         group = None if log is None else log.group()
-        if group is None or wait.key in self._ended:
+        if log is None or group is None or wait.key in self._ended:
             return
         self._ended.add(wait.key)
         self._reasons[wait.key] = reason
+        groups = [group, *filter(None, (part() for part in log.parts))]
         if "nccl" in dist.get_backend_config(group):
             sys.stderr.write(f"shardcore: rank {dist.get_rank()}: {reason}\n")
             sys.stderr.flush()
-            group.abort()
+            for one in groups:
+                one.abort()
             return
         logger.error("%s", reason)
-        here = dist.get_rank(group)
-        for other in range(group.size()):  # of which some connections may be closed already
-            with suppress(RuntimeError):
-                if other != here:
-                    group.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
+        for one in groups:
+            here = dist.get_rank(one)
+            for other in range(one.size()):  # of which some connections may be closed already
+                with suppress(RuntimeError):
+                    if other != here:
+                        one.recv([torch.empty(1, device="cpu")], other, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
 def _reason(found: str) -> str:

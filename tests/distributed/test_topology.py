@@ -11,11 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
+from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.distributed.groups import group_beside
 from shardcore.distributed.topology import Topology
 from tests.support.choice import EVERY, part, some
-from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
+from tests.support.groups import as_on_nccl
+from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, make_net, stepped, train
 from tests.support.ranks import run_ranks
 
 MESH, NODES, FLAT = "mesh of 2 x 2", "2 ranks a node", "flat"
@@ -34,8 +36,15 @@ def _start(rank: int, layout: str, **run: Any) -> tuple[Any, Any]:
 LEAVING = {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.6}
 
 
-def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]) -> list[str]:
-    return [hash_of_training(*_start(rank, layout, **run)) for run in runs]
+def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]], more: bool = False) -> list[str]:
+    """Return the hash of each training; more: of one step more."""
+    hashes = []
+    for run in runs:
+        model, optimizer = _start(rank, layout, **run)
+        if more:
+            stepped(model, optimizer, rank, 9)
+        hashes.append(hash_of_training(model, optimizer))
+    return hashes
 
 
 @pytest.mark.parametrize(("accumulate", "sync_each"), some([(1, None), (3, True), (3, False)], [(1, None), (3, True)]))
@@ -54,6 +63,58 @@ def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each
     assert len(hashes) == 1
     flat = {value for of_rank in run_ranks(4, _hashes, FLAT, runs[:1]) for value in of_rank}
     assert hashes != flat, "else the test could not fail"
+
+
+def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]]) -> tuple[list[str], int, list[int]]:
+    """Return the hashes, how many batches of messages were sent, and the bytes that each run sends off the node."""
+    batches, off_node = 0, [0]
+    exchange, all_gather, all_to_all = dist.batch_isend_irecv, comm_module._all_gather, dist.all_to_all_single
+
+    def counted_batch(calls: list[dist.P2POp]) -> Any:
+        nonlocal batches
+        batches += 1
+        return exchange(calls)
+
+    def count(group: dist.ProcessGroup, part: int) -> None:
+        others = [other for other in dist.get_process_group_ranks(group) if other // 2 != rank // 2]
+        off_node[-1] += part * len(others)
+
+    def counted_gather(full: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
+        count(options["group"], own.nbytes)
+        return all_gather(full, own, **options)
+
+    def counted_exchange(received: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
+        count(options["group"], sent.nbytes // dist.get_world_size(options["group"]))
+        return all_to_all(received, sent, **options)
+
+    hashes = []
+    with as_on_nccl() as patch:
+        patch.setattr(dist, "batch_isend_irecv", counted_batch)
+        patch.setattr(comm_module, "_all_gather", counted_gather)
+        patch.setattr(dist, "all_to_all_single", counted_exchange)
+        for run in runs:
+            model, optimizer = _start(rank, layout, **run)
+            off_node.append(0)
+            stepped(model, optimizer, rank, 9)
+            off_node.append(0)
+            hashes.append(hash_of_training(model, optimizer))
+    return hashes, batches, off_node[1::2]
+
+
+def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_once() -> None:
+    runs: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
+    runs.append({"stage": 3, "shard": {"reshard_after_forward": 2}})
+    runs.append({"stage": 3, "shard": {"offload": {"params": "cpu"}}})
+    sent = {}
+    for layout in (NODES, MESH, FLAT):
+        gloo = run_ranks(4, _hashes, layout, runs, True)
+        for rank, (hashes, batches, off_node) in enumerate(run_ranks(4, _as_on_nccl, layout, runs)):
+            assert hashes == gloo[rank]
+            assert batches == 0, "a message for each rank"
+            sent[layout, rank] = off_node
+    for rank in range(4):
+        for nodes, flat in zip(sent[NODES, rank], sent[FLAT, rank], strict=True):
+            assert nodes <= 0.51 * flat, "2 ranks a node: each byte once"
 
 
 def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bool, bool]]:

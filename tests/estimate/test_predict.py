@@ -112,6 +112,18 @@ def counting(method: Any, sent: Counter[str]) -> Any:
     return counted
 
 
+def counting_rows(method: Any, sent: Counter[str]) -> Any:
+    """Return Comm.gather_rows so that it adds what it sends to `sent`."""
+
+    def counted(comm: Comm, row: torch.Tensor, *rest: Any) -> Any:
+        if comm.world_size > 1:
+            sent["collectives"] += 1
+            sent["bytes"] += row.nbytes * (comm.world_size - 1)
+        return method(comm, row, *rest)
+
+    return counted
+
+
 def _measured(rank: int, world_size: int, runs: list[Run]) -> list[tuple[Any, ...]]:
     return [_measured_one(rank, run) for run in runs]
 
@@ -121,6 +133,7 @@ def _measured_one(rank: int, run: Run) -> tuple[Any, ...]:
         counted: Counter[str] = Counter()
         for name in ("all_to_all", "reduce_scatter", "all_gather"):
             patch.setattr(Comm, name, counting(getattr(Comm, name), counted))
+        patch.setattr(Comm, "gather_rows", counting_rows(Comm.gather_rows, counted))
         before = live_tensors()
         torch.manual_seed(0)
         shard = {key: value for key, value in run.shard.items() if key != "hybrid"}

@@ -24,6 +24,8 @@ from tests.support.ranks import free_port
 ROOT = Path(__file__).resolve().parents[2]
 SOON_S = 90.0  # for what takes five seconds on a quiet machine
 HOSTS = "w0 slots=2\nw1 slots=4\n"
+# At the end of a program that ends well: while the interpreter ends a thread of gloo's may abort it (see scripts.finished).
+END = "os._exit(0)"
 
 
 @pytest.fixture(autouse=True)
@@ -262,13 +264,14 @@ def test_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
 def test_sagemakers_two_machines() -> None:
     """Each starts the same command; localhost and 127.0.0.1 stand for two hosts."""
     port, hosts = free_port(), ["localhost", "127.0.0.1"]
-    program = """
+    program = f"""
         import os, torch.distributed as dist
         dist.init_process_group()
         rows = [None] * dist.get_world_size()
         dist.all_gather_object(rows, (os.environ["SM_CURRENT_HOST"], os.environ["LOCAL_RANK"], os.environ["SM_MODEL_DIR"]))
         if dist.get_rank() == 0:
-            print(rows)
+            print(rows, flush=True)
+        {END}
     """
     given = {"SM_HOSTS": json.dumps(hosts), "SM_NUM_GPUS": "0", "SM_MODEL_DIR": "/opt/ml/model"}
     started = [
@@ -354,7 +357,7 @@ def test_nohup_is_respected() -> None:
 @pytest.mark.slow
 def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
     """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each attempt has a store of its own."""
-    process = shardcore_run("""
+    process = shardcore_run(f"""
         import os, torch.distributed as dist
         dist.init_process_group()
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -363,6 +366,7 @@ def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
             store.set("mine", "1")
         dist.barrier()
         assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+        {END}
     """, "--num_gpus", "2", "--max_restarts", "1", "--master_port", free_port(), "--no_local_rank")  # fmt: skip
     out, err = process.communicate(timeout=2 * SOON_S)
     assert (process.returncode, out.split("\n")[:-1]) == (0, ["0 False", "1 False"]), err
@@ -370,13 +374,14 @@ def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
 
 # --- examples/cluster ---------------------------------------------------------------------------------------------------
 
-ALL_RANKS = """
+ALL_RANKS = f"""
     import os, sys, torch.distributed as dist
     dist.init_process_group()
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, (os.environ["NODE"], os.environ["LOCAL_RANK"]))
     if dist.get_rank() == 0:
-        print(rows, sys.argv[1:])
+        print(rows, sys.argv[1:], flush=True)
+    {END}
 """
 
 

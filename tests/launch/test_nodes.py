@@ -113,6 +113,7 @@ def test_restarts_take_all_machines(start: Callable[..., Any], tmp_path: Path) -
         if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise ValueError("once")
         dist.barrier()
+        os._exit(0)  # see scripts.finished
     """,
         "--max_restarts",
         "2",
