@@ -17,6 +17,7 @@ from benchmarks import (
     bench_cpu_adam,
     bench_io,
     bench_nvme_step,
+    bench_nvme_weights,
     bench_reduced_states,
     bench_train_step,
     convergence,
@@ -127,6 +128,18 @@ def test_nvme_step(tmp_path, run_main):
     assert set(result["seconds"]) == {"nvme", "scratch", "cpu", "fio"}
     assert result["host_bytes"]["cpu"] > result["state_bytes"]
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_step.json"], "its files are gone"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
+def test_nvme_weights(tmp_path, run_main):
+    where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
+    printed = run_main(bench_nvme_weights, "--mib", "32", "--tokens", "2", "--rounds", "1", "--pause", "0", *where)
+    assert "over the bound" in printed
+    result = json.loads((tmp_path / "nvme_weights.json").read_text())
+    assert set(result["seconds"]) == {"nvme", "late", "cpu", "fio"}
+    assert 32 << 20 < result["read_bytes"] <= 64 << 20, "in forward, and again in backward"
+    assert [path.name for path in tmp_path.iterdir()] == ["nvme_weights.json"], "its files are gone"
 
 
 def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):
