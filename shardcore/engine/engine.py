@@ -27,7 +27,7 @@ from shardcore.engine.full_tensors import FullTensors, agree_on_read
 from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from shardcore.engine.overlap_step import OverlapStep, WorkerThreads
+from shardcore.engine.overlap_step import OverlapStep, WorkerThreads, uses_worker
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import StateStore, StepError
@@ -118,10 +118,19 @@ class Engine:
         self.scaler, self.max_norm, self.options = plan.scaler, plan.max_norm, plan.options
         self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
         groups = self.groups = plan.optimizer.param_groups
-        self.overlap_step: OverlapStep | None = None  # None: steps are complete when they return, or the device runs them
-        if plan.overlap_step and (self.device.type == "cpu" or self.store.tier != "device"):
+        # None: steps are complete when they return, or in the order of the device's stream, and nothing is gathered after them
+        self.overlap_step: OverlapStep | None = None
+        works = uses_worker(self.device, self.store)
+        if plan.overlap_step and (works or (self.lifetimes.gathers_new_weights and len(self.comm.shard_ranks) > 1)):
             self.overlap_step = OverlapStep(
-                plan.model, plan.units, self.store, self.comm, self.lifetimes, self.device, plan.threads, groups
+                plan.model,
+                plan.units,
+                self.store,
+                self.comm,
+                self.lifetimes,
+                self.device,
+                plan.threads if works else None,
+                groups,
             )
         self.unsharder: Unsharder | None = None  # None: weights are never sharded
         if not self.lifetimes.full_weight_resident:
@@ -153,7 +162,7 @@ class Engine:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
         self.device_step: DeviceStep | None = None
         capturable = any(group["capturable"] for group in groups)
-        if decides_on_device(self.device, self.store.tier, self.comm, self.overlap_step is not None, capturable):
+        if decides_on_device(self.device, self.store.tier, self.comm, works and self.overlap_step is not None, capturable):
             counted = [managed for bucket in plan.updated for managed in bucket.params]
             self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counted)
         self.outcomes = Outcomes(plan.optimizer, self.scaler, self.device_step)
@@ -418,15 +427,19 @@ class Engine:
             raise
         self.reducer.end_step()
         if plan is not None:
-            if self.overlap_step is None:
-                self.updater.apply(plan)
+            gathers = None
+            if self.overlap_step is None or not self.overlap_step.has_worker:
+                gathers = self.updater.apply(plan, wait=self.overlap_step is None)
             self.updater.count(plan)
             if self.ratio_tuner is not None:
                 self.ratio_tuner.updated = True
         if outcome is not None:
             self.outcomes.add(outcome, () if plan is None else plan.updated)
         if plan is not None and self.overlap_step is not None:  # last: it waits until the worker begins
-            self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
+            if gathers is None:
+                self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
+            else:
+                self.overlap_step.defer(gathers)
         if plan is not None and self.unsharder is not None:
             self.unsharder.renew()
 

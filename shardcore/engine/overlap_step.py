@@ -14,6 +14,8 @@ other collectives may run at the same time in another order on another rank, whi
 gathers instead, at points that are the same on every rank: forwards, steps and `synchronize`. A read of weights, which one rank
 may make alone, starts no gather: with NCCL it raises an error if the weights are not gathered. At stage 3 the gather of a unit
 waits for its update.
+Where the device runs Adam (states on a GPU) there is no worker: step() queues all of it, and what is left to wait for are the
+gathers of stages 1 and 2, which each unit's forward waits for, in the order of the stream (`defer`).
 Note [Streams]: torch's current stream is per thread. The worker's stream waits for an event of the stream that step() was
 called on, and each stream that uses a bucket waits for an event of the worker's stream.
 """
@@ -157,6 +159,11 @@ class Worker:
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
+def uses_worker(device: torch.device, store: StateStore) -> bool:
+    """Whether an overlapped step needs a worker: not where a GPU runs Adam."""
+    return device.type == "cpu" or store.tier != "device"
+
+
 @dataclass(eq=False)
 class _Update:
     """One bucket that is being updated.
@@ -184,16 +191,17 @@ class OverlapStep:
         comm: Comm,
         lifetimes: Lifetimes,
         device: torch.device,
-        threads: WorkerThreads,
+        threads: WorkerThreads | None,
         groups: list[dict[str, Any]],
     ) -> None:
-        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `threads`.
+        """Serve `units` of `model`, whose buckets `store` updates, on a worker whose kernels use `threads` (None: without one).
 
         groups: the optimizer's (live) param_groups, whose "params" wait, too.
         """
         self._pending: dict[Bucket, _Update] = {}  # in the order in which they are updated
         self.units, self.store, self.comm, self.device = list(units), store, comm, device
-        self._worker = Worker("shardcore-step", threads, device)
+        self.has_worker = threads is not None
+        self._worker = Worker("shardcore-step", threads or WorkerThreads(1), device)
         self._groups: list[Any] = groups
         self._lock = threading.RLock()
         self.step_count = 0
@@ -252,11 +260,7 @@ class OverlapStep:
         self.step_count += 1
         begun = threading.Event()
         comm = self.comm if self._worker_gathers else None
-        for ref, buckets in self._modules:
-            if (module := ref()) is not None and not spans.keys().isdisjoint(buckets):
-                self._defer_reads(module, buckets)
-        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
-        self._pending = {update.bucket: update for update in updates}
+        self._begin(updates)
         try:
             self._worker.submit(_update_all, self.store, updates, hypers, comm, self._stream, now, begun)
         except RuntimeError as error:  # no thread starts: the interpreter ends, or the system has no more
@@ -264,6 +268,23 @@ class OverlapStep:
             for update in updates:
                 update.done.set_exception(error)
         begun.wait()  # else it might begin only when what the caller does next releases the interpreter
+
+    def _begin(self, updates: Sequence[_Update]) -> None:
+        self._pending = {update.bucket: update for update in updates}
+        for ref, buckets in self._modules:
+            if (module := ref()) is not None and not self._pending.keys().isdisjoint(buckets):
+                self._defer_reads(module, buckets)
+        self._groups[:] = [PendingGroup(group, weakly(self._wait_to_read)) for group in self._groups]
+
+    def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None:
+        """Let reads of weights, and forwards, wait for what gathers the new ones; Adam has run, or is queued on the device."""
+        assert not self._pending
+        self.step_count += 1
+        updates = [_Update(bucket, (), gathers=works) for bucket, works in gathers.items()]
+        for update in updates:
+            update.done.set_result(None)
+        if updates:
+            self._begin(updates)
 
     def _defer_reads(self, module: nn.Module, buckets: Sequence[Bucket]) -> None:
         module.__dict__["_parameters"] = PendingParams(module._parameters, lambda: self._wait_to_read(buckets))
@@ -295,7 +316,7 @@ class OverlapStep:
         self._raise_failure()
         if not self._pending:
             return
-        with self._lock, self.comm.clock.part("exposed_offload"):
+        with self._lock, self.comm.clock.part("exposed_offload" if self.has_worker else "exposed_gather"):
             for update in [self._pending[bucket] for bucket in buckets if bucket in self._pending]:
                 self._wait_for_adam(update)
                 if self._gathers:

@@ -184,19 +184,22 @@ class Updater:
         return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
     @torch.no_grad()
-    def apply(self, plan: StepPlan) -> None:
-        """Update weights and states. Bucket by bucket where something of one travels while the next is computed."""
+    def apply(self, plan: StepPlan, wait: bool = True) -> dict[Bucket, list[Started]]:
+        """Update weights and states. Bucket by bucket where something of one travels while the next is computed.
+
+        Returns what gathers the new weights of each bucket, unless it is waited for here.
+        """
         buckets, parts = list(plan.spans), list(plan.spans.values())
         if self._at_once:
             buckets, parts = [], [[span for part in parts for span in part]]
         left = deque(buckets if self._gathers else ())
-        works: list[Started] = []
+        works: dict[Bucket, list[Started]] = {}
 
         def gather_next() -> None:
             with scope("gather", left[0].unit):
                 bucket = left.popleft()
                 name = f"the new weights of {bucket.unit or 'the root'}"
-                works.extend(self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks))
+                works[bucket] = self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks)
 
         try:
             with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
@@ -207,9 +210,11 @@ class Updater:
             self._failure = error
             while left:  # other ranks wait for them; at the next step this one refuses
                 gather_next()
-        with self.comm.clock.part("exposed_gather" if works else None):
-            wait_all(works)
+        if wait or self._failure is not None:
+            with self.comm.clock.part("exposed_gather" if works else None):
+                wait_all(chain.from_iterable(works.values()))
         self.raise_failure()
+        return works
 
     def raise_failure(self) -> None:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""

@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 
 import shardcore
 from shardcore.distributed import comm as comm_module
-from shardcore.distributed.comm import Comm, wait_all
+from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.engine import engine as engine_module
 from shardcore.engine.overlap_step import OverlapStep, PendingGroup, PendingParams
 from tests.support.choice import combinations
-from tests.support.groups import as_on_nccl
-from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped
+from tests.support.groups import LIVELY, as_on_nccl, device_decides
+from tests.support.models import Run, batch_of, hash_of, hash_of_training, loss_of, micro_steps, stepped, train
 from tests.support.ranks import run_ranks
 from tests.support.schedules import LateStore, SlowStore, start
 
@@ -99,6 +101,60 @@ def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool
 def test_a_wait_that_is_left_out_changes_the_losses(missing: str, stage: int) -> None:
     expected = run_ranks(2, _without, "nothing", stage, False)
     assert run_ranks(2, _without, missing, stage, True)[0] != expected[0]
+
+
+# --- without a worker, as on a GPU ------------------------------------------------------------------------------------
+
+
+def _as_on_a_gpu(rank: int, world_size: int, stage: int, overlap: bool) -> tuple[str, list[list[str]], bool]:
+    """Return the hash, for each forward the units whose new weights were not waited for as a unit began, and a read's bits."""
+    pending: list[str] = []
+    seen: list[list[str]] = []
+    all_gather = Comm.all_gather
+
+    def watched(comm: Comm, full: torch.Tensor, kind: Any, name: str, *rest: Any, **of: Any) -> Any:
+        works = all_gather(comm, full, kind, name, *rest, **of)
+        if kind is not Traffic.STEP:
+            return works
+        pending.append(name)
+
+        def wait() -> None:
+            if name in pending:
+                pending.remove(name)
+            wait_all(works)
+
+        return [SimpleNamespace(wait=wait)]
+
+    with device_decides(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "uses_worker", lambda device, store: False)
+        patch.setattr(Comm, "all_gather", watched)
+        shard = {"clip_grad_norm": 0.5, "overlap_step": overlap, "loss_scale": LIVELY}
+        model, optimizer, _ = train(rank, Run(stage=stage, steps=0, precision="fp16", shard=shard))
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: seen.append(list(pending)))
+        for step in range(7):
+            optimizer.scale_loss(loss_of(model, batch_of(step, 0, rank))).backward()
+            seen.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        read = hash_of(model.blocks[2].parameters())  # waits
+        loss_of(model, batch_of(8, 0, rank))
+        same = read == hash_of(model.blocks[2].parameters())
+        optimizer.scale_loss(loss_of(model, batch_of(9, 0, rank))).backward()
+        optimizer.step()
+        seen.clear()
+        loss_of(model, batch_of(10, 0, rank))
+        return hash_of_training(model, optimizer), list(seen), same
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_without_a_worker_each_forward_waits_for_its_own_gather(stage: int) -> None:
+    (expected, at_once, _), _ = run_ranks(2, _as_on_a_gpu, stage, False)
+    assert at_once == [[], [], []], "else the test could not fail: step() waited"
+    for found, seen, same in run_ranks(2, _as_on_a_gpu, stage, True):
+        assert (found, same) == (expected, True)
+        names = [f"the new weights of blocks.{number}" for number in range(3)]
+        assert seen == [[names[1], names[2]], [names[2]], []]
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------
