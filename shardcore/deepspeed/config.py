@@ -13,6 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
 from shardcore.deepspeed.keys import KEYS, OP, SECTIONS, Key, canonical, has, is_note
 from shardcore.engine.loss_scale import LossScale
 
@@ -55,7 +58,7 @@ class Config:
     grad_dtype: str | None = None
     stage: int = 0
     hpz_partition_size: int = 1
-    prefetch_bucket_size: int = 1
+    prefetch_bucket_size: float = 1.0
     gathers_to_save: bool = True
     offload: str | None = None
     nvme_path: str | None = None
@@ -76,6 +79,7 @@ class Config:
     wandb: Mapping[str, Any] | None = None
     comms_logger: Mapping[str, Any] = field(default_factory=dict)
     flops_profiler: Mapping[str, Any] = field(default_factory=dict)
+    shardcore: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = field(default=frozenset(), compare=False)
     accepted: tuple[str, ...] = field(default=(), compare=False)
     source: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -273,14 +277,23 @@ def shard_options(settings: Config) -> dict[str, Any]:
 
     These are clip_grad_norm, accumulate and materialize. "stage" is among what is returned.
     """
+    own = {name: value for name, value in settings.shardcore.items() if name not in ("offload", "optimizer", "mesh")}
+    if "mesh" in settings.shardcore:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        own["process_group"] = init_device_mesh(device, tuple(settings.shardcore["mesh"]))
     tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}
+    overlap_step = False
     if settings.offload is not None:
         tiers |= {"optimizer": settings.offload, "ratio": settings.ratio}
         if settings.offload == "nvme":
             tiers |= {"path": settings.nvme_path, "durable": False}  # as DeepSpeed's swap files; save_checkpoint is its way
+        elif settings.stage > 0:
+            tiers["gradients"] = "cpu"  # as in ZeRO-Offload
+            overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
+    tiers |= settings.shardcore.get("offload", {})
     return {
         "stage": settings.stage,
-        "offload": tiers if settings.offload is not None or settings.params is not None else None,
+        "offload": tiers if settings.offload or settings.params or settings.shardcore.get("offload") else None,
         "precision": "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
         "loss_scale": settings.loss_scale,
         "reduce_dtype": settings.communication_data_type,
@@ -290,10 +303,16 @@ def shard_options(settings: Config) -> dict[str, Any]:
         if settings.stage == 3 and settings.hpz_partition_size > 1
         else True,
         "prefetch": 0 if settings.stage == 3 and settings.prefetch_bucket_size == 0 else 1,
+        "overlap_step": overlap_step,
+        **own,
     }
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
+    if "optimizer" not in values and (values.get("shardcore") or {}).get("optimizer"):
+        yield ValueError(
+            f"{OP}: config shardcore.optimizer is given without optimizer; expected both (or optimizer=FusedAdam(...))"
+        )
     if "optimizer" in values and "optimizer.type" not in values:
         yield ValueError(f'{OP}: config optimizer.type is missing; expected "Adam" or "AdamW"')
     if values.get("optimizer.type") == "adamw" and values.get("optimizer.params.adam_w_mode") is False:
@@ -347,7 +366,7 @@ def _adam_options(values: Mapping[str, Any]) -> dict[str, Any]:
         options["state_dtype"] = "bf16"
     if low and values.get("bf16.bf16_master_weights_and_grads"):
         options["master"] = "split"
-    return options
+    return {**options, **(values.get("shardcore") or {}).get("optimizer", {})}
 
 
 def _raise_all(problems: list[Exception]) -> None:

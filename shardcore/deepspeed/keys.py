@@ -10,7 +10,7 @@ https://www.deepspeed.ai/docs/config-json.
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +136,25 @@ def _text(where: str, value: Any) -> str:
     return value
 
 
+# What the section "shardcore" may have: arguments of shard, its offload's, and FusedAdam's, which check the values.
+OF_SHARD = ("overlap_step", "reduction", "ranks_per_node", "mesh", "reshard_after_forward", "prefetch", "units", "sync_each")
+OF_OFFLOAD = ("gradients", "durable", "resume", "path", "pin_memory_limit", "cpu_threads", "device_memory_limit")
+OF_ADAM = ("state_dtype", "master", "stochastic_rounding")
+
+
+def _own(where: str, value: Any) -> dict[str, Any]:
+    """Check the names of what shardcore alone has."""
+    known: dict[str, Sequence[str]] = {"": (*OF_SHARD, "offload", "optimizer"), "offload": OF_OFFLOAD, "optimizer": OF_ADAM}
+    for name, keys in known.items():
+        path, section = f"{where}.{name}" if name else where, value.get(name, {}) if name else value
+        if not isinstance(section, Mapping):
+            raise TypeError(has(path, section, "an object with keys"))
+        for key in section:
+            if key not in keys:
+                raise ValueError(f"{OP}: config {path}.{key} is not supported; expected one of {', '.join(keys)}")
+    return dict(value)
+
+
 def _device(where: str, value: Any) -> str | None:
     if value not in ("cpu", "nvme", "none"):
         raise (ValueError if isinstance(value, str) else TypeError)(has(where, value, '"cpu", "nvme" or "none"'))
@@ -158,6 +177,12 @@ def _dtype(*known: str) -> Check:
 
 _count = _integer(1, math.inf, "at least 1")
 _size = _integer(0, math.inf, "at least 0")
+
+
+def _prefetch(where: str, value: Any) -> float:
+    return 1.0 if value == "auto" else _number(where, value)  # trainers may leave it, or compute no whole number
+
+
 _power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
 _adam = _word(
@@ -222,6 +247,11 @@ _ONE_CHECKPOINT = "every checkpoint is written by all ranks and loads into any n
 _ZERO = "zero_optimization"
 
 KEYS: dict[str, Key] = {
+    "shardcore": _honoured(
+        _own,
+        f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], sizes of a DeviceMesh); "
+        f"offload.({', '.join(OF_OFFLOAD)}); optimizer.({', '.join(OF_ADAM)}) of FusedAdam",
+    ),
     "train_batch_size": _honoured(_count, "samples per optimizer step over all ranks"),
     "train_micro_batch_size_per_gpu": _honoured(_count, "samples per backward on one rank"),
     "gradient_accumulation_steps": _honoured(_count, "backwards per optimizer step"),
@@ -327,7 +357,7 @@ KEYS: dict[str, Key] = {
         {
             "stage": _honoured(_stage, "shard(stage=)"),
             "zero_hpz_partition_size": _honoured(_size, "shard(reshard_after_forward=) at stage 3, if above 1"),
-            "prefetch_bucket_size": _honoured(_size, "0: shard(prefetch=0); more: weights are gathered one unit ahead"),
+            "prefetch_bucket_size": _honoured(_prefetch, "0: shard(prefetch=0); more: weights are gathered one unit ahead"),
             "gather_16bit_weights_on_model_save": _honoured(
                 _flag, "false: save_16bit_model saves nothing at stage 3, and returns False"
             ),

@@ -395,9 +395,7 @@ class Comm:
             wait_all(self._started(operation, [work]))
         return rows
 
-    def _gather_small(
-        self, row: torch.Tensor, kind: Traffic, name: str, host: dist.ProcessGroup | None = None
-    ) -> torch.Tensor:
+    def _gather_small(self, row: torch.Tensor, kind: Traffic, name: str, host: dist.ProcessGroup | None = None) -> torch.Tensor:
         """See gather_rows: over gloo, by Bruck's algorithm, in as many rounds as the world's size has binary digits.
 
         In each a rank sends all rows that it has, in the order of ranks from itself on, and gets as many that follow them.

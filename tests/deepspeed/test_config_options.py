@@ -22,7 +22,7 @@ CPU = {"device": "cpu"}
         ({"data_types": {"grad_accum_dtype": "bf16"}}, {"grad_dtype": "bf16"}),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": 0.5, "pin_memory": False}}},
-            {"offload": {"optimizer": "cpu", "ratio": 0.5, "params": None, "pin_memory": False}},
+            {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.5, "params": None, "pin_memory": False}},
         ),
         (
             {"zero_optimization": {"stage": 3, "offload_param": CPU}},
@@ -31,15 +31,31 @@ CPU = {"device": "cpu"}
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": 8}),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}}, {"reshard_after_forward": True}),
         ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8}}, {"reshard_after_forward": True}),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": CPU}}, {"overlap_step": True}),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, {"overlap_step": False}),
+        (
+            {
+                "zero_optimization": {"stage": 3, "offload_optimizer": CPU},
+                "shardcore": {"overlap_step": False, "ranks_per_node": 8, "prefetch": 2, "offload": {"gradients": None}},
+            },
+            {
+                "overlap_step": False,
+                "ranks_per_node": 8,
+                "prefetch": 2,
+                "offload": {"optimizer": "cpu", "gradients": None, "ratio": 1.0, "params": None, "pin_memory": True},
+            },
+        ),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 0}),
-        ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5e7}}, {"prefetch": 1}),
+        ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0.9}}, {"prefetch": 1}),
+        ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}, {"prefetch": 1}),
         ({"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 1}),
     ],
 )
 def test_a_configuration_becomes_options(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     options = shard_options(read_config(ds_config(**changes)))
     assert {name: options[name] for name in expected} == expected
-    assert set(options) == {
+    assert set(options) | {"ranks_per_node"} == {
+        "ranks_per_node",
         *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward"),
-        "prefetch",
+        *("prefetch", "overlap_step"),
     }

@@ -119,6 +119,42 @@ def test_without_an_optimizer_a_model_only_runs_forward(stage: int, low: str) ->
     assert all(run_ranks(2, _forward_only, stage, low))
 
 
+OURS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "when": {"overlap_step": False, "prefetch": 2, "offload": {"gradients": None}},
+    "nodes": {"ranks_per_node": 2},
+    "mesh": {"mesh": [2, 2], "reshard_after_forward": False},
+    "states": {"optimizer": {"state_dtype": "8bit"}},
+}
+
+
+def _hash_by_section(rank: int, world_size: int, section: dict[str, Any]) -> str:
+    engine = start(ds_config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}, shardcore=section))
+    train(engine, rank, 2)
+    return hash_of_training(engine.module, engine.optimizer)
+
+
+def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
+    found = {name: run_ranks(4, _hash_by_section, section)[0] for name, section in OURS.items()}
+    assert found["nothing"] == found["when"]
+    assert found["nodes"] == found["mesh"], "ranks are added in the same order"
+    assert len({found[name] for name in ("nothing", "nodes", "states")}) == 3, "else nothing arrived"
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"overlap": True}, r"config shardcore\.overlap is not supported; expected one of overlap_step, "),
+        ({"offload": {"device": "cpu"}}, r"config shardcore\.offload\.device is not supported; expected one of gradients, "),
+        ({"optimizer": 3}, r"config shardcore\.optimizer has 3; expected an object with keys"),
+        ({"prefetch": -1}, r"shard: prefetch is -1"),
+    ],
+)
+def test_what_the_section_of_shardcore_may_not_have(section: dict[str, Any], says: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=says):
+        start(ds_config(stage=3, shardcore=section))
+
+
 def test_refused_optimizers() -> None:
     model = make_net()
     plain = without("optimizer")
