@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool
 
-MAX_IN_FLIGHT = 2  # buckets at the first level; one at each later one, whose pieces are small
+MAX_IN_FLIGHT = 2  # units at the first level; one at each later one, whose pieces are small
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class ReduceScatter:
         if self.comm.world_size == 1:
             yield bucket, full, Parts(full, 1, full, 0)
             return
-        yield from self._make_room(0)
+        yield from self._make_room(0, bucket)
         self._start(bucket, full, 0, full)
 
     def drain(self) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
@@ -80,16 +80,19 @@ class ReduceScatter:
             while flights:
                 yield from self._go_on(level)
 
-    def _make_room(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
-        """Let the oldest flights of a level go on where another one could not start there."""
-        while len(self._flights[level]) >= (1 if level else MAX_IN_FLIGHT):
+    def _make_room(self, level: int, bucket: Bucket) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
+        """Let the oldest flights of a level go on where `bucket` would be one unit too many there.
+
+        A unit has a bucket for each group of the optimizer (with and without weight decay) and dtype.
+        """
+        while len({flight.bucket.unit for flight in self._flights[level]} - {bucket.unit}) >= (1 if level else MAX_IN_FLIGHT):
             yield from self._go_on(level)
 
     def _go_on(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
         """Wait for the oldest flight of a level, and send its sum on, or yield it after the last level."""
         last = level + 1 == len(self._levels)
         if not last:
-            yield from self._make_room(level + 1)
+            yield from self._make_room(level + 1, self._flights[level][0].bucket)
         with self.comm.clock.part("exposed_reduce"):
             wait_all(self._flights[level][0].works)
         flight = self._flights[level].popleft()

@@ -147,6 +147,40 @@ def test_exchanges_across_nodes_are_not_waited_for_at_once() -> None:
     assert 0 in run_ranks(4, _hidden, True)[0], "else the test could not fail"
 
 
+def _most_in_flight(rank: int, world_size: int, groups: int) -> int:
+    """Return how many exchanges are in flight at most, of units of one or two groups of the optimizer."""
+    model = make_net()
+    parts = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]]
+    given = [{"params": params} for params in parts] if groups == 2 else model.parameters()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(given), 2)
+    in_flight, most = 0, 0
+    comm = optimizer._engine.comm
+    send = comm.all_to_all
+
+    def watched(*args: Any, **of: Any) -> Any:
+        nonlocal in_flight, most
+        works = send(*args, **of)
+        in_flight += 1
+        most = max(most, in_flight)
+
+        def wait() -> None:
+            nonlocal in_flight
+            in_flight -= 1
+            for work in works:
+                work.wait()
+
+        return [SimpleNamespace(wait=wait)]
+
+    comm.all_to_all = watched
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    return most
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_two_units_are_in_flight_whatever_their_groups(groups: int) -> None:
+    assert run_ranks(2, _most_in_flight, groups) == [2 * groups] * 2
+
+
 def _refused(rank: int, world_size: int) -> str:
     model = make_net()
     try:
