@@ -383,7 +383,8 @@ class Comm:
         """
         if self.world_size == 1:
             return row.unsqueeze(0)
-        if not self.uses_nccl and kind is not None:
+        by_nccl = self.uses_nccl and (self._compares_by_nccl or row.device.type != "cpu")
+        if kind is not None and not by_nccl:
             return self._gather_small(row, kind, name)
         rows = row.repeat(self.world_size, *(1,) * row.ndim)
         if self.uses_nccl:  # which would copy each row of a list by a kernel of its own

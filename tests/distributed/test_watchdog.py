@@ -143,7 +143,7 @@ def _out_of_memory(rank: int, world_size: int, stage: int, where: str, point: in
     with as_on_nccl() if nccl else nullcontext(), pytest.MonkeyPatch.context() as patch:
         model, optimizer, _ = train(rank, Run(stage=stage, steps=1))
         taken, take = [0], BufferPool.take
-        all_gather = comm.Comm.all_gather
+        gather_rows = comm.Comm.gather_rows
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
             def counts(*given: Any, **options: Any) -> Any:
@@ -157,7 +157,7 @@ def _out_of_memory(rank: int, world_size: int, stage: int, where: str, point: in
         if where == "reduction":
             patch.setattr(BufferPool, "take", counted(take))
         else:
-            patch.setattr(comm.Comm, "all_gather", counted(all_gather))
+            patch.setattr(comm.Comm, "gather_rows", counted(gather_rows))
         try:
             for step in range(1, 4):
                 with suppress(torch.OutOfMemoryError):

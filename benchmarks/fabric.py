@@ -1,0 +1,244 @@
+"""A simulated fabric: the engine's own schedule of one rank of many, in computed time, on nodes of GPUs that NICs join.
+
+The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move nothing.
+Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits for it waits
+until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise; what a network
+does beyond bytes, latency and the order of communicators is not in it.
+
+The model has the units of a large one, and a small fraction of its parameters: bytes and operations are multiplied.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardcore
+from shardcore.distributed import comm as comm_module
+from shardcore.distributed.comm import Comm
+from shardcore.engine import engine as engine_module
+from shardcore.engine.state_store import DeviceStore
+
+WIDTH = 1024  # of the small model's layers: more than 256 elements for each of 1,024 ranks
+ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and written, gradients, weights
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs in nodes. Bytes per second of a GPU's NVLink and NIC, each way; seconds of latency; bytes and operations per second."""
+
+    ranks_per_node: int = 8
+    nvlink: float = 350e9
+    nic: float = 45e9
+    latency: float = 20e-6
+    memory: float = 3.3e12
+    flops: float = 4e14
+
+
+@dataclass(frozen=True)
+class Large:
+    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default."""
+
+    unit: float = 202e6
+    root: float = 262e6
+    units: int = 32
+
+
+class _Part:
+    """Stands for a process group of some ranks."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+
+
+@dataclass(eq=False)
+class _Flight:
+    kind: str
+    end: float
+    fabric: "Fabric"
+
+    def wait(self) -> bool:
+        self.fabric.wait(self)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class Fabric:
+    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for."""
+
+    machine: Machine
+    world: int
+    scale: float  # bytes of the large model for one of the small
+    now: float = 0.0
+    exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))  # communicators and links
+    _kind: str = ""
+
+    def compute(self, seconds: float) -> None:
+        """Let the GPU compute."""
+        self.now += seconds
+
+    def wait(self, flight: _Flight) -> None:
+        """Wait for a collective, in the order of the stream."""
+        self.exposed[flight.kind] += max(0.0, flight.end - self.now)
+        self.now = max(self.now, flight.end)
+
+    def start(self, group: Any, nvlink_bytes: float, nic_bytes: float) -> _Flight:
+        """Start a collective: the bytes that this rank sends over its NVLink and over its NIC."""
+        machine = self.machine
+        links = [name for name, sent in (("nvlink", nvlink_bytes), ("nic", nic_bytes)) if sent]
+        begin = max(self.now, *(self._free[one] for one in (id(group), *links)))
+        end = begin + machine.latency + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
+        for one in (id(group), *links):
+            self._free[one] = end
+        return _Flight(self._kind, end, self)
+
+    def ranks(self, group: Any) -> Sequence[int]:
+        """Return the ranks of a group."""
+        return group.ranks if isinstance(group, _Part) else range(self.world)
+
+    def ring(self, group: Any, full_bytes: int) -> _Flight:
+        """Gather, or reduce and scatter, by rings: one through each NIC of a node."""
+        ranks, local = self.ranks(group), self.machine.ranks_per_node
+        sent = full_bytes / len(ranks) * (len(ranks) - 1)
+        here = sum(rank // local == 0 for rank in ranks)
+        return self.start(group, sent if here > 1 else 0, 0 if here == len(ranks) else sent / here)
+
+    def exchange(self, group: Any, full_bytes: int) -> _Flight:
+        """Send each rank its piece."""
+        ranks, local = self.ranks(group), self.machine.ranks_per_node
+        piece, here = full_bytes / len(ranks), sum(rank // local == 0 for rank in ranks)
+        return self.start(group, piece * (here - 1), piece * (len(ranks) - here))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let a stream of its own go on from here: what it waits for is not exposed."""
+        now, exposed = self.now, dict(self.exposed)
+        yield
+        self.now = now
+        self.exposed.clear()
+        self.exposed.update(exposed)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Be what the engine sends over, in a world of which this process is rank 0."""
+        init, start = Comm.__init__, Comm._start
+        step = DeviceStore.step
+
+        def as_on_gpus(comm: Comm, *given: Any) -> None:
+            init(comm, *given)
+            comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
+
+        def noted(comm: Comm, name: str, ranks: Any = None) -> Any:
+            self._kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
+            return start(comm, name, ranks)
+
+        def timed_step(store: DeviceStore, spans: Any, *rest: Any, **more: Any) -> None:
+            step(store, spans, *rest, **more)
+            self.compute(self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory)
+
+        waiting: list[torch.Tensor] = []  # comparisons over gloo, of which each gets what it sends
+
+        def receive(tensor: torch.Tensor, source: int, **where: Any) -> None:
+            waiting.append(tensor)
+
+        def send(tensor: torch.Tensor, target: int, **where: Any) -> None:
+            waiting.pop().copy_(tensor)
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world)
+        patches = [
+            mock.patch.object(Comm, "__init__", as_on_gpus),
+            mock.patch.object(Comm, "_start", noted),
+            mock.patch.object(Comm, "_after_current", lambda comm: self.aside()),
+            mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: _Part(ranks)),
+            mock.patch.object(comm_module, "_all_gather", lambda full, own, group, async_op: self.ring(group, full.nbytes)),
+            mock.patch.object(comm_module, "_reduce_scatter", lambda own, full, group, async_op: self.ring(group, full.nbytes)),
+            mock.patch.object(dist, "all_to_all_single", lambda got, sent, group, async_op: self.exchange(group, sent.nbytes)),
+            mock.patch.object(dist, "irecv", receive),
+            mock.patch.object(dist, "isend", send),
+            mock.patch.object(DeviceStore, "step", timed_step),
+            mock.patch.object(engine_module, "uses_worker", lambda device, store: False),
+        ]
+        try:
+            for patch in patches:
+                patch.start()
+            yield
+        finally:
+            mock.patch.stopall()
+            dist.destroy_process_group()
+
+
+class _Compute(torch.autograd.Function):
+    """Takes time, and twice as much in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fabric: Fabric, seconds: float) -> torch.Tensor:
+        ctx.fabric, ctx.seconds = fabric, seconds
+        fabric.compute(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.fabric.compute(2 * ctx.seconds)
+        return grads[0], None, None
+
+
+class _Layer(nn.Module):
+    def __init__(self, fabric: Fabric, seconds: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.fabric, self.seconds = fabric, seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Compute.apply(self.linear(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
+
+
+class _Model(nn.Module):
+    def __init__(self, fabric: Fabric, large: Large, tokens: int) -> None:
+        super().__init__()
+        seconds = [2 * numel * tokens / fabric.machine.flops for numel in (large.unit, large.root / 2)]
+        self.blocks = nn.ModuleList(_Layer(fabric, seconds[0]) for _ in range(large.units))
+        self.head = nn.Linear(WIDTH, round(WIDTH * large.root / large.unit), bias=False)
+        self.fabric, self.seconds = fabric, seconds[1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return _Compute.apply(self.head(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
+
+
+def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), **options: Any) -> dict[str, float]:
+    """Return the seconds of a step by kind ("compute", "gradients", "weights", "new weights") after shard(..., **options).
+
+    What is not "compute" is exposed. tokens: per rank and step. "host": what the engine's Python took, in real seconds.
+    """
+    fabric = Fabric(machine, world, large.unit / (WIDTH * WIDTH))
+    torch.manual_seed(0)
+    with fabric.installed():
+        model: Any = _Model(fabric, large, tokens)
+        model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options)
+        x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+        begin, begun = 0.0, 0.0
+        for step in range(4):
+            if step == 2:  # the order of units is known; a step's gathers may run into the next forward, so two are averaged
+                fabric.exposed.clear()
+                begin, begun = fabric.now, time.perf_counter()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        host = time.perf_counter() - begun
+        exposed = {kind: seconds / 2 for kind, seconds in fabric.exposed.items()}
+        total = (fabric.now - begin) / 2
+        optimizer.synchronize()
+    return {"compute": total - sum(exposed.values()), "host": host / 2, **exposed}
