@@ -374,7 +374,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
     comm.acquire_group(keepers_of(plan.reshard_after_forward))
-    with build.together(comm, "taking memory", "free memory, or take less; nothing was changed"):
+    with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             store: type[CpuStore] | type[SplitStore] = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
             plan.host = store(

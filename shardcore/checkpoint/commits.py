@@ -12,6 +12,7 @@ written in full by every commit. Frozen parameters are not: they are as the prog
 """
 
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -48,6 +49,8 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.nvme_states import NvmeStates
 from shardcore.engine.state_store import StepError
 
+logger = logging.getLogger("shardcore")
+
 
 class Commits:
     """Commits the steps of one engine: see Note [When]. What `Engine.commits` is."""
@@ -65,6 +68,7 @@ class Commits:
         self._record: dict[str, Any] | None = None  # of what the thread has written
         self._all_have_it = True  # the last commit
         self.source: Committed | None = None  # until the first step
+        self.restored = False  # `resume` was called
         self._check_room(engine.comm)
         if slots.record is not None:
             self.source = Committed(slots.folder, [slots.record], whole=False)
@@ -85,6 +89,13 @@ class Commits:
     def note_step(self) -> None:
         """Note that a step ends. What is wrong with a state is raised by `finish`, so that every rank counts the step."""
         if self.source is not None:
+            if not self.restored and self._engine.comm.rank == 0:
+                logger.warning(
+                    "step: training goes on from step %d, but shardcore.resume was not called, so a scheduler, the position in "
+                    "the data and random states are those of a new run; expected shardcore.resume(model, ...) before the first "
+                    "step, which returns that number",
+                    self._slots.step,
+                )
             self.source.close()
             self.source = None
         self._rank, self._all_have_it = {}, False
@@ -272,5 +283,5 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
         if scheduler is not None:
             scheduler.load_state_dict(found.source.scheduler)
         restore_rank("resume", found.source, engine, wanted)
-    found.scheduler, found.stateful = scheduler, wanted.stateful
+    found.scheduler, found.stateful, found.restored = scheduler, wanted.stateful, True
     return int(found.step)

@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -186,7 +187,7 @@ def _remove(path: Path) -> None:
 
 
 class FileLock:
-    """An exclusive lock (flock) on a file, which says who holds it; it ends with the process."""
+    """An exclusive lock (flock) on a file, which says who holds it; it ends with the process, whatever that has forked."""
 
     def __init__(self, path: Path, op: str, about: Mapping[str, Any], another: str, this: str) -> None:
         """Lock. about: what the file is to say.
@@ -209,6 +210,7 @@ class FileLock:
                     raise
                 says = this if holder.startswith(json.dumps(own)[:-1] + ",") else another
                 raise BlockingIOError(error.errno, f"{op}: {says.format(holder)}", str(path)) from None
+        _locks.add(self)
         with _naming(path):
             self._file.truncate(0)
             self._file.write(json.dumps({**own, **about, "since": time.ctime()}).encode())
@@ -218,6 +220,17 @@ class FileLock:
         with suppress(OSError, ValueError):
             fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+_locks: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:  # such as a DataLoader's worker, which may outlive a parent that is killed
+    for lock in list(_locks):
+        lock._file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class SaveLock:

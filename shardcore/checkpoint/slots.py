@@ -127,7 +127,10 @@ class Slots:
         return self._path(f"commit_{index}.json")
 
     def close(self) -> None:
-        """Unlock."""
+        """Unlock. What a run has that committed nothing is removed: it is of no use, and may be large."""
+        if self.record is None and not self.step:
+            for path in self.paths:
+                path.unlink(missing_ok=True)
         self._lock.release()
 
     # --- which step to go on from -------------------------------------------------------------------------------------------
@@ -138,13 +141,19 @@ class Slots:
         Raises ValueError, on every rank, if there is something that resume=None would lose, or no step that all ranks have.
         """
         mine = {index: _facts(record) for index, record in self._records.items()}
-        every = comm.gather_json({"found": list(mine.values()), "folder": str(self.folder)})
+        every = comm.gather_json({"found": list(mine.values()), "folder": str(self.folder), "other": self._in_other_order()})
         found = [{tuple(facts) for facts in one["found"]} for one in every]
         common = chosen_of(found, [one["folder"] for one in every], comm.world_size) if resume is not False else None
         if common is not None and resume is None:
             raise ValueError(
                 f"shard: {self.folder} has the committed step {common[1]} of an earlier run; expected "
                 'offload={"resume": True} to go on from it, "resume": False to begin anew over it, or another "path"'
+            )
+        other = next((one["other"] for one in every if one["other"]), None)
+        if common is None and resume is not False and other is not None:
+            raise ValueError(
+                f'shard: offload["path"] begins with {self.folder}; expected the directories in the order that the run '
+                f"there has them: {', '.join(other)}"
             )
         self.run = uuid.UUID(comm.gather_json(uuid.uuid4().hex)[0]).hex if common is None else common[0]
         for index, facts in mine.items():
@@ -158,8 +167,17 @@ class Slots:
             logger.info(
                 "shard: %s %s",
                 self.folder,
-                "has no committed step: a new run begins" if common is None else f"step {self.step}",
+                "has no committed step: a new run begins" if common is None else f"goes on from step {self.step}",
             )
+
+    def _in_other_order(self) -> list[str] | None:
+        """Return the directories of a run that has these in another order."""
+        for folder in self._folders[1:]:
+            for index in (0, 1):
+                record = _read_record(folder / self.record_path(index).name)
+                if record is not None and set(record["commit"]["paths"]) == set(map(str, self._folders)):
+                    return list(record["commit"]["paths"])
+        return None
 
     # --- files ----------------------------------------------------------------------------------------------------------------
 

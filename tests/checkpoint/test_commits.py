@@ -214,6 +214,22 @@ def test_skipped_steps_count(tmp_path: Path) -> None:
     assert hash_of_training(model, optimizer) == expected
 
 
+def test_a_run_that_goes_on_without_resume_is_warned_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = _on_disk(2, "fp32", "states", str(tmp_path))
+    warned = []
+    for calls_it in (False, False, True):
+        model = optimizer = None
+        model, optimizer, _ = train(0, run)
+        caplog.clear()
+        if calls_it:
+            assert shardcore.resume(model) == 4
+        for step in range(2):
+            stepped(model, optimizer, 0, step)
+        optimizer.synchronize()
+        warned.append(sum("shardcore.resume was not called" in record.message for record in caplog.records))
+    assert warned == [0, 1, 0], "a new run, one that goes on, one that goes on as it should"
+
+
 def test_resume_says_what_it_needs(tmp_path: Path) -> None:
     model, _, _ = train(0, Run(2, 0))
     assert "the model commits no steps; expected one of shard(offload=" in error_of(lambda: shardcore.resume(model))

@@ -235,6 +235,30 @@ def test_a_second_job_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
+FORKS = """
+import os, sys, time
+from pathlib import Path
+from shardcore.checkpoint.directory import SaveLock
+lock = SaveLock(Path(sys.argv[1]), "theirs")
+if (child := os.fork()) == 0:
+    time.sleep(60)  # as a DataLoader's worker, in the middle of a sample
+print(child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_a_killed_process_has_forked_holds_no_lock(tmp_path: Path) -> None:
+    done = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert done.stdout is not None
+    child = int(done.stdout.readline())
+    try:
+        assert done.wait() == -9
+        os.kill(child, 0)
+        SaveLock(tmp_path, "ours").release()
+    finally:
+        os.kill(child, 9)
+
+
 def test_a_lock_leaves_no_descriptor(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     for _ in range(3):

@@ -193,6 +193,9 @@ def test_a_directory_that_is_missing_is_named_and_nothing_is_lost(tmp_path: Path
     assert "lacks" in said(one, tmp_path / "4_1")
     assert "slot_2.safetensors" in error_of(lambda: shardcore.load(one, *train(0, Run(2, 0, precision="bf16"))[:2]))
     three.rename(two)
+    for resume in (True, None):
+        said_of = error_of(lambda: train(0, _run([two, one], resume=resume)))  # noqa: B023
+        assert f"expected the directories in the order that the run there has them: {one}, {two}" in said_of
     assert "committed step 3 of an earlier run" in error_of(lambda: train(0, _run([one, two])))
     assert hash_of_training(*_trained([one, two], 0, resume=True)) == expected
 

@@ -174,6 +174,11 @@ def test_a_full_disk_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(RuntimeError, match=r"taking memory failed.*No space left on device"):
         train(0, _run(2, "fp32", "states", str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+    run = _run(2, "fp32", "states", str(tmp_path))
+    run.shard["offload"]["durable"] = True
+    with pytest.raises(RuntimeError, match=r"No space left on device.*make room, or ask for less; nothing was changed"):
+        train(0, run)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank_00000.lock"], "what there is no room for takes none"
 
 
 def test_a_failed_step_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> None:
