@@ -143,7 +143,19 @@ def offload() -> list[Step]:
     ]
 
 
-PARTS: dict[str, Callable[[], list[Step]]] = {"kernels": kernels, "sharding": sharding, "offload": offload}
+def ranks() -> list[Step]:
+    """A rank on each GPU (of up to 8) over nccl: one hash over layouts, rates of collectives, a step beside its peers."""
+    python, out = [sys.executable, "-m"], ["--out", "{folder}"]
+    count = max(1, min(8, torch.cuda.device_count()))
+    started = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    steps = [Step("layouts", [*started, "-m", "tools.check_ranks", *out], 200, read_figures("ranks"), echo=True)]
+    if count > 1:
+        train = ["benchmarks.bench_train_step", "--device", "cuda", "--nproc", str(count), "--preset", "gpu", *out]
+        steps.append(Step("benchmark", [*python, *train], 220, read_figures("train_step"), echo=True))
+    return steps
+
+
+PARTS: dict[str, Callable[[], list[Step]]] = {"ranks": ranks, "kernels": kernels, "sharding": sharding, "offload": offload}
 
 
 def build() -> Step:
