@@ -45,15 +45,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Large:
-    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default."""
+    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default.
+
+    Where the small model's parameters of one or the other are no multiple of 256 for each rank, they are padded to one.
+    """
 
     unit: float = 202e6
-    root: float = 262e6
+    root: float = 252.5e6  # so no padding up to 1,024 ranks that are a power of two
     units: int = 32
 
 
-class _Part:
-    """Stands for a process group of some ranks."""
+class Part:
+    """Stands for a process group of some of the ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
@@ -75,15 +78,18 @@ class _Flight:
 
 @dataclass
 class Fabric:
-    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for."""
+    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for.
+
+    kind: of the collectives that are started next.
+    """
 
     machine: Machine
     world: int
     scale: float  # bytes of the large model for one of the small
     now: float = 0.0
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kind: str = ""
     _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))  # communicators and links
-    _kind: str = ""
 
     def compute(self, seconds: float) -> None:
         """Let the GPU compute."""
@@ -102,13 +108,13 @@ class Fabric:
         end = begin + machine.latency + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
         for one in (id(group), *links):
             self._free[one] = end
-        return _Flight(self._kind, end, self)
+        return _Flight(self.kind, end, self)
 
     def ranks(self, group: Any) -> Sequence[int]:
         """Return the ranks of a group."""
-        return group.ranks if isinstance(group, _Part) else range(self.world)
+        return group.ranks if isinstance(group, Part) else range(self.world)
 
-    def ring(self, group: Any, full_bytes: int) -> _Flight:
+    def ring(self, group: Any, full_bytes: float) -> _Flight:
         """Gather, or reduce and scatter, by rings: one through each NIC of a node."""
         ranks, local = self.ranks(group), self.machine.ranks_per_node
         sent = full_bytes / len(ranks) * (len(ranks) - 1)
@@ -141,7 +147,7 @@ class Fabric:
             comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
         def noted(comm: Comm, name: str, ranks: Any = None) -> Any:
-            self._kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
+            self.kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
             return start(comm, name, ranks)
 
         def timed_step(store: DeviceStore, spans: Any, *rest: Any, **more: Any) -> None:
@@ -161,7 +167,7 @@ class Fabric:
             mock.patch.object(Comm, "__init__", as_on_gpus),
             mock.patch.object(Comm, "_start", noted),
             mock.patch.object(Comm, "_after_current", lambda comm: self.aside()),
-            mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: _Part(ranks)),
+            mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: Part(ranks)),
             mock.patch.object(comm_module, "_all_gather", lambda full, own, group, async_op: self.ring(group, full.nbytes)),
             mock.patch.object(comm_module, "_reduce_scatter", lambda own, full, group, async_op: self.ring(group, full.nbytes)),
             mock.patch.object(dist, "all_to_all_single", lambda got, sent, group, async_op: self.exchange(group, sent.nbytes)),
@@ -204,13 +210,18 @@ class _Layer(nn.Module):
         return _Compute.apply(self.linear(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
 
 
+def _forward_seconds(machine: Machine, large: Large, tokens: int) -> tuple[float, float]:
+    """Return what forward takes in a unit, and in the head, half of the root."""
+    return 2 * large.unit * tokens / machine.flops, large.root * tokens / machine.flops
+
+
 class _Model(nn.Module):
     def __init__(self, fabric: Fabric, large: Large, tokens: int) -> None:
         super().__init__()
-        seconds = [2 * numel * tokens / fabric.machine.flops for numel in (large.unit, large.root / 2)]
-        self.blocks = nn.ModuleList(_Layer(fabric, seconds[0]) for _ in range(large.units))
+        unit, self.seconds = _forward_seconds(fabric.machine, large, tokens)
+        self.blocks = nn.ModuleList(_Layer(fabric, unit) for _ in range(large.units))
         self.head = nn.Linear(WIDTH, round(WIDTH * large.root / large.unit), bias=False)
-        self.fabric, self.seconds = fabric, seconds[1]
+        self.fabric = fabric
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -242,3 +253,39 @@ def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large
         total = (fabric.now - begin) / 2
         optimizer.synchronize()
     return {"compute": total - sum(exposed.values()), "host": host / 2, **exposed}
+
+
+def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()) -> dict[str, float]:
+    """Return what `simulate` does ("host" left out) for FSDP2's schedule, as its documentation has it; none of its code runs.
+
+    The root is gathered first, kept, and reduced last. Units are freed after forward. In both passes the next unit's gather is
+    issued when a unit begins to compute; after a unit's backward its bfloat16 gradients are reduced and scattered by a ring.
+    All ranks have one communicator, which runs these in order. Only the end of backward waits for reductions (FSDP2's buffers
+    limit how many are in flight, which could only add waits).
+    """
+    fabric = Fabric(machine, world, scale=1)
+    unit_seconds, head_seconds = _forward_seconds(machine, large, tokens)
+
+    def start(kind: str, numel: float) -> _Flight:
+        fabric.kind = kind
+        return fabric.ring("all ranks", 2 * numel)
+
+    fabric.wait(start("weights", large.root))
+    reductions = []
+    for backward in (False, True):
+        coming = start("weights", large.unit)
+        if backward:
+            fabric.compute(2 * head_seconds)
+        for left in reversed(range(large.units)):
+            fabric.wait(coming)
+            if left:
+                coming = start("weights", large.unit)
+            fabric.compute((2 if backward else 1) * unit_seconds)
+            if backward:
+                reductions.append(start("gradients", large.unit))
+        if not backward:
+            fabric.compute(head_seconds)
+    for reduction in [*reductions, start("gradients", large.root)]:
+        fabric.wait(reduction)
+    fabric.compute(ADAM_BYTES * (large.units * large.unit + large.root) / world / machine.memory)
+    return {"compute": fabric.now - sum(fabric.exposed.values()), **fabric.exposed}
