@@ -3,14 +3,14 @@
 The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py): nothing is measured, so every run gives the
 same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
 
-In the model: a 7B model of 32 equal units, bfloat16 weights, a step without accumulation; 2 operations per parameter and token in
-forward, twice as many in backward, at 4e14 a second; Adam, and each collective, for as long as its bytes take; 20 microseconds of
-latency a collective. A rank sends over its NVLink and its NIC at once; each carries one collective at a time, and so does a
-communicator. Rings (gathers, and sums by the backend) go through every NIC of a node; in an exchange each rank sends each other
-one its piece.
+In the model: a 7B model of 32 equal units, bfloat16 weights, one backward a step; 2 operations per parameter and token in
+forward, twice as many in backward, at 4e14 a second; Adam, and each collective, for as long as its bytes take; a latency of 20
+microseconds a collective. A rank sends over its NVLink and its NIC at once; each carries one collective at a time, and so does
+a communicator. Rings (gathers, and sums by the backend) go through every NIC of a node; in an exchange each rank sends each
+other one its piece.
 
-Not in the model: latency that grows with the number of ranks, congestion between nodes, multicast and sums in switches, ranks that
-are late, kernels that communication slows down, the time to add pieces up, comparisons between ranks, and the host's own time.
+Not in the model: latency that grows with the number of ranks, congestion between nodes, multicast and sums in switches, late
+ranks, kernels that communication slows down, the time to add pieces up, comparisons between ranks, and the host's own time.
 """
 
 import argparse

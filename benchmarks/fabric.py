@@ -1,9 +1,9 @@
 """A simulated fabric: the engine's own schedule of one rank of many, in computed time, on nodes of GPUs that NICs join.
 
-The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move nothing.
-Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits for it waits
-until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise; what a network
-does beyond bytes, latency and the order of communicators is not in it.
+The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move
+nothing. Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits
+for it waits until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise;
+what a network does beyond bytes, latency and the order of communicators is not in it.
 
 The model has the units of a large one, and a small fraction of its parameters: bytes and operations are multiplied.
 """
@@ -33,7 +33,7 @@ ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes. Bytes per second of a GPU's NVLink and NIC, each way; seconds of latency; bytes and operations per second."""
+    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops: operations; latency: seconds."""
 
     ranks_per_node: int = 8
     nvlink: float = 350e9
@@ -104,9 +104,9 @@ class Fabric:
         """Start a collective: the bytes that this rank sends over its NVLink and over its NIC."""
         machine = self.machine
         links = [name for name, sent in (("nvlink", nvlink_bytes), ("nic", nic_bytes)) if sent]
-        begin = max(self.now, *(self._free[one] for one in (id(group), *links)))
+        begin = max(self.now, *(self._free[one] for one in (group, *links)))
         end = begin + machine.latency + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
-        for one in (id(group), *links):
+        for one in (group, *links):
             self._free[one] = end
         return _Flight(self.kind, end, self)
 
@@ -166,7 +166,7 @@ class Fabric:
         patches = [
             mock.patch.object(Comm, "__init__", as_on_gpus),
             mock.patch.object(Comm, "_start", noted),
-            mock.patch.object(Comm, "_after_current", lambda comm: self.aside()),
+            mock.patch.object(Comm, "_after_current", side_effect=self.aside),
             mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: Part(ranks)),
             mock.patch.object(comm_module, "_all_gather", lambda full, own, group, async_op: self.ring(group, full.nbytes)),
             mock.patch.object(comm_module, "_reduce_scatter", lambda own, full, group, async_op: self.ring(group, full.nbytes)),
@@ -174,7 +174,7 @@ class Fabric:
             mock.patch.object(dist, "irecv", receive),
             mock.patch.object(dist, "isend", send),
             mock.patch.object(DeviceStore, "step", timed_step),
-            mock.patch.object(engine_module, "uses_worker", lambda device, store: False),
+            mock.patch.object(engine_module, "uses_worker", return_value=False),
         ]
         try:
             for patch in patches:
@@ -183,6 +183,17 @@ class Fabric:
         finally:
             mock.patch.stopall()
             dist.destroy_process_group()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, which is enough for a small model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Compute(torch.autograd.Function):
@@ -236,7 +247,7 @@ def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large
     """
     fabric = Fabric(machine, world, large.unit / (WIDTH * WIDTH))
     torch.manual_seed(0)
-    with fabric.installed():
+    with fabric.installed(), _one_thread():
         model: Any = _Model(fabric, large, tokens)
         model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options)
         x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
