@@ -154,6 +154,18 @@ class Fabric:
             step(store, spans, *rest, **more)
             self.compute(self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory)
 
+        # Others gather what this rank does, and send zeros: with numbers that are not finite a step would be skipped.
+        def gather(full: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            full.view(-1, own.numel()).copy_(own.clone())
+            return self.ring(group, full.nbytes)
+
+        def reduce_scatter(own: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            own.zero_()
+            return self.ring(group, full.nbytes)
+
+        def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            return self.exchange(group, received.zero_().nbytes)
+
         waiting: list[torch.Tensor] = []  # comparisons over gloo, of which each gets what it sends
 
         def receive(tensor: torch.Tensor, source: int, **where: Any) -> None:
@@ -163,14 +175,14 @@ class Fabric:
             waiting.pop().copy_(tensor)
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world)
-        patches = [
+        patches: list[Any] = [
             mock.patch.object(Comm, "__init__", as_on_gpus),
             mock.patch.object(Comm, "_start", noted),
             mock.patch.object(Comm, "_after_current", side_effect=self.aside),
             mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: Part(ranks)),
-            mock.patch.object(comm_module, "_all_gather", lambda full, own, group, async_op: self.ring(group, full.nbytes)),
-            mock.patch.object(comm_module, "_reduce_scatter", lambda own, full, group, async_op: self.ring(group, full.nbytes)),
-            mock.patch.object(dist, "all_to_all_single", lambda got, sent, group, async_op: self.exchange(group, sent.nbytes)),
+            mock.patch.object(comm_module, "_all_gather", gather),
+            mock.patch.object(comm_module, "_reduce_scatter", reduce_scatter),
+            mock.patch.object(dist, "all_to_all_single", all_to_all),
             mock.patch.object(dist, "irecv", receive),
             mock.patch.object(dist, "isend", send),
             mock.patch.object(DeviceStore, "step", timed_step),
