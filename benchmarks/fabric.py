@@ -1,9 +1,9 @@
 """A simulated fabric: the engine's own schedule of one rank of many, in computed time, on nodes of GPUs that NICs join.
 
-The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move nothing.
-Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits for it waits
-until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise; what a network
-does beyond bytes, latency and the order of communicators is not in it.
+The engine runs as it is, on the CPU, as rank 0 over torch's fake backend, and takes that for NCCL. Its collectives move
+nothing. Each takes the links it needs for as long as its bytes take, after those before it on its communicator, and what waits
+for it waits until then; modules and Adam compute for as long as a GPU would. So what a schedule exposes is found without noise;
+what a network does beyond bytes, latency and the order of communicators is not in it.
 
 The model has the units of a large one, and a small fraction of its parameters: bytes and operations are multiplied.
 """
@@ -33,7 +33,7 @@ ADAM_BYTES = 30  # that a step moves per parameter: masters and moments read and
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs in nodes. Bytes per second of a GPU's NVLink and NIC, each way; seconds of latency; bytes and operations per second."""
+    """GPUs in nodes. nvlink, nic, memory: bytes per second of a GPU, of links each way; flops: operations; latency: seconds."""
 
     ranks_per_node: int = 8
     nvlink: float = 350e9
@@ -45,15 +45,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Large:
-    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default."""
+    """The model that is computed with: parameters of a unit and of the root (embedding and head), and units. 7B by default.
+
+    Where the small model's parameters of one or the other are no multiple of 256 for each rank, they are padded to one.
+    """
 
     unit: float = 202e6
-    root: float = 262e6
+    root: float = 252.5e6  # so no padding up to 1,024 ranks that are a power of two
     units: int = 32
 
 
-class _Part:
-    """Stands for a process group of some ranks."""
+class Part:
+    """Stands for a process group of some of the ranks."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
@@ -75,15 +78,18 @@ class _Flight:
 
 @dataclass
 class Fabric:
-    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for."""
+    """Computed time of one rank. now: of the stream that computes; exposed: seconds that it waits, by what it waits for.
+
+    kind: of the collectives that are started next.
+    """
 
     machine: Machine
     world: int
     scale: float  # bytes of the large model for one of the small
     now: float = 0.0
     exposed: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    kind: str = ""
     _free: defaultdict[Any, float] = field(default_factory=lambda: defaultdict(float))  # communicators and links
-    _kind: str = ""
 
     def compute(self, seconds: float) -> None:
         """Let the GPU compute."""
@@ -98,17 +104,17 @@ class Fabric:
         """Start a collective: the bytes that this rank sends over its NVLink and over its NIC."""
         machine = self.machine
         links = [name for name, sent in (("nvlink", nvlink_bytes), ("nic", nic_bytes)) if sent]
-        begin = max(self.now, *(self._free[one] for one in (id(group), *links)))
+        begin = max(self.now, *(self._free[one] for one in (group, *links)))
         end = begin + machine.latency + self.scale * max(nvlink_bytes / machine.nvlink, nic_bytes / machine.nic)
-        for one in (id(group), *links):
+        for one in (group, *links):
             self._free[one] = end
-        return _Flight(self._kind, end, self)
+        return _Flight(self.kind, end, self)
 
     def ranks(self, group: Any) -> Sequence[int]:
         """Return the ranks of a group."""
-        return group.ranks if isinstance(group, _Part) else range(self.world)
+        return group.ranks if isinstance(group, Part) else range(self.world)
 
-    def ring(self, group: Any, full_bytes: int) -> _Flight:
+    def ring(self, group: Any, full_bytes: float) -> _Flight:
         """Gather, or reduce and scatter, by rings: one through each NIC of a node."""
         ranks, local = self.ranks(group), self.machine.ranks_per_node
         sent = full_bytes / len(ranks) * (len(ranks) - 1)
@@ -141,12 +147,24 @@ class Fabric:
             comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
         def noted(comm: Comm, name: str, ranks: Any = None) -> Any:
-            self._kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
+            self.kind = "gradients" if name.startswith("the reduction") else "new weights" if "new" in name else "weights"
             return start(comm, name, ranks)
 
         def timed_step(store: DeviceStore, spans: Any, *rest: Any, **more: Any) -> None:
             step(store, spans, *rest, **more)
             self.compute(self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory)
+
+        # Others gather what this rank does, and send zeros: with numbers that are not finite a step would be skipped.
+        def gather(full: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            full.view(-1, own.numel()).copy_(own.clone())
+            return self.ring(group, full.nbytes)
+
+        def reduce_scatter(own: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            own.zero_()
+            return self.ring(group, full.nbytes)
+
+        def all_to_all(received: torch.Tensor, sent: torch.Tensor, group: Any, async_op: bool) -> _Flight:
+            return self.exchange(group, received.zero_().nbytes)
 
         waiting: list[torch.Tensor] = []  # comparisons over gloo, of which each gets what it sends
 
@@ -157,18 +175,18 @@ class Fabric:
             waiting.pop().copy_(tensor)
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=self.world)
-        patches = [
+        patches: list[Any] = [
             mock.patch.object(Comm, "__init__", as_on_gpus),
             mock.patch.object(Comm, "_start", noted),
-            mock.patch.object(Comm, "_after_current", lambda comm: self.aside()),
-            mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: _Part(ranks)),
-            mock.patch.object(comm_module, "_all_gather", lambda full, own, group, async_op: self.ring(group, full.nbytes)),
-            mock.patch.object(comm_module, "_reduce_scatter", lambda own, full, group, async_op: self.ring(group, full.nbytes)),
-            mock.patch.object(dist, "all_to_all_single", lambda got, sent, group, async_op: self.exchange(group, sent.nbytes)),
+            mock.patch.object(Comm, "_after_current", side_effect=self.aside),
+            mock.patch.object(comm_module, "group_beside", lambda like, ranks, *rest: Part(ranks)),
+            mock.patch.object(comm_module, "_all_gather", gather),
+            mock.patch.object(comm_module, "_reduce_scatter", reduce_scatter),
+            mock.patch.object(dist, "all_to_all_single", all_to_all),
             mock.patch.object(dist, "irecv", receive),
             mock.patch.object(dist, "isend", send),
             mock.patch.object(DeviceStore, "step", timed_step),
-            mock.patch.object(engine_module, "uses_worker", lambda device, store: False),
+            mock.patch.object(engine_module, "uses_worker", return_value=False),
         ]
         try:
             for patch in patches:
@@ -177,6 +195,17 @@ class Fabric:
         finally:
             mock.patch.stopall()
             dist.destroy_process_group()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute on one thread, which is enough for a small model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Compute(torch.autograd.Function):
@@ -204,13 +233,18 @@ class _Layer(nn.Module):
         return _Compute.apply(self.linear(x), self.fabric, self.seconds)  # type: ignore[no-any-return]
 
 
+def _forward_seconds(machine: Machine, large: Large, tokens: int) -> tuple[float, float]:
+    """Return what forward takes in a unit, and in the head, half of the root."""
+    return 2 * large.unit * tokens / machine.flops, large.root * tokens / machine.flops
+
+
 class _Model(nn.Module):
     def __init__(self, fabric: Fabric, large: Large, tokens: int) -> None:
         super().__init__()
-        seconds = [2 * numel * tokens / fabric.machine.flops for numel in (large.unit, large.root / 2)]
-        self.blocks = nn.ModuleList(_Layer(fabric, seconds[0]) for _ in range(large.units))
+        unit, self.seconds = _forward_seconds(fabric.machine, large, tokens)
+        self.blocks = nn.ModuleList(_Layer(fabric, unit) for _ in range(large.units))
         self.head = nn.Linear(WIDTH, round(WIDTH * large.root / large.unit), bias=False)
-        self.fabric, self.seconds = fabric, seconds[1]
+        self.fabric = fabric
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -225,7 +259,7 @@ def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large
     """
     fabric = Fabric(machine, world, large.unit / (WIDTH * WIDTH))
     torch.manual_seed(0)
-    with fabric.installed():
+    with fabric.installed(), _one_thread():
         model: Any = _Model(fabric, large, tokens)
         model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters()), precision="bf16", **options)
         x = torch.ones(1, WIDTH, dtype=torch.bfloat16)
@@ -242,3 +276,39 @@ def simulate(world: int, tokens: int, machine: Machine = Machine(), large: Large
         total = (fabric.now - begin) / 2
         optimizer.synchronize()
     return {"compute": total - sum(exposed.values()), "host": host / 2, **exposed}
+
+
+def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large: Large = Large()) -> dict[str, float]:
+    """Return what `simulate` does ("host" left out) for FSDP2's schedule, as its documentation has it; none of its code runs.
+
+    The root is gathered first, kept, and reduced last. Units are freed after forward. In both passes the next unit's gather is
+    issued when a unit begins to compute; after a unit's backward its bfloat16 gradients are reduced and scattered by a ring.
+    All ranks have one communicator, which runs these in order. Only the end of backward waits for reductions (FSDP2's buffers
+    limit how many are in flight, which could only add waits).
+    """
+    fabric = Fabric(machine, world, scale=1)
+    unit_seconds, head_seconds = _forward_seconds(machine, large, tokens)
+
+    def start(kind: str, numel: float) -> _Flight:
+        fabric.kind = kind
+        return fabric.ring("all ranks", 2 * numel)
+
+    fabric.wait(start("weights", large.root))
+    reductions = []
+    for backward in (False, True):
+        coming = start("weights", large.unit)
+        if backward:
+            fabric.compute(2 * head_seconds)
+        for left in reversed(range(large.units)):
+            fabric.wait(coming)
+            if left:
+                coming = start("weights", large.unit)
+            fabric.compute((2 if backward else 1) * unit_seconds)
+            if backward:
+                reductions.append(start("gradients", large.unit))
+        if not backward:
+            fabric.compute(head_seconds)
+    for reduction in [*reductions, start("gradients", large.root)]:
+        fabric.wait(reduction)
+    fabric.compute(ADAM_BYTES * (large.units * large.unit + large.root) / world / machine.memory)
+    return {"compute": fabric.now - sum(fabric.exposed.values()), **fabric.exposed}

@@ -16,10 +16,15 @@ def make_parser(name: str, about: str, *, rounds: int, pause: float, threads: bo
     parser.add_argument("--pause", type=not_negative, default=pause, help="seconds before each sample (default: %(default)s)")
     if threads:
         parser.add_argument("--threads", type=positive, default=usable_cores(), help="threads of all (default: all cores)")
+    add_out(parser)
+    return parser
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add the option --out."""
     parser.add_argument(
         "--out", type=Path, default=Path("build/benchmarks"), help="folder of the results (default: %(default)s)"
     )
-    return parser
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -15,6 +15,7 @@ from benchmarks import (
     bench_adam_scaling,
     bench_checkpoint,
     bench_cpu_adam,
+    bench_fabric,
     bench_io,
     bench_nvme_step,
     bench_nvme_weights,
@@ -140,6 +141,33 @@ def test_nvme_weights(tmp_path, run_main):
     assert set(result["seconds"]) == {"nvme", "late", "cpu", "fio"}
     assert 32 << 20 < result["read_bytes"] <= 64 << 20, "in forward, and again in backward"
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_weights.json"], "its files are gone"
+
+
+def test_fabric(tmp_path, run_main):
+    printed = run_main(bench_fabric, "--world", "8", "--tokens", "4096", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "fabric.json").read_text())
+    assert result["fabric"]["nic"] == 45e9
+    for each in result["results"]:
+        assert each["percent"] == pytest.approx(100 * sum(each["exposed_s"].values()) / each["compute_s"])
+        assert re.search(rf"^{re.escape(each['case'])} +{each['percent']:.1f}$", printed, re.MULTILINE)
+    percents = {each["case"]: each["percent"] for each in result["results"]}
+    assert percents["stage 2, overlap_step"] < percents["stage 2"] / 4
+    assert percents["FSDP2's schedule"] == pytest.approx(percents['stage 3, reduction="nccl"'], rel=0.1), "the same on one node"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world", "2048"], "argument --world: 2048; expected a power of two from 2 to 1024"),
+        (["--world", "48"], "argument --world: 48; expected a power of two from 2 to 1024"),
+        (["--ranks-per-node", "3"], "argument --ranks-per-node: 3; expected a divisor of --world 8"),
+        (["--nic", "0"], "argument --nic: 0; expected a number above 0"),
+    ],
+)
+def test_fabric_refuses(tmp_path, run_main, capfd, arguments, message):
+    with pytest.raises(SystemExit):
+        run_main(bench_fabric, *arguments, "--out", str(tmp_path))
+    assert message in capfd.readouterr().err
 
 
 def test_io_finds_other_bytes(tmp_path, run_main, no_fio, monkeypatch):

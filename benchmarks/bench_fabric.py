@@ -1,0 +1,98 @@
+"""Simulate what communication a step leaves exposed, in percent of compute, on nodes of GPUs joined by NICs.
+
+The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py): nothing is measured, so every run gives the
+same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
+
+In the model: a 7B model of 32 equal units, bfloat16 weights, one backward a step; 2 operations per parameter and token in
+forward, twice as many in backward, at 4e14 a second; Adam, and each collective, for as long as its bytes take; a latency of 20
+microseconds a collective. A rank sends over its NVLink and its NIC at once; each carries one collective at a time, and so does
+a communicator. Rings (gathers, and sums by the backend) go through every NIC of a node; in an exchange each rank sends each
+other one its piece.
+
+Not in the model: latency that grows with the number of ranks, congestion between nodes, multicast and sums in switches, late
+ranks, kernels that communication slows down, the time to add pieces up, comparisons between ranks, and the host's own time.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import harness, suite
+from benchmarks.fabric import Machine, simulate, simulate_fsdp2
+from examples.arguments import above_zero, positive
+
+LARGEST = 1024  # world; of a larger one, or one that is no power of two, the small model's padding would count
+
+
+def world_size(text: str) -> int:
+    """Parse a number of ranks."""
+    value = int(text) if text.isdecimal() else 0
+    if not 2 <= value <= LARGEST or value & (value - 1):
+        raise argparse.ArgumentTypeError(f"{text}; expected a power of two from 2 to {LARGEST}")
+    return value
+
+
+def rows(ranks_per_node: int) -> dict[str, Callable[..., dict[str, float]]]:
+    """Return what simulates each row of the table."""
+
+    def sharded(**options: Any) -> Callable[..., dict[str, float]]:
+        return lambda world, tokens, machine: simulate(world, tokens, machine, **options)
+
+    nodes = {"ranks_per_node": ranks_per_node}
+    return {
+        "stage 3": sharded(stage=3),
+        "stage 3, ranks_per_node": sharded(stage=3, **nodes),
+        'stage 3, reduction="nccl"': sharded(stage=3, reduction="nccl"),
+        "FSDP2's schedule": simulate_fsdp2,
+        "stage 2": sharded(stage=2),
+        "stage 2, overlap_step": sharded(stage=2, overlap_step=True),
+        "stage 2, overlap_step, ranks_per_node": sharded(stage=2, overlap_step=True, **nodes),
+    }
+
+
+def main() -> int:
+    """Run, print a table, write fabric.json into --out."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bench_fabric", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Machine()
+    parser.add_argument("--world", type=world_size, nargs="+", default=[8, 64, 1024], help="ranks (default: 8 64 1024)")
+    parser.add_argument(
+        "--tokens", type=positive, nargs="+", default=[2048, 4096, 8192], help="per rank and step (default: 2048 4096 8192)"
+    )
+    parser.add_argument("--nvlink", type=above_zero, default=default.nvlink / 1e9, help="GB/s of a GPU (default: %(default)s)")
+    parser.add_argument("--nic", type=above_zero, default=default.nic / 1e9, help="GB/s of a GPU (default: %(default)s)")
+    parser.add_argument("--ranks-per-node", type=positive, default=default.ranks_per_node, help="(default: %(default)s)")
+    suite.add_out(parser)
+    options = suite.parse(parser)
+    for world in options.world:
+        if world % options.ranks_per_node:
+            parser.error(f"argument --ranks-per-node: {options.ranks_per_node}; expected a divisor of --world {world}")
+
+    machine = Machine(options.ranks_per_node, 1e9 * options.nvlink, 1e9 * options.nic)
+    cells = [(world, tokens) for world in options.world for tokens in options.tokens]
+    results, table = [], [["exposed, percent of compute", *(f"{world:,} x {tokens:,}" for world, tokens in cells)]]
+    cases = rows(options.ranks_per_node)
+    bar = harness.Bar(len(cases) * len(cells))
+    for name, case in cases.items():
+        percents = []
+        for world, tokens in cells:
+            bar.advance(name)
+            seconds = {kind: taken for kind, taken in case(world, tokens, machine).items() if kind != "host"}
+            compute = seconds.pop("compute")
+            percents.append(100 * sum(seconds.values()) / compute)
+            results.append({"case": name, "world": world, "tokens": tokens, "compute_s": compute, "exposed_s": seconds,
+                            "percent": percents[-1]})  # fmt: skip
+        table.append([name, *(f"{percent:.1f}" for percent in percents)])
+    bar.clear()
+    print("ranks x tokens per rank and step; simulated, not measured")
+    print(harness.table(table))
+    about = suite.about_run("fabric", options)
+    harness.write_json(options.out / "fabric.json", {**about, "fabric": dataclasses.asdict(machine), "results": results})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What the engine's schedule of one rank of many leaves exposed, in computed time (benchmarks/fabric.py)."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.fabric import Fabric, Large, Machine, Part, simulate, simulate_fsdp2
+from shardcore.distributed.comm import Comm
+
+
+def exposed(seconds: dict[str, float], *kinds: str) -> float:
+    """The share of compute that is exposed, by these kinds or in all."""
+    kinds = kinds or tuple(seconds.keys() - {"compute", "host"})
+    return sum(seconds[kind] for kind in kinds) / seconds["compute"]
+
+
+def test_an_overlapped_step_hides_the_gathers_of_new_weights():
+    assert exposed(simulate(64, 4096, stage=2, overlap_step=True), "new weights") < 0.01
+    assert exposed(simulate(64, 4096, stage=2), "new weights") > 0.05
+
+
+def test_nodes_and_prefetch_hide_what_flat_or_late_gathers_expose():
+    flat, late = (simulate(64, 4096, stage=3, prefetch=prefetch) for prefetch in (1, 0))
+    assert exposed(simulate(64, 4096, stage=3, ranks_per_node=8)) < exposed(flat) / 2
+    assert exposed(late, "weights") > 3 * exposed(flat, "weights")
+
+
+def test_a_comparison_of_1024_ranks_is_ten_messages(monkeypatch):
+    compare, counts = Comm.all_gather_cpu, []
+
+    def counted(comm, *given):
+        with mock.patch.object(dist, "isend", wraps=dist.isend) as send:
+            rows = compare(comm, *given)
+        counts.append(send.call_count)
+        return rows
+
+    monkeypatch.setattr(Comm, "all_gather_cpu", counted)
+    simulate(1024, 4096, large=Large(units=2), stage=3, ranks_per_node=8)
+    assert max(counts) == 10
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    """Rank 0 of four, two in a node. Bytes of a small model are four of the large one."""
+    return Fabric(Machine(ranks_per_node=2, nvlink=100, nic=10, latency=1), world=4, scale=4)
+
+
+def test_durations(fabric):
+    # A ring passes 15 of 20 bytes on: all over NVLink, half of it over each NIC. An exchange sends 5 to each other rank.
+    assert fabric.ring("all", 20).end == 1 + 4 * 7.5 / 10
+    fabric.compute(4)
+    assert fabric.exchange("all", 20).end == 4 + 1 + 4 * 10 / 10
+    fabric.compute(5)
+    assert fabric.ring(Part([0, 1]), 20).end == 9 + 1 + 4 * 10 / 100
+    assert fabric.exchange(Part([0, 2]), 20).end == 9 + 1 + 4 * 10 / 10  # over the NIC, at the same time
+
+
+def test_the_order_on_communicators_and_links(fabric):
+    within, across = Part([0, 1]), Part([0, 2])
+    first, second, beside = fabric.ring(within, 50), fabric.ring(within, 50), fabric.ring(across, 50)
+    assert (first.end, second.end) == (2, 4)
+    assert beside.end == 11  # over the NIC, from the beginning
+    assert fabric.ring("all", 20).end == 11 + 1 + 3  # a communicator of its own, but both links were busy
+    fabric.compute(3)
+    fabric.kind = "late"
+    late = fabric.exchange(across, 0)
+    fabric.wait(first)
+    fabric.wait(second)
+    assert (fabric.now, dict(fabric.exposed)) == (4, {"": 1})
+    fabric.wait(late)
+    assert (fabric.now, dict(fabric.exposed)) == (12, {"": 1, "late": 8})
+
+
+def test_fsdp2_by_hand():
+    # Two units of 30 parameters and a root of 20, each on 2 nodes of a rank: a gather takes 1 + numel / 10 seconds, a pass
+    # through a unit 6 forward and 12 backward, and the head 2 and 4.
+    machine = Machine(ranks_per_node=1, nic=10, latency=1, flops=10, memory=1e12)
+    seconds = simulate_fsdp2(2, 1, machine, Large(unit=30, root=20, units=2))
+    # The root, then the first unit, then nothing in forward: 3 + 4. In backward the head, as long as the last unit's gather,
+    # hides it. At the end the last unit's reduction and the root's: 4 + 3.
+    assert seconds == pytest.approx({"compute": 2 + 12 + 4 + 24, "weights": 3 + 4, "gradients": 4 + 3})
