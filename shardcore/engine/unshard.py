@@ -153,15 +153,15 @@ class Unsharder:
                 "(grad, vmap, ...) do not support; expected stage 0, 1 or 2, or torch.func.functional_call without a transform"
             )
         order = self._backward if in_backward() else self._forward
+        self._start(unit)
+        if not unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
+            order.use(unit)
+            coming = order.after(2 * self._prefetch)
+            for other in coming[: self._prefetch]:  # before the wait: on CUDA what is started after it would wait, too
+                self._start(other)
+            for other in coming[self._prefetch :]:
+                self._read_ahead(other)
         self._unshard(unit)
-        if unit.held:  # ranks may differ in what they run inside `full_params`: nothing is learned, nor gathered ahead
-            return
-        order.use(unit)
-        coming = order.after(2 * self._prefetch)
-        for other in coming[: self._prefetch]:
-            self._start(other)
-        for other in coming[self._prefetch :]:
-            self._read_ahead(other)
 
     def warn_of_compiling(self) -> None:
         """Say once that the forward of the whole model is being compiled, and what to compile instead."""
