@@ -21,7 +21,7 @@ from shardcore.options import CHOICES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
-_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s", "steps until worn*"]
+_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s*", "steps until worn*"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,8 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         engine = disk.file_engine()
         rates = None if options.disk is None else disk.striped([disk.measure(engine, Path(one)) for one in options.disk])
         print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
-        print(f"* of a disk that is rated for {RATED_TBW} TB of writes, and which the rank has for itself")
+        print(f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks on it take N times as long")
+        print("  and wear it N times as fast")
     if len(found) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
