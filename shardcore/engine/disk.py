@@ -45,8 +45,11 @@ def _engine_of(process: int) -> _C.FileEngine:
 
 @contextmanager
 def temporary(directory: Path) -> Iterator[Path]:
-    """Make an empty file whose name is gone afterwards."""
-    descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
+    """Make an empty file whose name is gone afterwards. Raises OSError, which names the directory."""
+    try:
+        descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
     os.close(descriptor)
     try:
         yield Path(name)

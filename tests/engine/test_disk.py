@@ -32,5 +32,5 @@ def test_a_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none"):
+    with pytest.raises(FileNotFoundError, match="none'$"):
         disk.measure(_C.FileEngine(), tmp_path / "none", 4096)
