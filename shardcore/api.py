@@ -450,7 +450,7 @@ def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
     use, rates = own.of_ranks(ranks), disk.striped(measured)
     logger.info(
         "offload: a step of %s reads %.2f GiB and writes %.2f GiB in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
-        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps",
+        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps%s",
         "1 rank" if ranks == 1 else f"{ranks} ranks on this disk",
         use.read / 2**30,
         use.written / 2**30,
@@ -461,6 +461,7 @@ def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
         f" ({' and '.join(f'{one.both / 1e9:.2f}' for one in measured)})" if len(measured) > 1 else "",
         RATED_TBW,
         use.steps_until_worn * rates.both / max(one.both for one in measured),  # of the disk that gets most
+        "" if tiers.durable else '; no step outlasts the process ("durable": False)',
     )
 
 

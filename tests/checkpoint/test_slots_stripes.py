@@ -265,6 +265,7 @@ def test_all_disks_are_told(
     with caplog.at_level(logging.INFO, "shardcore"):
         _trained(folders, 0)
     assert f"in {folders[0]} and {folders[1]} (" in caplog.text
+    assert "outlasts" not in caplog.text
     assert "at the 4.00 GB/s that it reads and writes now (3.00 and 1.00); a disk" in caplog.text
     main(["info", "--disk", *map(str, folders)])
     told = capsys.readouterr().out

@@ -222,6 +222,7 @@ def test_a_log_line_counts_all_ranks_of_a_disk(tmp_path: Path) -> None:
     assert "offload: a step of 2 ranks on this disk reads" in said
     assert f", {2 * use.seconds(disk.Rates(1e3, 1e3, 1e3)):.2f} s at the" in said
     assert int(said.split(" such steps")[0].split()[-1]) == pytest.approx(use.steps_until_worn / 2, rel=1e-6)
+    assert said.endswith(' such steps; no step outlasts the process ("durable": False)\n')
     assert "such steps" not in other
 
 
