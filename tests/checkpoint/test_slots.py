@@ -1,6 +1,7 @@
 """The files of committed states: valid safetensors, locked, refused by name where they are of something else, or damaged."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,15 @@ def test_other_states_are_refused(tmp_path: Path, other: dict[str, Any]) -> None
     says = error_of(lambda: train(0, _run(tmp_path, resume=True, **other)))
     assert "rank_00000.slot_0.safetensors has other states; expected the model, world size, stage, ratio" in says
     train(0, _run(tmp_path, resume=True))
+
+
+def test_a_slot_that_ends_early_is_told(tmp_path: Path) -> None:
+    _trained(tmp_path)
+    path = tmp_path / "rank_00000.slot_1.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 4096)
+    says = error_of(lambda: train(0, _run(tmp_path, resume=True)))
+    assert f"{path} ends at byte {size - 4096} of {size}; expected all of it (copy the directory again" in says
 
 
 def _refused(rank: int, world_size: int, folder: str) -> str:
