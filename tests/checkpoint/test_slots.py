@@ -89,6 +89,13 @@ def test_another_job_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert model is not None
 
 
+def test_a_path_may_be_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train(0, _run("~/run7"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run7"]
+
+
 def test_an_earlier_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     _trained(tmp_path)
     says = error_of(lambda: train(0, _run(tmp_path)))
