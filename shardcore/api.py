@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
-from shardcore.distributed.machine import plan_worker, short_of_memory
+from shardcore.distributed.machine import here, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
@@ -410,7 +411,7 @@ def _fill(
         logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
     if plan.optimizer is not given:
         replace_optimizer(given, plan.optimizer, speak=first)
-    if first and options.tiers.path is not None and logger.isEnabledFor(logging.INFO):
+    if options.tiers.path is not None:
         _say_disk_use(plan, options.tiers)
     said_s = time.monotonic()
     for number, bucket in enumerate(buckets):
@@ -436,15 +437,21 @@ def _fill(
 
 
 def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
-    """Log what a step reads and writes on this rank, and how long that takes the disk."""
-    weights = plan.buckets if tiers.params == "nvme" else ()
-    use, folders = disk_use(plan.buckets, tiers.durable, weights), tiers.path or ()
-    probe = min(disk.PROBE_BYTES, use.read)
-    measured = _in_files(plan).files.rates or [disk.measure(disk.file_engine(), Path(folder), probe) for folder in folders]
-    rates = disk.striped(measured)
+    """Log what a step of all ranks on rank 0's disk reads and writes, and how long that takes the disk. Collective."""
+    weights, folders = plan.buckets if tiers.params == "nvme" else (), tiers.path or ()
+    own = disk_use(plan.buckets, tiers.durable, weights)
+    says, probe = plan.comm.rank == 0 and logger.isEnabledFor(logging.INFO), min(disk.PROBE_BYTES, own.read)
+    measured = [disk.measure(disk.file_engine(), Path(folder), probe) for folder in folders] if says else []  # others wait
+    disks = [[*here(), os.stat(folder).st_dev] for folder in folders]
+    every = plan.comm.gather_json(disks)
+    if not says:
+        return
+    ranks = max(sum(one in of_rank for of_rank in every) for one in disks)
+    use, rates = own.of_ranks(ranks), disk.striped(measured)
     logger.info(
-        "offload: a step reads %.2f GiB and writes %.2f GiB per rank in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
-        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps",
+        "offload: a step of %s reads %.2f GiB and writes %.2f GiB in %s (%.2f GiB there), %.2f s at the %.2f GB/s that it "
+        "reads and writes now%s; a disk that is rated for %d TB of writes lasts %d such steps%s",
+        "1 rank" if ranks == 1 else f"{ranks} ranks on this disk",
         use.read / 2**30,
         use.written / 2**30,
         " and ".join(folders),
@@ -454,6 +461,7 @@ def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
         f" ({' and '.join(f'{one.both / 1e9:.2f}' for one in measured)})" if len(measured) > 1 else "",
         RATED_TBW,
         use.steps_until_worn * rates.both / max(one.both for one in measured),  # of the disk that gets most
+        "" if tiers.durable else '; no step outlasts the process ("durable": False)',
     )
 
 

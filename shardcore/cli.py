@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "estimate":
         try:
             return estimate.run(parsed, _columns)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OSError) as error:
             estimator.error(str(error))
     if parsed.command == "consolidate":
         try:

@@ -270,7 +270,9 @@ def _paths_of(path: Any) -> tuple[str, ...] | None:
     given = [path] if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, Sequence) or not given or not all(isinstance(one, str | os.PathLike) for one in given):
         raise TypeError(f'shard: offload["path"] is {path!r}; expected a directory on the disk to use, or a list of some')
-    return tuple(map(os.fspath, given))
+    if not all(map(os.fspath, given)):
+        raise ValueError(f'shard: offload["path"] is {path!r}; expected a directory ("." is the current one)')
+    return tuple(os.path.expanduser(one) for one in given)
 
 
 def _threads_of(threads: Any) -> int | None:

@@ -29,6 +29,7 @@ from tests.support.ranks import run_ranks
         ({"offload": {"optimizer": "nvme"}}, ValueError, "path.* is None with the optimizer on .nvme.; expected a directory"),
         ({"offload": {"optimizer": "cpu", "path": "/x"}}, ValueError, "path.* is '/x' with the optimizer on .cpu.; expected"),
         ({"offload": {"optimizer": "nvme", "path": 3}}, TypeError, "path.* is 3; expected a directory"),
+        ({"offload": {"optimizer": "nvme", "path": ""}}, ValueError, "path.* is ''; expected a directory"),
         ({"offload": {"optimizer": "nvme", "path": "/x", "params": "nvme"}}, ValueError, 'params.* is "nvme" at stage 2'),
         (
             {"offload": {"optimizer": "nvme", "path": "/x", "ratio": "auto", "device_memory_limit": 1}},

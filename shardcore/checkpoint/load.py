@@ -266,7 +266,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         for group, new in zip(engine.groups, options, strict=True):
             group.update(new)
     if wanted.states:
-        engine.go_on_from(source.loss_scale)
+        engine.go_on_from(source.loss_scale, source.counters.get("skipped_steps"))
         engine.zero_grad()
     if wanted.scheduler is not None:
         wanted.scheduler.load_state_dict(source.scheduler)

@@ -347,6 +347,7 @@ class Beside:
         groups = [{**group, "params": [names[param] for param in group["params"]]} for group in engine.updater.groups]
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
+        self.skipped_steps = {"skipped_steps": engine.skipped_steps} if content.states else {}
         self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
 
     def entries(
@@ -363,7 +364,7 @@ class Beside:
             "loss_scale": self.loss_scale,
             "scheduler": self.scheduler,
             "extra_state": self.extra_state,
-            "counters": dict(counters),
+            "counters": self.skipped_steps | dict(counters),
             "numerics": numerics,
         }
 

@@ -202,6 +202,11 @@ class Slots:
                 path.unlink(missing_ok=True)  # a checkpoint may have it
                 path.write_bytes(self._heads[slot // 2])
             elif not _begins_with(path, self._heads[slot // 2]) or path.stat().st_size != self._sizes[slot // 2]:
+                if _begins_with(path, self._heads[slot // 2]) and path.stat().st_size < self._sizes[slot // 2]:
+                    raise ValueError(
+                        f"shard: {path} ends at byte {path.stat().st_size} of {self._sizes[slot // 2]}; expected all of it "
+                        '(copy the directory again if it is a copy, or begin anew with "resume": False and load a checkpoint)'
+                    )
                 raise ValueError(
                     f"shard: {path} has other states; expected the model, world size, stage, ratio and optimizer options that "
                     f"wrote it (shardcore.load({str(self.folder)!r}, ...) reads it into any, with another offload path)"

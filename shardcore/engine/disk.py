@@ -16,6 +16,7 @@ from shardcore._native import _C
 ALIGNMENT = 4096  # of places in files; a disk with larger blocks sets it
 _PIECE_BYTES = 4 << 20
 PROBE_BYTES = 64 << 20
+_MEMORY = "tmpfs (memory)"  # a file system without a disk
 ENGINE_BYTES = 32 << 20  # of host memory, from which a file engine writes what is not written in place; io_uring has it locked
 
 
@@ -45,8 +46,11 @@ def _engine_of(process: int) -> _C.FileEngine:
 
 @contextmanager
 def temporary(directory: Path) -> Iterator[Path]:
-    """Make an empty file whose name is gone afterwards."""
-    descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
+    """Make an empty file whose name is gone afterwards. Raises OSError, which names the directory."""
+    try:
+        descriptor, name = tempfile.mkstemp(".states", "shardcore-", directory)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(directory)) from error
     os.close(descriptor)
     try:
         yield Path(name)
@@ -96,8 +100,10 @@ def about(engine: _C.FileEngine, directory: Path) -> str:
     """Return the device and file system of a directory, and how files there are read and written, in words."""
     with temporary(directory) as path:
         direct = _C.BlockFile(engine, path, 0).block_bytes > 1
-    cache = "past the page cache (O_DIRECT)" if direct else "through the page cache"
-    return f"{_mount_of(directory)}, {cache} by {engine.backend}{f' ({engine.note})' if engine.note else ''}"
+    mount = _mount_of(directory)
+    if mount != _MEMORY:
+        mount += ", past the page cache (O_DIRECT)" if direct else ", through the page cache"
+    return f"{mount} by {engine.backend}{f' ({engine.note})' if engine.note else ''}"
 
 
 def _mount_of(directory: Path) -> str:
@@ -107,5 +113,5 @@ def _mount_of(directory: Path) -> str:
         fields, _, rest = line.partition(" - ")
         if fields.split()[2] == wanted:
             kind, source, *_ = rest.split()
-            return f"{source} ({kind})"
+            return _MEMORY if kind == "tmpfs" else f"{source} ({kind})"
     return f"device {wanted}"

@@ -222,6 +222,12 @@ class Engine:
         self.outcomes.settle(counts)
 
     @property
+    def skipped_steps(self) -> int:
+        """How many steps the optimizer has skipped, as long as it is there."""
+        optimizer: Any = self._optimizer()
+        return 0 if optimizer is None else int(optimizer.skipped_steps)
+
+    @property
     def device_state(self) -> DeviceState:
         """What capturable steps leave on the device."""
         assert self.device_step is not None
@@ -523,11 +529,14 @@ class Engine:
         self.go_on_from(scale)
         self.updater.loaded += self.scaler.compared
 
-    def go_on_from(self, scale: Mapping[str, Any] | None) -> None:
+    def go_on_from(self, scale: Mapping[str, Any] | None, skipped_steps: int | None = None) -> None:
         """Go on from the counts that parameters were given, and a loss scale that LossScaler.check_state accepts, or None.
 
-        Errors of earlier steps are logged.
+        skipped_steps: None leaves their count. Errors of earlier steps are logged.
         """
+        optimizer: Any = self._optimizer()
+        if skipped_steps is not None and optimizer is not None:
+            optimizer._count_skip(skipped_steps - self.skipped_steps)
         self.scaler.load_state(scale)
         if self.device_step is not None:
             self.device_step.load()

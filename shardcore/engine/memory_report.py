@@ -75,7 +75,8 @@ class MemoryReport:
 def memory_report(model: nn.Module) -> MemoryReport:
     """Return what the sharded `model` (or an engine of initialize) keeps in memory on this rank. ValueError if not sharded.
 
-    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training.
+    Waits for an overlapped step. `shardcore.estimate.predict` returns the same before training. "nvme" counts states once:
+    two copies of them are on disk unless "durable" is False.
     """
     engine = engine_of(model)
     if not isinstance(engine, Engine):

@@ -209,11 +209,15 @@ def place_bytes(buckets: Sequence[Bucket], format_of: FormatOf = _states, alignm
 
 @dataclass(frozen=True)
 class DiskUse:
-    """Bytes of one rank on disk: read and written per step, and the space that files take."""
+    """Bytes of one rank on disk (or of several): read and written per step, and the space that files take."""
 
     read: int
     written: int
     space: int
+
+    def of_ranks(self, count: int) -> "DiskUse":
+        """Return what so many ranks take together, each as much as this one."""
+        return DiskUse(count * self.read, count * self.written, count * self.space)
 
     def seconds(self, rates: Rates) -> float:
         """Return how long a disk with these rates takes for a step."""
@@ -221,7 +225,7 @@ class DiskUse:
 
     @property
     def steps_until_worn(self) -> int:
-        """How many steps a disk lasts that this rank has for itself."""
+        """How many steps a disk lasts that nothing else writes to."""
         return int(RATED_TBW * 1e12 / max(1, self.written))
 
 

@@ -21,7 +21,7 @@ from shardcore.options import CHOICES
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
 _GIB = 2**30
-_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s", "steps until worn*"]
+_DISK_HEAD = ["ranks", "stage", "GiB read per step", "GiB written", "GiB on disk", "disk, s*", "steps until worn*"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MODULE:FUNCTION, a function without arguments that builds the model; or, with transformers, a config.json, a "
         "folder with one, or the id of a model in the local cache",
     )
-    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: a table of all")
+    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: all; 3 with --offload-params")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
     parser.add_argument(
         "--precision",
@@ -71,16 +71,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]], str]) -> int:
-    """Print the estimate; `columns` aligns a table. Raises ValueError or TypeError for what cannot be estimated."""
+    """Print the estimate; `columns` aligns a table. ValueError, TypeError or OSError for what cannot be estimated."""
+    if options.disk is not None and options.offload != "nvme":
+        raise ValueError(f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which uses a disk")
     model = build(options.model)
-    stages = sorted(LIFETIMES) if options.stage is None else [options.stage]
+    stages = (sorted(LIFETIMES) if options.offload_params is None else [3]) if options.stage is None else [options.stage]
     found = [
         (world_size, stage, _predict(model, options, world_size, stage))
         for world_size in options.world_size
         for stage in stages
     ]
+    rates = None
+    if options.disk is not None:
+        engine = disk.file_engine()
+        rates = disk.striped([disk.measure(engine, Path(one)) for one in options.disk])
     if options.json:
-        print(json.dumps([_plain(*entry) for entry in found], indent=1))
+        print(json.dumps([_plain(*entry, rates) for entry in found], indent=1))
         return 0
     first = found[0][2]
     print(f"{options.model}: {first.numel:,} parameters in {first.units} units; GiB of rank 0, activations not included")
@@ -96,10 +102,9 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         rows.append([str(world_size), str(stage), *cells, str(sum(t.collectives for t in prediction.transfers))])
     print(columns(rows))
     if on_disk:
-        engine = disk.file_engine()
-        rates = None if options.disk is None else disk.striped([disk.measure(engine, Path(one)) for one in options.disk])
         print("\n" + columns([_DISK_HEAD, *([str(n), str(stage), *disk_row(p, rates)] for n, stage, p in found)]))
-        print(f"* of a disk that is rated for {RATED_TBW} TB of writes, and which the rank has for itself")
+        print(f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks on it take N times as long")
+        print("  and wear it N times as fast")
     if len(found) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
     return 0
@@ -180,11 +185,13 @@ def _offload(options: argparse.Namespace) -> dict[str, Any] | None:
     return {"optimizer": options.offload, **chosen} if options.offload is not None or chosen else None
 
 
-def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any]:
+def _plain(world_size: int, stage: int, prediction: Prediction, rates: disk.Rates | None) -> dict[str, Any]:
     resting: dict[str, dict[str, int]] = {}
     for line in prediction.resting.lines:
         by_kind = resting.setdefault(line.tier, dict.fromkeys(_KINDS, 0))
         by_kind[line.kind] += line.bytes
+    use = prediction.disk
+    measured = {} if use is None or rates is None else {"bytes_per_second": vars(rates), "seconds": use.seconds(rates)}
     return {
         "world_size": world_size,
         "stage": stage,
@@ -192,7 +199,7 @@ def _plain(world_size: int, stage: int, prediction: Prediction) -> dict[str, Any
         "units": prediction.units,
         "bytes": resting,
         "transfers": [vars(transfer) for transfer in prediction.transfers],
-        **({} if prediction.disk is None else {"disk": vars(prediction.disk)}),
+        **({} if use is None else {"disk": vars(use) | measured}),
     }
 
 

@@ -175,7 +175,10 @@ class AdamOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps were skipped since the start. Where the device decides (capturable; after shard) this synchronizes."""
+        """How many steps were skipped since the start; `shardcore.load` and going on from a commit restore it.
+
+        Where the device decides (capturable; after shard) this synchronizes.
+        """
         if self._engine is not None:
             self._engine.settle()
         return self._skipped_so_far()

@@ -16,7 +16,18 @@ from shardcore.deepspeed import lr_schedules
 from tests.support.choice import some
 from tests.support.deepspeed import ds_config, start
 from tests.support.meta import frozen_net
-from tests.support.models import Run, batch_of, error_of, failing_forward, hash_of_training, loss_of, make_net, stepped, train
+from tests.support.models import (
+    Run,
+    batch_of,
+    error_of,
+    failing_forward,
+    hash_of_training,
+    loss_of,
+    make_net,
+    micro_steps,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 TIERS: dict[str, dict[str, Any]] = {
@@ -169,6 +180,23 @@ def _other_form(rank: int, world_size: int, first: str, second: str, folder: str
     for number, state in its.state_dict()["state"].items():
         equal &= all(torch.equal(state[key].float(), states[number][key].float()) for key in ("exp_avg", "exp_avg_sq", "step"))
     return equal, [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+
+
+def test_skipped_steps_are_those_of_the_run(tmp_path: Path) -> None:
+    model, optimizer, _ = train(0, Run(2, 0, precision="bf16"))
+    for step in range(3):
+        micro_steps(model, optimizer, 0, step, 1, overflow=step < 2)
+        optimizer.step()
+        optimizer.zero_grad()
+    shardcore.save(tmp_path, model, optimizer)
+    other, adam, _ = train(0, Run(1, 0, precision="bf16"))
+    shardcore.load(tmp_path, other, adam)
+    assert adam.skipped_steps == 2
+    micro_steps(other, adam, 0, 3, 1, overflow=True)
+    adam.step()
+    assert adam.skipped_steps == 3
+    shardcore.load(tmp_path, other, adam)
+    assert adam.skipped_steps == 2
 
 
 def test_weights_that_are_not_finite_are_no_rounded_ones(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The files of committed states: valid safetensors, locked, refused by name where they are of something else, or damaged."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_another_job_is_refused_on_every_rank(tmp_path: Path) -> None:
     assert model is not None
 
 
+def test_a_path_may_be_under_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train(0, _run("~/run7"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run7"]
+
+
 def test_an_earlier_run_is_never_overwritten_unasked(tmp_path: Path) -> None:
     _trained(tmp_path)
     says = error_of(lambda: train(0, _run(tmp_path)))
@@ -108,6 +116,15 @@ def test_other_states_are_refused(tmp_path: Path, other: dict[str, Any]) -> None
     says = error_of(lambda: train(0, _run(tmp_path, resume=True, **other)))
     assert "rank_00000.slot_0.safetensors has other states; expected the model, world size, stage, ratio" in says
     train(0, _run(tmp_path, resume=True))
+
+
+def test_a_slot_that_ends_early_is_told(tmp_path: Path) -> None:
+    _trained(tmp_path)
+    path = tmp_path / "rank_00000.slot_1.safetensors"
+    size = path.stat().st_size
+    os.truncate(path, size - 4096)
+    says = error_of(lambda: train(0, _run(tmp_path, resume=True)))
+    assert f"{path} ends at byte {size - 4096} of {size}; expected all of it (copy the directory again" in says
 
 
 def _refused(rank: int, world_size: int, folder: str) -> str:

@@ -264,11 +264,12 @@ def test_all_disks_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = _folders(tmp_path, 3 * 10**9, 10**9)
+    monkeypatch.setattr(disk, "measure", lambda engine, folder, nbytes=0: _rates(folder))
     with caplog.at_level(logging.INFO, "shardcore"):
         _trained(folders, 0)
     assert f"in {folders[0]} and {folders[1]} (" in caplog.text
+    assert "outlasts" not in caplog.text
     assert "at the 4.00 GB/s that it reads and writes now (3.00 and 1.00); a disk" in caplog.text
-    monkeypatch.setattr(disk, "measure", lambda engine, folder, nbytes=0: _rates(folder))
     main(["info", "--disk", *map(str, folders)])
     told = capsys.readouterr().out
     assert all(f"{folder} " in told for folder in folders)
@@ -277,6 +278,8 @@ def test_all_disks_are_told(
     for given in (folders[1:], folders):
         disks = [word for folder in given for word in ("--disk", str(folder))]
         main(["estimate", "tests.support.models:Net", "--stage", "2", "--offload", "nvme", *disks])
-        row = capsys.readouterr().out.partition("disk, s")[2].splitlines()[1]
+        told = capsys.readouterr().out
+        assert "N ranks on it take N times as long\n  and wear it N times as fast" in told
+        row = told.partition("disk, s*")[2].splitlines()[1]
         seconds.append(float(row.split()[-2]))
     assert seconds[0] == pytest.approx(4 * seconds[1], rel=0.02)

@@ -28,9 +28,18 @@ def test_rates_are_measured_and_nothing_stays(tmp_path: Path) -> None:
 def test_a_disk_is_named(tmp_path: Path) -> None:
     said = disk.about(_C.FileEngine(backend="threads"), tmp_path)
     assert said.startswith(disk._mount_of(tmp_path))
-    assert said.endswith(("the page cache (O_DIRECT) by threads", "through the page cache by threads"))
+    assert said.endswith(
+        ("the page cache (O_DIRECT) by threads", "through the page cache by threads", "tmpfs (memory) by threads")
+    )
+
+
+def test_memory_is_not_taken_for_a_disk() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir() or not disk._mount_of(shared).startswith("tmpfs ("):
+        pytest.skip("needs a tmpfs at /dev/shm")
+    assert disk.about(_C.FileEngine(backend="threads"), shared) == "tmpfs (memory) by threads"
 
 
 def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none"):
+    with pytest.raises(FileNotFoundError, match=r"none'$"):
         disk.measure(_C.FileEngine(), tmp_path / "none", 4096)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from shardcore import cli
+from shardcore.engine import disk
 
 
 def test_estimate(capsys):
@@ -50,6 +51,18 @@ def test_estimate(capsys):
     assert "gather weights in backward, of parts kept" in {transfer["purpose"] for transfer in entry["transfers"]}
 
 
+def test_json_has_the_rates_of_a_disk_and_weights_in_files_mean_stage_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "measure", lambda *_: disk.Rates(2e3, 1e3, 1e3))
+    in_files = ["--offload", "nvme", "--offload-params", "nvme", "--disk", "/nvme0", "--disk", "/nvme1"]
+    assert cli.main(["estimate", "tests.support.models:Net", "--json", *in_files]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert entry["stage"] == 3
+    assert entry["disk"]["bytes_per_second"] == {"read": 4e3, "write": 2e3, "both": 2e3}
+    assert entry["disk"]["seconds"] == (entry["disk"]["read"] + entry["disk"]["written"]) / 2e3
+
+
 def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100)
@@ -81,6 +94,8 @@ def test_a_model_of_transformers_is_estimated_from_its_configuration(capsys, tmp
         (["examples.llama:llama_7b", "--master", "split", "--precision", "fp32"], "--master is split with --precision fp32"),
         (["examples.llama:llama_7b", "--keep", "1", "--stage", "2"], "reshard_after_forward is 1 at stage 2"),
         (["examples.llama:llama_7b", "--accumulate", "0"], "accumulate is 0; expected at least 1"),
+        (["tests.support.models:Net", "--offload", "cpu", "--disk", "/"], "--disk with --offload cpu; expected --offload nvme"),
+        (["tests.support.models:Net", "--offload", "nvme", "--disk", "/nonexist"], "No such file or directory: '/nonexist'\n"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(capsys, arguments, message):
