@@ -17,7 +17,13 @@
 #define CLONES
 #endif
 
-constexpr int64_t kLine = 16, kAhead = 768;  // elements
+constexpr int64_t kLine = 16;  // elements
+
+#if defined(__x86_64__) && defined(__GNUC__)
+static const int64_t kAhead = __builtin_cpu_is("amd") ? 96 : 768;
+#else
+constexpr int64_t kAhead = 768;
+#endif
 
 template <typename... Streams>
 __attribute__((always_inline)) static inline void ask(int64_t i, const Streams*... streams) {

@@ -13,7 +13,21 @@ namespace {
 // 32K elements, as torch has it: below that waking a second thread costs more than it brings.
 constexpr int64_t kGrainBlocks = 128;
 
+bool is_amd() {
+#if SHARDCORE_X86
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 }  // namespace
+
+int64_t prefetch_elements() {
+  static const int64_t elements = is_amd() ? 96 : 384;
+  return elements;
+}
 
 void adam_cpu(const AdamSegment* segments, int64_t num_segments, const AdamScalars* scalars, Executor& executor) {
   const auto adam_span = SHARDCORE_PICK(adam_span);

@@ -12,12 +12,10 @@ namespace shardcore {
 namespace SHARDCORE_ISA {
 namespace {
 
-// Where each stream of a step is kAhead elements after the start of a loop. While the arithmetic waits for its roots and
-// divisions the hardware's prefetchers fall behind, so for each cache line that a loop updates it prefetches the line kAhead
+// Where each stream of a step is prefetch_elements() after the start of a loop. While the arithmetic waits for its roots and
+// divisions the hardware's prefetchers fall behind, so for each cache line that a loop updates it prefetches the line so many
 // elements later (prefetching past the end is no error). Prefetching a whole tile at once gains less, and costs time where all
 // is in cache (docs/benchmarks.md has the figures).
-constexpr int64_t kAhead = 384;
-
 struct Ahead {
   struct Stream {
     intptr_t start;
@@ -27,8 +25,9 @@ struct Ahead {
 
 // first: the element of the segment at which the loop starts.
 SHARDCORE_HD Ahead ahead_of(const AdamSegment& t, int64_t first) {
+  const int64_t from = first + prefetch_elements();
   const auto stream = [&](const void* data, int64_t size) {
-    return Ahead::Stream{reinterpret_cast<intptr_t>(data) + (first + kAhead) * size, size};
+    return Ahead::Stream{reinterpret_cast<intptr_t>(data) + from * size, size};
   };
   const Ahead::Stream param = stream(t.param, itemsize(t.param_dtype));
   const bool master = t.master_kind != Master::none;
