@@ -4,8 +4,8 @@ A step has `micro_steps` forwards and backwards. Gradients go to host memory as 
 weights come back. All is cut into `chunks` equal parts (units), so that parts can overlap; within one resource (the device,
 each direction of the link, the CPU) they run one after the other.
 
-Weights may change only when backward has ended, as clipping needs the norm of all gradients. So no exact schedule is shorter
-than `lazy_bound` without its last term; the first chunk's way out, through Adam and back cannot be hidden.
+Weights may change only when backward has ended, as clipping needs the norm of all gradients. From then on Adam can take the chunks
+whose gradients have arrived, while the others arrive.
 """
 
 from dataclasses import dataclass, replace
@@ -38,9 +38,16 @@ def streamed(parts: Parts, weights: float) -> Parts:
 
 
 def lazy_bound(parts: Parts) -> float:
-    """The least that a step takes whose Adam and weights back hide behind the next step's first forward."""
-    hidden = max(parts.backward, parts.out) + max(parts.forward, parts.adam, parts.back)
-    return parts.earlier + hidden + (parts.out + parts.back) / parts.chunks
+    """The least that a step takes whose Adam and weights back hide behind the next step's first forward.
+
+    Chunk after chunk goes through Adam, back and forward, of which the slowest never waits once it has begun; and the last
+    gradient goes through them when it has arrived.
+    """
+    chunks = parts.chunks
+    through = (parts.adam + parts.back + parts.forward) / chunks
+    updated = parts.backward + max(parts.adam, parts.back, parts.forward) * (chunks - 1) / chunks + through
+    arrived = max(parts.out + parts.backward / chunks, parts.backward + parts.out / chunks)
+    return parts.earlier + max(updated, arrived + through)
 
 
 def deepspeed_time(parts: Parts) -> float:

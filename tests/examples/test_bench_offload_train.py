@@ -150,14 +150,17 @@ def test_a_run_with_states_on_disk(tmp_path, run_main, monkeypatch):
 
 def test_weights_that_are_copied_for_each_pass_lengthen_both():
     parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
-    assert lazy_bound(streamed(parts, 5.0)) == pytest.approx(6 + 5 + 0.4)
-    assert lazy_bound(streamed(parts, 7.0)) == pytest.approx(7 + 7 + 0.4)
+    assert lazy_bound(streamed(parts, 5.0)) == pytest.approx(6 + 0.9 * 5 + 0.1 * (2 + 5))
+    assert lazy_bound(streamed(parts, 7.0)) == pytest.approx(7 + 0.9 * 7 + 0.1 * (2 + 7))
 
 
 def test_schedules_of_one_step_and_of_several_micro_steps():
     parts = Parts(forward=3.0, backward=6.0, out=4.0, adam=2.0, back=5.0, chunks=10)
-    assert lazy_bound(parts) == pytest.approx(6 + 5 + 0.9)
-    assert lazy_bound(replace(parts, out=7.0, adam=9.0)) == pytest.approx(7 + 9 + 1.2)
+    assert lazy_bound(parts) == pytest.approx(6 + 0.9 * 5 + 0.1 * (2 + 5 + 3))
+    assert lazy_bound(replace(parts, out=7.0, adam=9.0)) == pytest.approx(6 + 0.9 * 9 + 0.1 * (9 + 5 + 3)), (
+        "Adam begins at once"
+    )
+    assert lazy_bound(replace(parts, out=20.0)) == pytest.approx(20 + 0.6 + 0.1 * (2 + 5 + 3)), "the last gradient comes late"
     assert deepspeed_time(parts) == pytest.approx(3 + 6 + 0.4 + 2 + 5)
     for schedule in (lazy_bound, deepspeed_time):
         assert schedule(replace(parts, micro_steps=3)) - schedule(parts) == pytest.approx(2 * (6 + 3))
