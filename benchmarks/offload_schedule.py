@@ -4,8 +4,8 @@ A step has `micro_steps` forwards and backwards. Gradients go to host memory as 
 weights come back. All is cut into `chunks` equal parts (units), so that parts can overlap; within one resource (the device,
 each direction of the link, the CPU) they run one after the other.
 
-Weights may change only when backward has ended, as clipping needs the norm of all gradients. From then on Adam can take the chunks
-whose gradients have arrived, while the others arrive.
+Weights may change only when backward has ended, as clipping needs the norm of all gradients. From then on Adam can take the
+chunks whose gradients have arrived, while the others arrive.
 """
 
 from dataclasses import dataclass, replace
