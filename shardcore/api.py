@@ -129,6 +129,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 logger = logging.getLogger("shardcore")
 
 _SAY_EVERY_S = 10.0
+_advised = False  # of ranks_per_node, in this process
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -243,6 +244,7 @@ def shard(
         materialize=materialize,
     )
     plan, filler = _plan(model, given, options, process_group, ranks_per_node)
+    _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
         states, others = _allocate(plan, given, options.tiers, files)
@@ -254,6 +256,22 @@ def shard(
             files.close()
         raise
     return model, None if optimizer is None else plan.optimizer
+
+
+def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
+    """Say once where gradients are exchanged over several nodes as if they were one, which exposes much of it."""
+    global _advised
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or comm.world_size)  # torchrun's, and shardcore run's
+    flat = comm.topology.nodes == 1 and not backend_sums and comm.uses_nccl
+    if flat and 1 < local < comm.world_size and comm.world_size % local == 0 and comm.rank == 0 and not _advised:
+        _advised = True
+        logger.warning(
+            "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; expected ranks_per_node=%d, "
+            'which sends less between nodes (its own bits, the same at every stage), or reduction="nccl" (docs/scaling.md)',
+            comm.world_size,
+            local,
+            local,
+        )
 
 
 def _plan(

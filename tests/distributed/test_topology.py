@@ -1,5 +1,6 @@
 """Ranks in nodes: gradients added over a node, then over nodes; hybrid sharding; weights kept by a few ranks."""
 
+import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
+from shardcore import api
 from shardcore.distributed import comm as comm_module
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.distributed.groups import group_beside
@@ -115,6 +117,30 @@ def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_onc
     for rank in range(4):
         for nodes, flat in zip(sent[NODES, rank], sent[FLAT, rank], strict=True):
             assert nodes <= 0.51 * flat, "2 ranks a node: each byte once"
+
+
+def _advice(rank: int, world_size: int, local: str, shard: dict[str, Any]) -> list[str]:
+    """Return what shard says of nodes, of two models."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardcore")
+    with as_on_nccl() as patch:
+        patch.setattr(api, "_advised", False)
+        patch.setenv("LOCAL_WORLD_SIZE", local)
+        logger.addHandler(handler)
+        for _ in range(2):
+            _start(rank, FLAT, steps=0, shard=shard)
+        logger.removeHandler(handler)
+    return [text for text in said if "share a node" in text]
+
+
+@pytest.mark.parametrize(("local", "shard", "says"), [("2", {}, 1), ("4", {}, 0), ("2", {"ranks_per_node": 2}, 0)])
+def test_flat_exchanges_over_nodes_are_advised_against_once(local: str, shard: dict[str, Any], says: int) -> None:
+    first, *others = run_ranks(4, _advice, local, shard)
+    assert len(first) == says
+    assert all("of which 2 share a node; expected ranks_per_node=2" in text for text in first)
+    assert others == [[]] * 3
 
 
 def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bool, bool]]:
