@@ -128,13 +128,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.deepspeed:
         cases["DeepSpeed"], peers = DeepSpeedJob(options, folder / "deepspeed").seconds, (*PEERS, "DeepSpeed")
     cases["fio"] = lambda: 2 * size / fio.cases()["mixed"]()
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for order in harness.random_order(list(cases), 1 + options.rounds, seed=0):
-        for name in order:
-            os.sync()
-            time.sleep(options.pause)
-            seconds[name].append(cases[name]())
-    seconds = {name: samples[1:] for name, samples in seconds.items()}
+    seconds = harness.disk_turns(cases, options.rounds, options.pause)
     bound = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
     return {
         "state_bytes": size,

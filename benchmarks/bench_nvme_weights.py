@@ -11,7 +11,6 @@ measure, with room for fifteen times --mib; the host needs eight times --mib.
 """
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -73,13 +72,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     fio.prepare("read")
     cases = {name: job.seconds for name, job in jobs.items()}
     cases["fio"] = lambda: size / fio.cases()["read"]()
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for order in harness.random_order(list(cases), 1 + options.rounds, seed=0):
-        for name in order:
-            os.sync()
-            time.sleep(options.pause)
-            seconds[name].append(cases[name]())
-    seconds = {name: samples[1:] for name, samples in seconds.items()}
+    seconds = harness.disk_turns(cases, options.rounds, options.pause)
     bound = [max(pair) for pair in zip(seconds["fio"], seconds["cpu"], strict=True)]
     return {
         "read_bytes": size,

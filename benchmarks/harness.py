@@ -7,6 +7,7 @@ ratio of two cases within one round, and its median over rounds. Results are wri
 
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -91,6 +92,20 @@ def interleave(
             seconds[name].append(timer(cases[name], times) / times)
     bar.clear()
     return {name: samples[warmup:] for name, samples in seconds.items()}
+
+
+def disk_turns(cases: Mapping[str, Callable[[], float]], rounds: int, pause_s: float) -> dict[str, list[float]]:
+    """Run every case once a round, each when all that was written is on disk; returns the seconds that each returned.
+
+    One more round comes first, which does not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for order in random_order(list(cases), 1 + rounds, seed=0):
+        for name in order:
+            os.sync()
+            time.sleep(pause_s)
+            seconds[name].append(cases[name]())
+    return {name: samples[1:] for name, samples in seconds.items()}
 
 
 class Bar:
