@@ -5,7 +5,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from shardcore.engine import disk
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.nvme_states import RATED_TBW
+from shardcore.estimate import fit
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="MODULE:FUNCTION, a function without arguments that builds the model; or, with transformers, a config.json, a "
         "folder with one, or the id of a model in the local cache",
     )
-    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: all; 3 with --offload-params")
+    parser.add_argument("--stage", type=int, choices=sorted(LIFETIMES), help="default: all that the options allow")
     parser.add_argument("--world-size", type=int, nargs="+", default=[1], metavar="N", help="numbers of ranks (default: 1)")
     parser.add_argument(
         "--precision",
@@ -67,6 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep", type=int, metavar="N", help="at stage 3, how many ranks keep weights until backward (reshard_after_forward)"
     )
     parser.add_argument("--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit')
+    parser.add_argument(
+        "--fit", action="store_true", help="choose stage and offload for a machine of the memory that the next options say"
+    )
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU")
+    parser.add_argument("--activations", type=float, metavar="GIB", help="left free on it (default: a tenth)")
+    parser.add_argument(
+        "--host-memory", type=float, metavar="GIB", help="of a machine, which up to 8 ranks or --ranks-per-node share"
+    )
+    parser.add_argument("--disk-space", type=float, default=0.0, metavar="GIB", help="of its NVMe (default: none)")
     parser.add_argument("--json", action="store_true", help="bytes, as JSON, instead of a table in GiB")
 
 
@@ -75,7 +85,10 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     if options.disk is not None and options.offload != "nvme":
         raise ValueError(f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which uses a disk")
     model = build(options.model)
-    stages = (sorted(LIFETIMES) if options.offload_params is None else [3]) if options.stage is None else [options.stage]
+    if options.fit:
+        return _fit(model, options, columns)
+    least = 3 if options.offload_params is not None else 1 if options.offload_gradients is not None else 0
+    stages = [stage for stage in sorted(LIFETIMES) if stage >= least] if options.stage is None else [options.stage]
     found = [
         (world_size, stage, _predict(model, options, world_size, stage))
         for world_size in options.world_size
@@ -107,6 +120,48 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
         print("  and wear it N times as fast")
     if len(found) == 1:
         print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
+    return 0
+
+
+def _fit(model: nn.Module, options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]], str]) -> int:
+    """Print what was considered for a machine, and how shard is called for what fits; returns 1 if nothing does."""
+    if options.device_memory is None or options.host_memory is None:
+        raise ValueError("estimate: --fit without --device-memory or --host-memory; expected both, in GiB")
+    chosen = {"--stage": options.stage, "--offload": options.offload, "--offload-gradients": options.offload_gradients}
+    chosen |= {"--offload-params": options.offload_params, "--disk": options.disk, "--json": options.json or None}
+    for name, value in chosen.items():
+        if value is not None:
+            raise ValueError(f"estimate: {name} with --fit; expected --fit alone, which chooses stage and offload")
+    if len(options.world_size) > 1:
+        raise ValueError(f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one")
+    (world_size,) = options.world_size
+    spare = options.device_memory / 10 if options.activations is None else options.activations
+    device, activations, host, space = (
+        int(gib * _GIB) for gib in (options.device_memory, spare, options.host_memory, options.disk_space)
+    )
+    machine = fit.Machine(device, activations, host, space, min(world_size, options.ranks_per_node or 8))
+
+    def predicted(stage: int, offload: Any) -> Prediction:
+        return _predict(model, options, world_size, stage, offload)
+
+    found = fit.fit(machine, world_size, predicted)
+    rows = [["stage", "offload", "GiB on device", "on cpu", "on nvme", "fits"]]
+    for one in found:
+        tiers, use = one.prediction.resting.by_tier, one.prediction.disk
+        held = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if use is None else use.space]
+        named = " + ".join(f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path") or "none"
+        rows.append([str(one.stage), named, *map(_gib, held), one.lacks or "yes"])
+    print(f"{options.model}: {found[0].prediction.numel:,} parameters over {world_size} rank(s); GiB of one, with")
+    print(f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host memory and disk")
+    print(columns(rows))
+    if found[-1].lacks:
+        print("nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype 8bit")
+        return 1
+    print("\n" + fit.call_of(found[-1], {"precision": options.precision}))
+    forms = {"master": options.master, "state_dtype": options.state_dtype}
+    reduced = [f"{name}={value!r}" for name, value in forms.items() if value != "fp32"]
+    if reduced:
+        print(f"of optimizer = shardcore.FusedAdam(model.parameters(), {', '.join(reduced)}, ...)")
     return 0
 
 
@@ -156,7 +211,9 @@ def _of_transformers(name: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, stage: int) -> Prediction:
+def _predict(
+    model: nn.Module, options: argparse.Namespace, world_size: int, stage: int, offload: Mapping[str, Any] | None = None
+) -> Prediction:
     if options.master == "split" and options.precision != "bf16":
         raise ValueError(f"estimate: --master is split with --precision {options.precision}; expected bf16, or --master fp32")
     params = [param for param in model.parameters() if param.requires_grad]
@@ -167,7 +224,7 @@ def _predict(model: nn.Module, options: argparse.Namespace, world_size: int, sta
         world_size=world_size,
         precision=options.precision,
         grad_dtype=options.grad_dtype,
-        offload=_offload(options),
+        offload=_offload(options) if offload is None else offload,
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         hybrid=options.hybrid,
