@@ -1,12 +1,16 @@
-"""tools/check_ranks.py over gloo ranks: what it finds equal, and that it finds what is not."""
+"""tools/check_ranks.py over gloo ranks, and over a stand-in for NCCL: what it finds equal, and that it finds what is not."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.support.groups import as_on_nccl
+from tests.support.ranks import run_ranks
 from tests.support.scripts import finished, torchrun
+from tools import check_ranks
 
 # At stage 2 alone the learning rate is another one.
 BROKEN = """
@@ -37,3 +41,23 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
         {"stage 2, offload", "stage 2, offload, overlapped"} if broken else set()
     )
     assert (len(set(result["hashes"]["flat"].values())) == 1) != broken
+
+
+def _hashes_as_on_nccl(rank: int, world_size: int) -> dict[str, list[str]]:
+    device = torch.device("cpu")
+    found: dict[str, list[str]] = {}
+    with as_on_nccl():
+        for order, _, layout in check_ranks.layouts(world_size, 2):
+            found.setdefault(order, []).append(check_ranks.run(device, layout))
+        found["flat"].append(check_ranks.two_at_once(device))
+    return found
+
+
+@pytest.mark.slow
+def test_one_hash_over_layouts_on_groups_that_are_taken_for_nccl() -> None:
+    """Gloo's collectives run in the order in which they are started, as NCCL's do, over groups of the levels."""
+    first, *others = run_ranks(4, _hashes_as_on_nccl)
+    assert all(found == first for found in others)
+    assert [len(first[order]) for order in ("flat", "nodes")] == [21, 9]
+    assert [len(set(first[order])) for order in ("flat", "nodes")] == [1, 1]
+    assert first["flat"][0] != first["nodes"][0]
