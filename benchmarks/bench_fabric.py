@@ -1,7 +1,7 @@
-"""Simulate what communication a step leaves exposed, in percent of compute, on nodes of GPUs joined by NICs.
+"""Time, on a simulated fabric, what communication a step leaves exposed, in percent of compute.
 
-The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py): nothing is measured, so every run gives the
-same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
+The fabric has nodes of GPUs that NICs join. The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py):
+nothing is measured, so every run gives the same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
 
 In the model: a 7B model of 32 equal units, bfloat16 weights, one backward a step; 2 operations per parameter and token in
 forward, twice as many in backward, at 4e14 a second; Adam, and each collective, for as long as its bytes take; a latency of 20

@@ -46,8 +46,8 @@ def test_a_shard_is_on_its_way_while_the_unit_before_computes(monkeypatch: pytes
         block.norm.register_forward_hook(lambda *_, index=index: log.append(f"block {index}"))
     log.clear()
     model(batch_of(0, 0, 0)[0])
-    come = ["from_tier", "from_tier.wait"]
-    assert log == [*come, *come, "from_tier", "block 0", "from_tier.wait", "from_tier", "block 1", "from_tier.wait", "block 2"]
+    starts, waits = "from_tier", "from_tier.wait"
+    assert log == [starts, starts, waits, starts, waits, "block 0", starts, waits, "block 1", waits, "block 2"]
 
 
 @pytest.mark.parametrize("ratio", [0, 0.5, 1])
