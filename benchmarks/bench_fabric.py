@@ -1,4 +1,4 @@
-"""Time, on a simulated fabric, what communication a step leaves exposed, in percent of compute.
+"""Time communication that a step leaves exposed, in percent of compute, on a simulated fabric.
 
 The fabric has nodes of GPUs that NICs join. The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py):
 nothing is measured, so every run gives the same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
