@@ -24,6 +24,7 @@ from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
+from shardcore.distributed.launchers import env_int
 from shardcore.distributed.machine import here, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
@@ -261,8 +262,8 @@ def shard(
 def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
     """Say once where gradients are exchanged over several nodes as if they were one, which exposes much of it."""
     global _advised
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or comm.world_size)  # torchrun's, and shardcore run's
-    flat = comm.topology.nodes == 1 and not backend_sums and comm.uses_nccl
+    local = env_int("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else comm.world_size  # torchrun's
+    flat = comm.topology.nodes == 1 and not backend_sums and comm.uses_nccl and comm.world_size == dist.get_world_size()
     if flat and 1 < local < comm.world_size and comm.world_size % local == 0 and comm.rank == 0 and not _advised:
         _advised = True
         logger.warning(

@@ -87,6 +87,8 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     model = build(options.model)
     if options.fit:
         return _fit(model, options, columns)
+    if any((options.device_memory, options.activations, options.host_memory, options.disk_space)):
+        raise ValueError("estimate: memory of a machine is given without --fit; expected --fit, which chooses what fits it")
     least = 3 if options.offload_params is not None else 1 if options.offload_gradients is not None else 0
     stages = [stage for stage in sorted(LIFETIMES) if stage >= least] if options.stage is None else [options.stage]
     found = [
@@ -129,6 +131,7 @@ def _fit(model: nn.Module, options: argparse.Namespace, columns: Callable[[Seque
         raise ValueError("estimate: --fit without --device-memory or --host-memory; expected both, in GiB")
     chosen = {"--stage": options.stage, "--offload": options.offload, "--offload-gradients": options.offload_gradients}
     chosen |= {"--offload-params": options.offload_params, "--disk": options.disk, "--json": options.json or None}
+    chosen |= {"--ratio": options.ratio, "--keep": options.keep, "--hybrid": options.hybrid or None}
     for name, value in chosen.items():
         if value is not None:
             raise ValueError(f"estimate: {name} with --fit; expected --fit alone, which chooses stage and offload")
@@ -157,7 +160,13 @@ def _fit(model: nn.Module, options: argparse.Namespace, columns: Callable[[Seque
     if found[-1].lacks:
         print("nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype 8bit")
         return 1
-    print("\n" + fit.call_of(found[-1], {"precision": options.precision}))
+    usual = {"grad_dtype": "fp32", "accumulate": 1, "ranks_per_node": None, "prefetch": 1, "units": "auto"}
+    asked = {name: getattr(options, name) for name, value in usual.items() if getattr(options, name) != value}
+    if "units" in asked:
+        asked["units"] = _units(options)
+    if found[-1].stage != 3:
+        asked.pop("prefetch", None)
+    print("\n" + fit.call_of(found[-1], {"precision": options.precision, **asked}))
     forms = {"master": options.master, "state_dtype": options.state_dtype}
     reduced = [f"{name}={value!r}" for name, value in forms.items() if value != "fp32"]
     if reduced:
@@ -230,8 +239,12 @@ def _predict(
         hybrid=options.hybrid,
         prefetch=options.prefetch if stage == 3 else 1,
         reshard_after_forward=True if options.keep is None or (options.stage is None and stage != 3) else options.keep,
-        units=int(options.units) if options.units.isdigit() else options.units,
+        units=_units(options),
     )
+
+
+def _units(options: argparse.Namespace) -> Any:
+    return int(options.units) if options.units.isdigit() else options.units
 
 
 def _offload(options: argparse.Namespace) -> dict[str, Any] | None:

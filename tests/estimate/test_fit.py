@@ -68,7 +68,17 @@ def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert "device 102.6 of 22.3 GiB" in said
     assert cli.main([*command, "--host-memory", "16", "--state-dtype", "8bit"]) == 1
     assert "nothing fits: more ranks" in capsys.readouterr().out
-    for wrong in (["--stage", "2"], ["--offload", "cpu"], ["--json"]):
+    asked = ["--grad-dtype", "bf16", "--units", "1000", "--prefetch", "2", "--accumulate", "4", "--state-dtype", "8bit"]
+    assert cli.main([*command, "--host-memory", "128", *asked]) == 0
+    call, optimizer = capsys.readouterr().out.splitlines()[-2:]
+    assert "stage=2, precision='bf16', grad_dtype='bf16', accumulate=4, units=1000, offload=" in call, (
+        "nothing is gathered ahead"
+    )
+    assert optimizer == "of optimizer = shardcore.FusedAdam(model.parameters(), state_dtype='8bit', ...)"
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "examples.llama:llama_7b", "--host-memory", "16"])
+    assert "without --fit; expected --fit" in capsys.readouterr().err
+    for wrong in (["--stage", "2"], ["--offload", "cpu"], ["--json"], ["--ratio", "0.5"], ["--hybrid"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--host-memory", "16", *wrong])
         assert "with --fit; expected --fit alone" in capsys.readouterr().err
