@@ -87,8 +87,7 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
     Raises FileNotFoundError or ValueError.
     """
     given = tag
-    if tag is None and (folder / LATEST).is_file():
-        tag = (folder / LATEST).read_text().strip()
+    tag = _latest(folder) if tag is None else tag
     if tag is None:
         others = folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not checkpoints(folder))
         if (folder / MANIFEST).exists() or others:
@@ -99,7 +98,7 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
             f"checkpoints ({_names(folder)})",
             str(folder),
         )
-    check_tag(op, tag)
+    check_tag(op if given is not None else f"{op}: {folder / LATEST} is damaged", tag)
     path, replaced = folder / tag, folder / f".{tag}{_REPLACED}"
     if not path.exists() and (replaced / MANIFEST).exists():  # see Note [Commit], `commit`
         return replaced
@@ -111,6 +110,11 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
             str(path),
         )
     return path
+
+
+def _latest(folder: Path) -> str | None:
+    """Return the tag that "latest" has; None without that file."""
+    return (folder / LATEST).read_text("utf-8", "replace").strip() if (folder / LATEST).is_file() else None
 
 
 def _names(folder: Path) -> str:
@@ -163,7 +167,7 @@ def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> 
     _remove(written)
     _remove(replaced)
     if keep_last is not None:
-        latest = (folder / LATEST).read_text().strip() if (folder / LATEST).is_file() else ""
+        latest = _latest(folder)
         others = [one for one in checkpoints(folder) if one.name != tag]
         for one in others[: max(0, len(others) + 1 - keep_last)]:
             if one.name == latest:
@@ -176,7 +180,7 @@ def commit(folder: Path, tag: str, save_latest: bool, keep_last: int | None) -> 
 def point_latest(folder: Path, tag: str) -> None:
     """Let "latest" name a checkpoint."""
     with replacing(folder / LATEST) as new:
-        new.write_text(tag)
+        new.write_text(tag, "utf-8")
 
 
 def _remove(path: Path) -> None:

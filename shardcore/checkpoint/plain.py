@@ -42,7 +42,7 @@ def from_json(value: Any, where: str) -> Any:
     """Return the value that `to_json` was given. Raises ValueError for anything else."""
     try:
         return _decode(value, 0)
-    except (KeyError, TypeError, ValueError, RuntimeError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, SyntaxError) as error:
         raise ValueError(f"{where}: a value is damaged or was not written by shardcore ({error})") from error
 
 

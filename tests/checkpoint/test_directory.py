@@ -74,7 +74,10 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no such checkpoint, which 'latest' names; expected .*\(one\).*two"):
         find("load", tmp_path, None)
     (tmp_path / "latest").write_text("../outside")
-    with pytest.raises(ValueError, match=r"tag has '\.\./outside'"):
+    with pytest.raises(ValueError, match=r"/latest is damaged: tag has '\.\./outside'"):
+        find("load", tmp_path, None)
+    (tmp_path / "latest").write_bytes(b"\xff")
+    with pytest.raises(FileNotFoundError, match=r"which 'latest' names; expected .*\(one\)"):
         find("load", tmp_path, None)
 
 

@@ -126,6 +126,9 @@ def test_a_cycle_is_refused() -> None:
         {"$tensor": "AAAAAA==", "dtype": "float32"},
         {"$array": {"$tensor": "AA==", "dtype": "int8", "shape": [1]}, "dtype": "O"},
         [[{"$tensor": "AA==", "dtype": "int8", "shape": [-1]}]],
+        {"$tensor": "AA==", "dtype": "int8", "shape": [math.inf]},
+        {"$array": [1], "dtype": "i4"},
+        {"$array": {"$tensor": "AA==", "dtype": "int8", "shape": [1]}, "dtype": "i1,,"},
     ],
     ids=str,
 )
