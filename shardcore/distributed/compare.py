@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 # Collective calls that read full values; full_tensors.agree_on_read compares their index.
 READS = (
     "optimizer.state_dict",
@@ -20,11 +18,6 @@ READS = (
     "load",
     "detach",
 )
-
-
-def json_value(value: Any) -> Any:
-    """Return a value as JSON has it: a tensor as its numbers."""
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def first_difference(signatures: Sequence[Sequence[Any]]) -> str | None:

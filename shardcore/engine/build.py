@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.compare import json_value
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim.interface import engine_of
-from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name
+from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name, json_value
 from shardcore.optim.state_dict import export_state, import_state
 from shardcore.optim.state_format import NO_STATES, format_of
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed, ReducePolicy
 from shardcore.engine.build import Builder, Membership
@@ -32,7 +33,6 @@ from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
 from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
-from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim import AdamOptimizer

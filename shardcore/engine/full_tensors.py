@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.distributed.compare import READS, uneven_backwards
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.state_store import ReadPart
-from shardcore.engine.trace import scope
 
 
 def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Exception | None) -> None:

@@ -35,10 +35,10 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError
-from shardcore.engine.trace import scope
 from shardcore.engine.units import Unit, in_backward
 from shardcore.optim.interface import keep_uncompiled, weakly
 

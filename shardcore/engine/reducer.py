@@ -31,6 +31,7 @@ from typing import TypeVar
 import torch
 
 from shardcore._native import _C
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import uneven_backwards
 from shardcore.engine.bucket import Bucket, BufferPool, Lifetimes, Managed, ReducePolicy, give_full, refuse_grads, take_full
@@ -38,7 +39,6 @@ from shardcore.engine.host_gradients import GradOffload, HostGrads
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.overlap_step import OverlapStep
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
-from shardcore.engine.trace import scope
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import weakly
 

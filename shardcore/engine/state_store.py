@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from shardcore._native import _C
+from shardcore.distributed.clock import scope
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
-from shardcore.engine.trace import scope
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
 # The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.

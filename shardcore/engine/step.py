@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
-from shardcore.distributed.compare import first_difference, json_value
+from shardcore.distributed.compare import first_difference
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
-from shardcore.engine.trace import scope
 from shardcore.optim.clip import join, norm_part
-from shardcore.optim.options import check_options, hyper_of, lr_on_device
+from shardcore.optim.options import check_options, hyper_of, json_value, lr_on_device
 from shardcore.optim.step import DeviceScale
 
 

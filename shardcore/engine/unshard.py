@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
+from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message
 from shardcore.engine.overlap_step import OverlapStep
-from shardcore.engine.trace import scope
 from shardcore.engine.units import Order, Unit, in_backward, take_edits, tensors_in
 from shardcore.optim.interface import keep_uncompiled
 

@@ -53,6 +53,11 @@ def number(op: str, name: str, value: object) -> float:
     raise TypeError(f"{op}: {name} has type {type(value).__name__}; expected a number or a tensor of one element")
 
 
+def json_value(value: Any) -> Any:
+    """Return the value of an option as JSON has it: a tensor as its numbers."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 def on_device(value: object) -> bool:
     """Whether value is a tensor that the host can read only by synchronizing."""
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from shardcore.engine import trace
+from shardcore.distributed import clock
 from tests.support.models import Run, batch_of, loss_of, train
 from tests.support.ranks import run_ranks, start
 
@@ -65,7 +65,7 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
         opened.append(name)
         marked[name] += 1
 
-    monkeypatch.setattr(trace, "_has_nvtx", lambda: True)
+    monkeypatch.setattr(clock, "_has_nvtx", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", opened.pop)
     model, optimizer, _ = train(0, Run(stage=3, steps=2))
@@ -78,7 +78,7 @@ def test_nvtx_ranges_have_the_same_names(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "shardcore::gather(blocks.1)" in marked
 
     def fails() -> Any:
-        with trace.scope("reduce", "blocks.0"):
+        with clock.scope("reduce", "blocks.0"):
             raise ValueError
 
     with pytest.raises(ValueError):
