@@ -6,7 +6,7 @@
 Beside torch's fused AdamW, in the steady state: states exist, gradients stay where they are. All cases of a subject take
 turns; "growth" is the time of one tensor or element over that at the base (the size nearest to 3e7), in the same round: 1 if
 time is in proportion to the size. All --sizes are the beginning of the same four buffers (weight, gradient, two moments), so
-the largest alone needs memory: 16 bytes an element. Sizes that do not fit into the free memory are left out.
+the largest alone needs memory: 16 bytes per element. Sizes that do not fit into the free memory are left out.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def main() -> int:
     fitting = [size for size in options.sizes if room is None or BYTES_HELD * size < 0.9 * room]
     left_out = [size for size in options.sizes if size not in fitting]
     if left_out:
-        why = f"{BYTES_HELD} bytes an element, {room / 2**30:.1f} GiB are free"
+        why = f"{BYTES_HELD} bytes per element, {room / 2**30:.1f} GiB are free"
         print(f"left out: {', '.join(f'{size:,}' for size in left_out)} elements ({why})")
     results = []
     cases = [case for count in options.tensors for case in tensor_cases(count)]
@@ -155,7 +155,7 @@ def main() -> int:
     report = {**run, "huge_pages": huge_page_setting(), "left_out": left_out, "results": results}
     harness.write_json(options.out / "adam_scaling.json", report)
     panels = [panel(results[0], "each", "microseconds a tensor")]
-    panels += [panel(result, "growth", f"time an element, at {result['base']:,} = 1") for result in results[1:]]
+    panels += [panel(result, "growth", f"time per element, at {result['base']:,} = 1") for result in results[1:]]
     harness.write_png(options.out / "adam_scaling.png", panels, f"CPU Adam, more and larger tensors, {options.threads} threads")
     return 0
 

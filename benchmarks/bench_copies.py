@@ -102,7 +102,7 @@ def case_of(engine: Tier | Plain, ways: Sequence[str], copies: int) -> Callable[
 
 
 def plain_rates(device: Device, size_bytes: int, copies: int, rounds: int) -> dict[str, float]:
-    """Return the bytes a second of plain copies each way while both are under way: what the link gives a training step."""
+    """Return the bytes per second of plain copies each way while both are under way: what the link gives a training step."""
     case = case_of(Plain(size_bytes, device.torch), WAYS["both at once"], copies)
     wait_for(device)
     seconds = harness.interleave({"both": case}, rounds, pause_s=0)["both"]

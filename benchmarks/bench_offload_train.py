@@ -283,7 +283,7 @@ def show(report: dict[str, object]) -> None:
                 f"{result['peak_bytes'] / GIB:.2f}" if "peak_bytes" in result else "-",
             ]
         )
-    print(f"{preset}: {report['numel']:,} parameters, {tokens} tokens a step, {report['device']}")
+    print(f"{preset}: {report['numel']:,} parameters, {tokens} tokens per step, {report['device']}")
     if measured.get("forward"):
         milliseconds = [1e3 * harness.spread(measured[part]).median for part in ("forward", "backward")]
         link = ", ".join(f"{way} {harness.spread(rates).median / 1e9:.1f} GB/s" for way, rates in measured["link"].items())
@@ -302,7 +302,7 @@ def main() -> int:
     names = {"cpu": list(engines(batch=1)), "nvme": list(engines_on_disk(""))}
     parser = suite.make_parser("offload_train", __doc__, rounds=2, pause=0.0)
     parser.add_argument("--preset", choices=list(PRESETS), default="1.5b", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per step (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=6, help="timed in each visit (default: %(default)s)")
     parser.add_argument("--seconds", type=above_zero, default=900.0, help="begin nothing after these (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")

@@ -159,7 +159,7 @@ def base_of(world_size: int) -> str:
 
 
 def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Run all engines in turns; returns this rank's seconds a step by round (warm-up left out), and all losses, by engine."""
+    """Run all engines in turns; returns this rank's seconds per step by round (warm-up left out), and all losses, by engine."""
     base, makers = base_of(rank.world_size), engines(options.batch)
     makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
     on_gpu = rank.device.type == "cuda"
@@ -264,7 +264,7 @@ def main() -> int:
     names = list(engines(batch=1))
     parser = suite.make_parser("train_step", __doc__, rounds=20, pause=0.02)
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per rank (default: %(default)s)")
     parser.add_argument("--warmup", type=positive, default=3, help="rounds before them (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=1, help="steps in a row of an engine's turn (default: %(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks (default: %(default)s)")

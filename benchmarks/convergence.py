@@ -106,7 +106,7 @@ def main() -> int:
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu3m", help="model (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=600, help="steps of a run (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences a step (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per step (default: %(default)s)")
     parser.add_argument("--seeds", type=positive, default=3, help="seeds 0 to SEEDS - 1 (default: %(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="which (default: all)")
     parser.add_argument("--threads", type=positive, help="threads (default: all cores)")

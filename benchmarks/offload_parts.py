@@ -63,7 +63,7 @@ def freed_after(device: Device) -> Iterator[None]:
 
 @dataclass
 class Measured:
-    """Seconds of forward and backward, bytes a second each way, seconds an element of CPU Adam: a sample a round.
+    """Seconds of forward and backward, bytes per second each way, seconds per element of CPU Adam: a sample per round.
 
     activation_bytes: what a step needs beside weights and their gradients; None where nobody counts.
     """

@@ -150,7 +150,7 @@ def main() -> int:
         prog="python -m benchmarks.trace_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=list(PRESETS), default="cpu26m", help="model (default: %(default)s)")
-    parser.add_argument("--batch", type=positive, default=4, help="sequences a rank (default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per rank (default: %(default)s)")
     parser.add_argument("--stage", type=int, choices=[0, 1, 2, 3], default=3, help="(default: %(default)s)")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="bf16", help="(default: %(default)s)")
     parser.add_argument("--offload", choices=TIERS, help="in host memory, with those before it (default: nothing)")

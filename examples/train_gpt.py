@@ -26,7 +26,7 @@ from examples.machine import cpu_has_bf16, describe_machine, usable_cores
 from examples.training import Checkpoints, Placement, TrainConfig, Training, gather, train
 from shardcore._native import _C
 
-# steps, batch (sequences a rank and micro-step) and peak learning rate where the options do not say.
+# steps, batch (sequences per rank and micro-step) and peak learning rate where the options do not say.
 PRESET_DEFAULTS = {
     "tiny": {"steps": 60, "batch": 8, "lr": 3e-3},
     "cpu3m": {"steps": 140, "batch": 4, "lr": 2e-3},
@@ -57,8 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     how = parser.add_argument_group("training")
     how.add_argument("--steps", type=positive, help="optimizer steps (default: the preset's)")
-    how.add_argument("--batch", type=positive, help="sequences a rank and micro-step (default: the preset's)")
-    how.add_argument("--accumulate", type=positive, default=1, help="micro-steps a step (default: %(default)s)")
+    how.add_argument("--batch", type=positive, help="sequences per rank and micro-step (default: the preset's)")
+    how.add_argument("--accumulate", type=positive, default=1, help="micro-steps per step (default: %(default)s)")
     how.add_argument("--lr", type=not_negative, help="peak learning rate (default: the preset's)")
     how.add_argument("--weight-decay", type=not_negative, default=0.1, help="AdamW decay (default: %(default)s)")
     how.add_argument(

@@ -22,7 +22,7 @@ TAIL_STEPS = 20  # the loss at the end is the mean over this many steps: one bat
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What both trainings of a comparison share. ``batch`` is sequences a rank and micro-step; the rest as in the options."""
+    """What both trainings of a comparison share. ``batch`` is sequences per rank and micro-step; the rest as in the options."""
 
     preset: str
     steps: int

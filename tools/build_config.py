@@ -330,14 +330,14 @@ def count_jobs(given: str | None, cores: int) -> int:
     if given is None:
         return cores
     if not given.isdecimal() or int(given) == 0:
-        raise BuildError(f"build: MAX_JOBS is {given!r}; expected a number from 1 on (or unset it: one file a core)")
+        raise BuildError(f"build: MAX_JOBS is {given!r}; expected a number from 1 on (or unset it: one file per core)")
     return int(given)
 
 
 def join_bindings(sources: list[str], count: int, root: Path = ROOT) -> list[str]:
     """Put at most `count` files in build/ that include them in the place of csrc/bind's C++ sources; returns what to compile.
 
-    Reading torch's headers takes most of the time of each, so a file a core is what compiles fastest.
+    Reading torch's headers takes most of the time of each, so a file per core is what compiles fastest.
     """
     bindings = [source for source in sources if source.startswith("csrc/bind/") and source.endswith(".cpp")]
     joined = []

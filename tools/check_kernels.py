@@ -1,4 +1,4 @@
-"""Checks the compiled CUDA kernels, without a GPU: no spills, and 16 bytes a thread in each access to a bulk stream.
+"""Checks the compiled CUDA kernels, without a GPU: no spills, and 16 bytes per thread in each access to a bulk stream.
 
 Run with the Python that has the built extension: python -m tools.check_kernels [library]. It reads the disassembly of cuobjdump
 (of the CUDA toolkit, else the one in triton's wheel), prints a table, and fails if a kernel breaks its rule in RULES.

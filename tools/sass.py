@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Access = tuple[str, int]  # "load" or "store", bytes a thread
+Access = tuple[str, int]  # "load" or "store", bytes per thread
 Graph = list[list[int]]  # of each node those that may follow
 
 

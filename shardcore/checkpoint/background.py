@@ -134,7 +134,7 @@ class Held:
 
 
 class Mailbox:
-    """What ranks say to rank 0, and it to them, over the store of the process group."""
+    """Messages of all ranks to rank 0, and its answer, over the store of the process group."""
 
     def __init__(self, comm: Comm, token: str) -> None:
         """token: unique, the same on every rank."""
@@ -146,20 +146,20 @@ class Mailbox:
             self._store: Any = PrefixStore(f"shardcore/save/{token}", default.clone())
 
     def put(self, said: Any) -> None:
-        """Say it to rank 0."""
+        """Send rank 0 a message, of JSON values."""
         if self._size == 1:
             self._said = said
         else:
             self._store.set(f"rank{self.rank}", json.dumps(said))
 
     def take_all(self) -> list[Any]:
-        """Return, on rank 0, what each rank said; waits for it."""
+        """Return, on rank 0, the message of each rank; waits for all."""
         if self.rank != 0:
             return []
         return [self._said] if self._size == 1 else [json.loads(self._take(f"rank{rank}")) for rank in range(self._size)]
 
     def answer(self, problem: str) -> None:
-        """Say to the other ranks how it went; "" is well. Waits until they have read it: this process may serve the store."""
+        """Send the other ranks the error, or "". Waits until they have read it: this process may serve the store."""
         if self._size > 1:
             self._store.set("outcome", problem)
             for rank in range(1, self._size):

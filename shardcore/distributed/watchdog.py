@@ -11,7 +11,7 @@ the same place. The user's own collectives are not counted; that a rank waits in
 counts as stuck if all other ranks of its group wait for what it has not started, and only if it is of a kind that no rank
 leaves before all have entered it (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote
 counts only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove nothing: they get one
-log line a minute, and the group's timeout.
+log line per minute, and the group's timeout.
 Note [End]: a proof is written to the store first, for each of the waits, so that every rank can report it. Then gloo's
 connections are closed (a receive that times out does that), so that the waits raise; NCCL's communicator is aborted.
 """

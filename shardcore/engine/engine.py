@@ -373,7 +373,7 @@ class Engine:
         """Run one optimizer step. Collective. See FusedAdam.step; `grads` is refused, since gradients are sharded.
 
         problems: why the optimizer refuses its arguments on this rank, if it does. The first is taken out and raised once
-        all ranks know that there is one: an error that a frame on its way held would hold the frame, and the model, in a cycle.
+        it is known on all ranks: an error that a frame on its way held would hold the frame, and the model, in a cycle.
         """
         if grads is not None:
             problems.append(ValueError("step: grads was given; expected None after shard() (backward makes the gradients)"))
