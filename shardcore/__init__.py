@@ -5,12 +5,14 @@ DeepSpeed's other names are here, too (shardcore.zero, shardcore.ops.adam, ...):
 
 import sys
 
+from shardcore.activations import apply_activation_checkpointing, checkpoint_wrapper
 from shardcore.api import full_grad, full_params, full_state, load_sharded_state_dict, no_sync, shard, sharded_state_dict
 from shardcore.checkpoint.background import Saving
 from shardcore.checkpoint.commits import resume
 from shardcore.checkpoint.consolidate import consolidate
 from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
+from shardcore.cross_entropy import chunked_cross_entropy
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.engine.loss_scale import LossScale
@@ -29,6 +31,9 @@ __all__ = [
     "Metrics",
     "Saving",
     "__version__",
+    "apply_activation_checkpointing",
+    "checkpoint_wrapper",
+    "chunked_cross_entropy",
     "clip_grad_norm_",
     "consolidate",
     "full_grad",

@@ -1,4 +1,4 @@
-"""DeepSpeed's activation checkpointing by its names, over torch.utils.checkpoint.
+"""DeepSpeed's activation checkpointing by its names, over shardcore/activations.py.
 
 `initialize` follows the section activation_checkpointing of its configuration by calling `configure`. What DeepSpeed partitions
 over model-parallel ranks is not partitioned: there are none.
@@ -8,9 +8,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/activation-checkpointing.html
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
+from shardcore.activations import CheckpointOptions, run_checkpointed
 from shardcore.deepspeed.config import read_config
 
 _on_cpu: bool | None = None  # whether inputs are kept in host memory; None: `configure` was not called
@@ -42,8 +40,5 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` without keeping its activations, which backward computes again: torch.utils.checkpoint's."""
-    if not _on_cpu:
-        return torch_checkpoint(function, *args, use_reentrant=False)
-    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return torch_checkpoint(function, *args, use_reentrant=False)
+    """Run `function` without keeping its activations, which backward computes again."""
+    return run_checkpointed(CheckpointOptions(offload_to_cpu=bool(_on_cpu)), function, *args)

@@ -444,7 +444,9 @@ KEYS: dict[str, Key] = {
         "activation_checkpointing",
         {
             "cpu_checkpointing": _honoured(_flag, "deepspeed.checkpointing.checkpoint keeps its inputs in host memory"),
-            "partition_activations": _accepted("there is no model parallelism to partition activations over"),
+            "partition_activations": _accepted(
+                "initialize has no model parallelism (shardcore.checkpoint_wrapper takes a group)"
+            ),
             **dict.fromkeys(
                 ("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile"),
                 _accepted("checkpoints are torch.utils.checkpoint's"),

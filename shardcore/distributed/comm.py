@@ -68,6 +68,11 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def gather_flat(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `full` with the flat, equal parts of a group's ranks, on CUDA in the order of the current stream."""
+    _all_gather(full, part, group=group)
+
+
 class Traffic(IntEnum):
     """The kinds of messages, which have tags of their own."""
 

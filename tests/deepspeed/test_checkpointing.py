@@ -1,8 +1,7 @@
 """Checkpointed activations: the same gradients, inputs in host memory where a configuration or a call says so."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,12 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     monkeypatch.setattr(checkpointing, "_on_cpu", None)
     found: list[torch.Tensor] = []
 
-    @contextmanager
-    def recording(pin_memory: bool) -> Iterator[None]:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            found.append(tensor)
-            return tensor
+    hooks = torch.autograd.graph.saved_tensors_hooks  # torch's own checkpoint has a class of its own of it
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
+    def recording(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
+        return hooks(lambda tensor: (found.append(tensor), pack(tensor))[1], unpack)  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", recording)
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", recording)
     return found
 
 

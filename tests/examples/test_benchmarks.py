@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_activations,
     bench_adam_scaling,
     bench_checkpoint,
     bench_cpu_adam,
@@ -141,6 +142,19 @@ def test_nvme_weights(tmp_path, run_main):
     assert set(result["seconds"]) == {"nvme", "late", "cpu", "fio"}
     assert 32 << 20 < result["read_bytes"] <= 64 << 20, "in forward, and again in backward"
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_weights.json"], "its files are gone"
+
+
+@pytest.mark.slow
+def test_activations(tmp_path, run_main):
+    printed = run_main(bench_activations, "--tiny", "--device", "cpu", "--rounds", "2", "--pause", "0", "--out", str(tmp_path))
+    assert "ours, offload" in printed
+    result = json.loads((tmp_path / "activations.json").read_text())
+    for part, names in {"blocks": {"plain", "torch checkpoint", "ours, offload"}, "head": {"all logits", "ours"}}.items():
+        assert names <= result[part]["seconds"].keys() == result[part]["peak_bytes"].keys()
+    heads = bench_activations.heads(torch.device("cpu"), 8, 16, 32)
+    heads["ours"] = lambda: [grad + 0.1 for grad in heads["all logits"]()]
+    with pytest.raises(AssertionError, match="ours: gradients differ"):
+        bench_activations.check_same_gradients(heads, "all logits")
 
 
 def test_fabric(tmp_path, run_main):

@@ -26,6 +26,7 @@ SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
     "ddp_to_shardcore.py": ([], TORCHRUN, []),
     "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
+    "long_sequences.py": ([], TORCHRUN, []),
     "offload_one_gpu.py": ([], PYTHON, []),
     "nvme_resume.py": ([], PYTHON, []),
     "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of storages that operations make, while they are alive."""
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ def peak_bytes(model: nn.Module, loss_of: Callable[[], torch.Tensor], *, fused_a
     """
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
-    with pytest.MonkeyPatch.context() as patch, _Live([*model.parameters(), *model.buffers()]) as live:
+    with pytest.MonkeyPatch.context() as patch, Live([*model.parameters(), *model.buffers()]) as live:
         if fused_attention:
             patch.setattr(torch.nn.functional, "scaled_dot_product_attention", _fused_attention)
         # transformers 5.24 looks into the positions for packed sequences; there are no values on meta.

@@ -1,0 +1,287 @@
+"""Activation checkpointing: modules that keep their inputs alone, in host memory or in parts, and compute again in backward.
+
+Recomputation is torch.utils.checkpoint's, without reentrant backwards. What is new is where inputs are kept between forward and
+backward.
+
+Note [One call ahead]. Offloaded inputs are copied on the streams of a HostTier (csrc/copy), so a forward waits only where more
+than _IN_FLIGHT calls are being copied, which bounds what they take of the device. In backward the inputs of a call are asked
+for when it is computed again; then those of the call before it start to come, too, behind its computation.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from shardcore._native import _C
+from shardcore.distributed.comm import gather_flat
+from shardcore.engine.units import plan_units
+from shardcore.optim.state_format import in_memory
+
+_IN_FLIGHT = 2  # calls whose inputs are on their way to host memory
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """See checkpoint_wrapper."""
+
+    offload_to_cpu: bool = False
+    partition: dist.ProcessGroup | None = None
+    save: tuple[Any, ...] = ()
+
+
+def checkpoint_wrapper(
+    module: nn.Module,
+    offload_to_cpu: bool = False,
+    partition: dist.ProcessGroup | None = None,
+    *,
+    save: Collection[Any] = (),
+) -> nn.Module:
+    """Let `module` keep its inputs alone for backward, which runs its forward again. Returns the same module, changed in place.
+
+    Names, parameters, isinstance and state dicts stay; it may be called before or after `shard`. The gradients are those
+    without it, bit for bit: random states (dropout) are restored, copies are exact. Under torch.no_grad() nothing changes.
+
+    Args:
+        offload_to_cpu: keep floating-point inputs that are passed by position in host memory, pinned, in buffers of their exact
+            size that are reused by later calls. Copies run on streams of their own, in backward one call ahead of their use.
+        partition: a process group whose ranks pass the same inputs (tensor parallel ranks): each keeps 1/n of every one, and
+            backward gathers them. Collective in backward, in the order of calls. With offload_to_cpu the part is offloaded.
+        save: operators whose results are kept, not computed again, such as torch.ops.aten.mm.default.
+
+    Raises TypeError if `module` is no module or `partition` no process group, ValueError if the module is wrapped already.
+    Source: https://docs.pytorch.org/docs/stable/checkpoint.html; the name is FairScale's.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_wrapper: module is a {type(module).__name__}; expected a torch.nn.Module")
+    if isinstance(module, _Checkpointed):
+        raise ValueError(f"checkpoint_wrapper: the {type(module).__name__} is wrapped already; expected to wrap it once")
+    if "forward" in vars(module):
+        raise ValueError(
+            f"checkpoint_wrapper: the {type(module).__name__} has a forward of its own in place of its class's; expected to "
+            "wrap it before another library replaces forward"
+        )
+    if partition is not None and not isinstance(partition, dist.ProcessGroup):
+        raise TypeError(f"checkpoint_wrapper: partition is {partition!r}; expected a process group, or None")
+    module._shardcore_checkpoint = CheckpointOptions(bool(offload_to_cpu), partition, tuple(save))  # type: ignore[assignment]
+    kind: Any = type(module)
+    module.__class__ = _checkpointed(kind)
+    return module
+
+
+def apply_activation_checkpointing(
+    model: nn.Module, check_fn: Callable[[nn.Module], bool] | None = None, *, every: int = 1, **options: Any
+) -> list[str]:
+    """Call `checkpoint_wrapper(module, **options)` for modules of `model`; returns their names.
+
+    Args:
+        check_fn: whether a module is wrapped; modules inside of wrapped ones are not asked. None: the blocks that `shard`
+            takes for units.
+        every: wrap one of so many of these, beginning with the first.
+
+    Raises ValueError if there is none, or if `every` is below 1.
+    """
+    if every < 1:
+        raise ValueError(f"apply_activation_checkpointing: every is {every}; expected at least 1")
+    names = {module: name for name, module in model.named_modules()}
+    blocks = (spec.module for spec in plan_units(model) if spec.module is not model)
+    found = list(blocks if check_fn is None else _outermost(model, check_fn))
+    if not found:
+        expected = "a model with repeated blocks, or check_fn" if check_fn is None else "check_fn to choose some"
+        raise ValueError(
+            f"apply_activation_checkpointing: no module of the {type(model).__name__} is chosen; expected {expected}"
+        )
+    chosen = found[::every]
+    for module in chosen:
+        checkpoint_wrapper(module, **options)
+    return [names[module] for module in chosen]
+
+
+def _outermost(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> Iterable[nn.Module]:
+    if check_fn(module):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child, check_fn)
+
+
+def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return function(*args, **kwargs), whose backward runs it again from its inputs."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    how: dict[str, Any] = {"use_reentrant": False}
+    if options.save:
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, list(options.save))
+    with _kept_inputs(options):
+        return checkpoint(function, *args, **how, **kwargs)
+
+
+class _Checkpointed:
+    """Comes before the class of a wrapped module, in a class of the same name."""
+
+    _shardcore_checkpoint: CheckpointOptions
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return run_checkpointed(self._shardcore_checkpoint, super().forward, *args, **kwargs)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (type(self).__mro__[2],), *reduced[2:]
+
+
+@cache
+def _checkpointed(kind: Any) -> Any:
+    return type(kind.__name__, (_Checkpointed, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def _new(kind: Any) -> nn.Module:
+    made = _checkpointed(kind)
+    return made.__new__(made)  # type: ignore[no-any-return]
+
+
+def _kept_inputs(options: CheckpointOptions) -> Any:
+    """Return a context in which what autograd saves is kept as `options` say: inputs, as torch has hooks of its own inside."""
+    if not options.offload_to_cpu and options.partition is None:
+        return nullcontext()
+    call = _Call()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        return _Kept(tensor, options, call) if plain and tensor.is_floating_point() else tensor
+
+    def unpack(kept: Any) -> torch.Tensor:
+        return kept.bring() if isinstance(kept, _Kept) else kept
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Kept:
+    """An input as it is kept: `part`, a flat range of its elements, is on the device, or `offloaded`."""
+
+    def __init__(self, tensor: torch.Tensor, options: CheckpointOptions, call: "_Call") -> None:
+        dense = tensor.detach() if _C.is_dense(tensor) else tensor.detach().contiguous()
+        self.shape, self.stride, self.group = dense.shape, dense.stride(), options.partition
+        part = in_memory(dense)
+        if self.group is not None:
+            size = -(-part.numel() // self.group.size())
+            start = min(size * self.group.rank(), part.numel())
+            own = part[start : start + size]
+            part = own.new_zeros(size)
+            part[: own.numel()] = own
+        self.part: torch.Tensor | _Offloaded = part
+        if options.offload_to_cpu and part.numel():
+            self.part = _offload_of(part.device).take(part, call)
+
+    def bring(self) -> torch.Tensor:
+        """Return the input, on its device, as it was."""
+        part = self.part.bring() if isinstance(self.part, _Offloaded) else self.part
+        if self.group is not None:
+            full = part.new_empty(part.numel() * self.group.size())
+            gather_flat(full, part, self.group)
+            part = full
+        return part[: self.shape.numel()].as_strided(self.shape, self.stride)
+
+
+class _Call:
+    """A call of a module whose inputs are offloaded, and the one before it, if its inputs are still kept."""
+
+    def __init__(self) -> None:
+        self.inputs: list[weakref.ref[_Offloaded]] = []
+        self.before: weakref.ref[_Call] | None = None
+
+    def start(self) -> None:
+        """Let all inputs come to the device."""
+        for ref in self.inputs:
+            if (one := ref()) is not None:
+                one.start()
+
+
+class _Offloaded:
+    """A flat tensor in a buffer of the tier, which goes back to the others when this is freed."""
+
+    def __init__(self, offload: "_Offload", buffer: torch.Tensor, source: torch.Tensor, call: _Call) -> None:
+        self._offload, self._buffer, self._call = offload, buffer, call
+        self._device = source.device
+        self._coming: tuple[torch.Tensor, _C.CopyEvent] | None = None
+        self._copied = offload.tier.to_tier(buffer, source)
+        self._source: torch.Tensor | None = source
+        self._version = source._version
+
+    def leave(self) -> None:
+        """Wait on the host until it is in host memory, and free it on the device."""
+        if self._source is not None:
+            self._copied.synchronize()
+            if self._source._version != self._version:
+                raise RuntimeError(
+                    "checkpoint_wrapper: an input was changed in place while it was copied to host memory; expected inputs of "
+                    "wrapped modules to stay as they are"
+                )
+            self._source = None
+
+    def start(self) -> None:
+        """Let it come to the device."""
+        if self._coming is None:
+            self.leave()
+            there = torch.empty_like(self._buffer, device=self._device)
+            self._coming = there, self._offload.tier.from_tier(there, self._buffer)
+
+    def bring(self) -> torch.Tensor:
+        """Return it on the device, in the order of the current stream; what the call before was given starts to come, too."""
+        self._call.start()
+        before = None if self._call.before is None else self._call.before()
+        if before is not None:
+            before.start()
+        assert self._coming is not None
+        there, arrived = self._coming
+        self._coming = None
+        arrived.wait()
+        return there
+
+    def __del__(self) -> None:
+        # A copy into the buffer, or from it, may be on its way still: who uses it next waits for both.
+        last = self._copied if self._coming is None else self._coming[1]
+        self._offload.free.setdefault((self._buffer.numel(), self._buffer.dtype), []).append((self._buffer, last))
+
+
+class _Offload:
+    """The host memory of a device's offloaded inputs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tier = _C.HostTier(device, pin_memory=True)
+        self.free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, _C.CopyEvent]]] = {}
+        self._going: deque[_Call] = deque()
+        self._last: weakref.ref[_Call] | None = None
+
+    def take(self, part: torch.Tensor, call: _Call) -> _Offloaded:
+        """Let a flat tensor go to host memory."""
+        if not call.inputs:
+            before = None if self._last is None else self._last()
+            call.before = None if before is None else weakref.ref(before)
+            self._last = weakref.ref(call)
+            self._going.append(call)
+            if len(self._going) > _IN_FLIGHT:
+                for ref in self._going.popleft().inputs:
+                    if (one := ref()) is not None:
+                        one.leave()
+        free = self.free.get((part.numel(), part.dtype))
+        if free:
+            buffer, last = free.pop()
+            last.synchronize()
+        else:
+            buffer = self.tier.empty(part.numel(), part.dtype)
+        kept = _Offloaded(self, buffer, part, call)
+        call.inputs.append(weakref.ref(kept))
+        return kept
+
+
+@cache
+def _offload_of(device: torch.device) -> _Offload:
+    return _Offload(device)
