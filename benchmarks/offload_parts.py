@@ -147,7 +147,7 @@ def adam_seconds(numel: int, rounds: int, into: Measured) -> float:
     param = buffers.parameter(torch.bfloat16)
     param.grad = buffers.copy_of(buffers.grad, torch.bfloat16)
     optimizer = shardcore.CPUAdam([param], **OPTIONS, master="fp32")
-    into.adam_threads = worker_threads([own_cores()], quota())
+    into.adam_threads = worker_threads([own_cores()], 0, quota())
     with ThreadPoolExecutor(1) as worker:
         worker.submit(_C.use_threads, into.adam_threads).result()
         seconds = worker.submit(harness.interleave, {"adam": optimizer.step}, rounds, pause_s=0, warmup=WARMUP).result()

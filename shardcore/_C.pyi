@@ -255,8 +255,11 @@ class HostTier:
     def __init__(
         self, device: torch.device, pin_memory: bool = False, pin_memory_limit: int | None = None, backend: object = None
     ) -> None: ...
-    def empty(self, numel: int, dtype: torch.dtype, pinned: bool = True) -> torch.Tensor:
-        """A zero-filled buffer (numel,) of the tier; pageable if not `pinned`. MemoryError if there is no such memory."""
+    def empty(self, numel: int, dtype: torch.dtype, pinned: bool = True, nodes: Sequence[int] = ()) -> torch.Tensor:
+        """A zero-filled buffer (numel,) of the tier; pageable if not `pinned`. MemoryError if there is no such memory.
+
+        nodes: the NUMA nodes that its pages lie on by turns (default: near the device). Not heeded where the process has a
+        memory policy of its own, or the system forbids it (`node_refusal`)."""
     def to_tier(self, dst: torch.Tensor, src: torch.Tensor) -> CopyEvent:
         """Queue a copy of src (on the device) to dst (of this tier): contiguous, same dtype and numel."""
     def from_tier(self, dst: torch.Tensor, src: torch.Tensor) -> CopyEvent:
@@ -268,6 +271,9 @@ class HostTier:
     @property
     def pin_refusal(self) -> str:
         """Why the first of bytes_refused was refused; empty if none ever was."""
+    @property
+    def node_refusal(self) -> str:
+        """Why the system did not place a buffer on its `nodes`, the first one; empty if it always did."""
     bytes_to_tier: int  # of all copies queued so far
     bytes_from_tier: int
     bytes_allocated: int  # of the live buffers, as they were asked for

@@ -25,10 +25,10 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
 from shardcore.distributed.launchers import env_int
-from shardcore.distributed.machine import here, plan_worker, short_of_memory
+from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_pageable
+from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_misplaced, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
@@ -394,6 +394,9 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
     """Take memory, on the device and in the tier; returns the optimizer's states, and its other entries. Collective."""
     comm = plan.comm
     comm.acquire_group(keepers_of(plan.reshard_after_forward))
+    works = plan.overlap_step or plan.offloads_gradients
+    plan.threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads, plan.device)) if works else WorkerThreads(1)
+    update_cores = plan.overlap_step and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
             store: type[CpuStore] | type[SplitStore] = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
@@ -405,6 +408,7 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
                 grads_on_host=tiers.gradients is not None,
                 weights_on_host=tiers.params is not None,
                 files=files,
+                nodes=nodes_of(update_cores or own_cores()),
             )
         weights = None
         if tiers.params == "nvme":
@@ -416,8 +420,6 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
         plan.store = DeviceStore(plan.updated, plan.device) if plan.host is None else plan.host
         others = other_entries(given.state)
         states = {p: joined_state(state, p) for p, state in given.state.items() if state and p not in others}
-    works = plan.overlap_step or plan.offloads_gradients
-    plan.threads = WorkerThreads(*plan_worker(comm, tiers.cpu_threads)) if works else WorkerThreads(1)
     return states, others
 
 
@@ -506,6 +508,8 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         reach_shards()
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
+        if plan.comm.rank == 0:
+            warn_of_misplaced(plan.host.copies)
 
 
 # --- agreement between ranks -------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 
 from shardcore._native import _C, build_record
 from shardcore.checkpoint.consolidate import bytes_of, consolidate
+from shardcore.distributed import machine
 from shardcore.engine import disk
 from shardcore.estimate import command as estimate
 from shardcore.launch import command as launch
@@ -45,8 +46,38 @@ def _facts() -> dict[str, str]:
     }
 
 
+def _numa_facts() -> dict[str, str]:
+    """Return on which cores workers update states, and the NUMA nodes that states lie on."""
+    nodes = machine.numa_nodes()
+    if not nodes:
+        return {"NUMA": "nothing to do: one NUMA node"}
+    facts = {"NUMA": "; ".join(f"node {node} has cores {machine.format_cores(cores)}" for node, cores in nodes.items())}
+
+    def placed(of_ranks: Sequence[Sequence[int]], rank: int) -> str:
+        threads = machine.worker_threads(of_ranks, rank, machine.quota())
+        cores = machine.worker_cores(of_ranks, rank, threads) or machine.own_cores()
+        return f"updates states on cores {machine.format_cores(cores)}, which lie on {_nodes_text(machine.nodes_of(cores))}"
+
+    facts["one rank"] = placed([machine.own_cores()], 0)
+    near = [machine.near_cores(machine.pci_address(gpu)) for gpu in range(torch.cuda.device_count())]
+    of_ranks = machine.divide_by_nodes([machine.own_cores()] * len(near), near)
+    for gpu, cores in enumerate(near):
+        facts[f"GPU {gpu}"] = f"is on {_nodes_text(machine.nodes_of(cores)) if cores else 'an unknown node'}"
+        if len(near) > 1:
+            facts[f"GPU {gpu}"] += f"; its rank of {len(near)} {placed(of_ranks, gpu)}"
+    tier = _C.HostTier(torch.device("cpu"))
+    tier.empty(1, torch.uint8, pinned=False, nodes=list(nodes))
+    if tier.node_refusal:
+        facts["but"] = f"the system refuses to place memory ({tier.node_refusal}): states lie on any node"
+    return facts
+
+
+def _nodes_text(nodes: Sequence[int]) -> str:
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}{' by turns' if len(nodes) > 1 else ''}"
+
+
 def _info(disks: Sequence[str]) -> int:
-    facts = _facts()
+    facts = _facts() | _numa_facts()
     engine = disk.file_engine()
     measured = {folder: disk.measure(engine, Path(folder)) for folder in disks}
     for folder, rates in measured.items():

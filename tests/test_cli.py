@@ -12,6 +12,7 @@ import torch
 import shardcore
 from shardcore import cli
 from shardcore._native import _C
+from shardcore.distributed import machine
 from tests.support.models import Run, train
 
 ROOT = cli._CHECKOUT
@@ -38,13 +39,39 @@ def checkout(monkeypatch, tmp_path):
 def test_info(capsys):
     assert cli.main(["info"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert list(lines) == ["shardcore", "build", "library", "compiler", "torch", "CPU", "CUDA", "GPUs"]
+    assert list(lines) == ["shardcore", "build", "library", "compiler", "torch", "CPU", "CUDA", "GPUs", "NUMA"]
     assert lines["shardcore"] == shardcore.__version__
     assert lines["torch"] == torch.__version__
     assert lines["library"] == _C.__file__
     assert " because " in lines["build"]
     assert lines["CPU"].startswith(f"{_C.cpu_isa()} (")
     assert (lines["CUDA"] == "not in this build") == (_C.build_info()["cuda"] == "")
+
+
+def test_info_of_two_sockets(capsys, monkeypatch):
+    nodes = {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]}
+    monkeypatch.setattr(machine, "numa_nodes", lambda root=None: nodes)
+    monkeypatch.setattr(machine, "own_cores", lambda: list(range(8)))
+    monkeypatch.setattr(machine, "quota", lambda: None)
+    monkeypatch.setattr(machine, "pci_address", str)
+    monkeypatch.setattr(machine, "near_cores", lambda address: nodes[int(address)])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cli, "_facts", dict)
+    assert cli.main(["info"]) == 0
+    both = [
+        "NUMA      node 0 has cores 0-3; node 1 has cores 4-7",
+        "one rank  updates states on cores 0-7, which lie on nodes 0, 1 by turns",
+        "GPU 0     is on node 0; its rank of 2 updates states on cores 0-3, which lie on node 0",
+        "GPU 1     is on node 1; its rank of 2 updates states on cores 4-7, which lie on node 1",
+    ]
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("but ")] == both
+    nodes[1023] = nodes.pop(1)
+    del nodes[0]
+    monkeypatch.setattr(machine, "near_cores", lambda address: [])
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "GPU 1     is on an unknown node; its rank of 2 updates" in text
+    assert "but       the system refuses to place memory (mbind: " in text
 
 
 def test_version(capsys):

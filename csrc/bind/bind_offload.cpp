@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "bind/adam_lists.h"
 #include "bind/checks.h"
@@ -173,8 +174,8 @@ class PyHostTier {
     copies_ = std::make_shared<Copies>(std::move(tier), device);
   }
 
-  at::Tensor empty(int64_t numel, at::ScalarType dtype, bool pinned) {
-    const auto allocate = [&](int64_t size_bytes) { return copies_->tier->allocate(size_bytes, pinned); };
+  at::Tensor empty(int64_t numel, at::ScalarType dtype, bool pinned, const std::vector<int>& nodes) {
+    const auto allocate = [&](int64_t size_bytes) { return copies_->tier->allocate(size_bytes, pinned, nodes); };
     return empty_by("HostTier.empty", numel, dtype, allocate, [tier = copies_->tier](void* p, int64_t) { tier->release(p); });
   }
 
@@ -400,7 +401,8 @@ void bind_offload(py::module_& module) {
   py::class_<PyHostTier>(module, "HostTier")
       .def(py::init<at::Device, bool, std::optional<int64_t>, const py::object&>(), py::arg("device"),
            py::arg("pin_memory") = false, py::arg("pin_memory_limit") = py::none(), py::arg("backend") = py::none())
-      .def("empty", &PyHostTier::empty, py::arg("numel"), py::arg("dtype"), py::arg("pinned") = true)
+      .def("empty", &PyHostTier::empty, py::arg("numel"), py::arg("dtype"), py::arg("pinned") = true,
+           py::arg("nodes") = std::vector<int>())
       .def("to_tier", &PyHostTier::to_tier, py::arg("dst"), py::arg("src"))
       .def("from_tier", &PyHostTier::from_tier, py::arg("dst"), py::arg("src"))
       .def("synchronize", &PyHostTier::synchronize)
@@ -410,7 +412,8 @@ void bind_offload(py::module_& module) {
       .def_property_readonly("bytes_allocated", [](const PyHostTier& t) { return t.tier().bytes_allocated(); })
       .def_property_readonly("bytes_pinned", [](const PyHostTier& t) { return t.tier().bytes_pinned(); })
       .def_property_readonly("bytes_refused", [](const PyHostTier& t) { return t.tier().bytes_refused(); })
-      .def_property_readonly("pin_refusal", [](const PyHostTier& t) { return t.tier().pin_refusal(); });
+      .def_property_readonly("pin_refusal", [](const PyHostTier& t) { return t.tier().pin_refusal(); })
+      .def_property_readonly("node_refusal", [](const PyHostTier& t) { return t.tier().node_refusal(); });
   py::class_<PyOffloadChunk>(module, "OffloadChunk");
   py::class_<PyOffloadPipeline>(module, "OffloadPipeline")
       .def(py::init<const PyHostTier&, int>(), py::arg("tier"), py::arg("places"))

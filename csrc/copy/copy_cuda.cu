@@ -224,7 +224,8 @@ class CudaBackend final : public CopyBackend {
   explicit CudaBackend(int device) : device_(device), streams_{{Direction::to_tier, device}, {Direction::from_tier, device}} {
     char address[32] = {};
     SHARDCORE_CUDA_CHECK(cudaDeviceGetPCIBusId(address, sizeof(address), device));
-    node_ = numa_node_of(address);
+    const int node = numa_node_of(address);
+    if (node >= 0) near_ = {node};
   }
 
   CopyStream& stream(Direction direction) override { return streams_[static_cast<int>(direction)]; }
@@ -232,7 +233,7 @@ class CudaBackend final : public CopyBackend {
   void enter_thread() override { SHARDCORE_CUDA_CHECK(cudaSetDevice(device_)); }
 
   void place(void* data, int64_t size_bytes) noexcept override {
-    if (node_ >= 0) prefer_node(data, size_bytes, node_);
+    if (!near_.empty()) place_on_nodes(data, size_bytes, near_);
   }
 
   bool can_pin() const noexcept override { return true; }
@@ -253,7 +254,7 @@ class CudaBackend final : public CopyBackend {
  private:
   const int device_;
   CudaStream streams_[2];
-  int node_ = -1;
+  std::vector<int> near_;  // the device's NUMA node, where it is known
 };
 
 }  // namespace

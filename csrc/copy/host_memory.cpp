@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <fstream>
 #include <new>
 
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 constexpr int kMaxNodes = 1024;  // the kernel's own bound
-constexpr int kPreferred = 1;    // MPOL_PREFERRED of linux/mempolicy.h
+// Of linux/mempolicy.h: MPOL_DEFAULT, MPOL_PREFERRED, MPOL_INTERLEAVE.
+constexpr int kDefault = 0, kPreferred = 1, kInterleave = 3;
 
 int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -52,16 +54,22 @@ int numa_node_of(std::string pci_address, const std::string& sys) {
   return node >= 0 && node < kMaxNodes ? node : -1;
 }
 
-bool prefer_node(void* data, int64_t size_bytes, int node) noexcept {
+int place_on_nodes(void* data, int64_t size_bytes, const std::vector<int>& nodes) noexcept {
 #ifdef SYS_mbind
+  int given = kDefault;
+  if (syscall(SYS_get_mempolicy, &given, nullptr, 0UL, nullptr, 0UL) == 0 && given != kDefault) return 0;
   constexpr int kBits = 8 * sizeof(unsigned long);
-  unsigned long nodes[kMaxNodes / kBits] = {};
-  nodes[node / kBits] = 1UL << (node % kBits);
+  unsigned long mask[kMaxNodes / kBits] = {};
+  for (const int node : nodes) {
+    if (node < 0 || node >= kMaxNodes) return EINVAL;
+    mask[node / kBits] |= 1UL << (node % kBits);
+  }
+  const int policy = nodes.size() > 1 ? kInterleave : kPreferred;
   // The kernel reads one bit less than the number passed.
-  return syscall(SYS_mbind, data, static_cast<unsigned long>(size_bytes), kPreferred, nodes, kMaxNodes + 1UL, 0U) == 0;
+  return syscall(SYS_mbind, data, static_cast<unsigned long>(size_bytes), policy, mask, kMaxNodes + 1UL, 0U) == 0 ? 0 : errno;
 #else
-  static_cast<void>(data), static_cast<void>(size_bytes), static_cast<void>(node);
-  return false;
+  static_cast<void>(data), static_cast<void>(size_bytes), static_cast<void>(nodes);
+  return ENOSYS;
 #endif
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace shardcore {
 
@@ -16,8 +17,9 @@ int64_t mapped_bytes(int64_t size_bytes);
 // The node of the device with this PCI address ("0000:65:00.0"), or -1 where the machine has one node or does not say.
 int numa_node_of(std::string pci_address, const std::string& sys = "/sys");
 
-// Asks that the untouched pages of [data, data + size_bytes), which starts on a page, be taken on this node, and elsewhere
-// when it is full. Returns whether the kernel accepts that (containers may forbid it).
-bool prefer_node(void* data, int64_t size_bytes, int node) noexcept;
+// Asks that the untouched pages of [data, data + size_bytes), which starts on a page, be taken on these nodes by turns, and
+// elsewhere where they are full. Does nothing where the calling thread has a policy of its own (numactl). Returns 0, or the
+// errno with which the system refuses (containers may forbid it).
+int place_on_nodes(void* data, int64_t size_bytes, const std::vector<int>& nodes) noexcept;
 
 }  // namespace shardcore

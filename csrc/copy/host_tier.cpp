@@ -1,17 +1,24 @@
 #include "copy/host_tier.h"
 
 #include <iterator>
+#include <system_error>
 
 #include "copy/host_memory.h"
 
 namespace shardcore {
 
-void* HostTier::allocate(int64_t size_bytes, bool pinned) {
+void* HostTier::allocate(int64_t size_bytes, bool pinned, const std::vector<int>& nodes) {
   const int64_t mapped = mapped_bytes(size_bytes);
   void* const data = allocate_pages(size_bytes);
-  backend_->place(data, mapped);
+  int refused = 0;
+  if (nodes.empty()) {
+    backend_->place(data, mapped);
+  } else {
+    refused = place_on_nodes(data, mapped, nodes);
+  }
   Allocation made{size_bytes, false, false};
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (refused != 0 && node_refusal_.empty()) node_refusal_ = "mbind: " + std::generic_category().message(refused);
   if (pinned && pin_) {
     const std::string refusal = try_pin(data, mapped);
     made.pinned = refusal.empty();
@@ -85,6 +92,11 @@ void HostTier::drain() noexcept {
 std::string HostTier::pin_refusal() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return pin_refusal_;
+}
+
+std::string HostTier::node_refusal() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return node_refusal_;
 }
 
 }  // namespace shardcore

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "copy/copy_stream.h"
 
@@ -24,8 +25,9 @@ class HostTier {
   HostTier(const HostTier&) = delete;
   HostTier& operator=(const HostTier&) = delete;
 
-  // Zero-filled whole pages. A buffer that may not be pinned, or that the system refuses to pin, is pageable.
-  void* allocate(int64_t size_bytes, bool pinned);
+  // Zero-filled whole pages. A buffer that may not be pinned, or that the system refuses to pin, is pageable. nodes: the NUMA
+  // nodes that its pages are taken on by turns, if the system allows that; none: near the device.
+  void* allocate(int64_t size_bytes, bool pinned, const std::vector<int>& nodes = {});
   // No copy of this buffer is in flight.
   void release(void* data) noexcept;
   // Whether [data, data + size_bytes) lies in one live buffer of this tier.
@@ -48,6 +50,7 @@ class HostTier {
   int64_t bytes_pinned() const { return bytes_pinned_; }        // of those, in whole pages
   int64_t bytes_refused() const { return bytes_refused_; }      // that were to be pinned and are not, in whole pages
   std::string pin_refusal() const;                              // why: of the first buffer refused; empty if there is none
+  std::string node_refusal() const;                             // why `nodes` was not heeded, likewise
 
  private:
   struct Allocation {
@@ -63,9 +66,9 @@ class HostTier {
   const std::unique_ptr<CopyBackend> backend_;
   const bool pin_;
   const int64_t pin_limit_bytes_;
-  mutable std::mutex mutex_;  // guards buffers_ and pin_refusal_
+  mutable std::mutex mutex_;  // guards the next three
   Buffers buffers_;
-  std::string pin_refusal_;
+  std::string pin_refusal_, node_refusal_;
   std::atomic<int64_t> bytes_copied_[2] = {0, 0};  // by Direction
   std::atomic<int64_t> bytes_allocated_{0};
   std::atomic<int64_t> bytes_pinned_{0};

@@ -2,13 +2,22 @@
 
 Memory, quotas (control groups of version 2) and the topology of cores are read on Linux only. Reclaimable file cache counts as
 free. `root`, the folder of the system's files, is for tests.
+
+Note [NUMA]. Optimizer states off the device lie by turns on the nodes of the cores that update them (`nodes_of`): those of the
+worker (overlap_step=True), else all that the process may run on. Workers of ranks that may run on the same cores divide them
+by their GPUs' nodes. What was said for each rank (`shardcore run`, SLURM, taskset) stays, and a rank alone keeps all cores:
+one socket's memory has half of the machine's bandwidth.
 """
 
 import os
 import re
 import socket
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from shardcore.distributed.comm import Comm
 
@@ -41,14 +50,18 @@ def short_of_memory(comm: Comm, needed: int) -> MemoryError | None:
     )
 
 
-def plan_worker(comm: Comm, threads: int | None) -> tuple[int, tuple[int, ...]]:
-    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on. Collective."""
+def plan_worker(comm: Comm, threads: int | None, device: torch.device) -> tuple[int, tuple[int, ...]]:
+    """Return the number of threads of a worker (`threads` unless None) and the cores that it runs on. Collective.
+
+    device: of this rank.
+    """
     place = here()
-    rows = comm.gather_json([place, own_cores()])
-    neighbors = [rank for rank, (host, _) in enumerate(rows) if host == place]
-    of_ranks = [rows[rank][1] for rank in neighbors]
-    count = worker_threads(of_ranks, quota()) if threads is None else threads
-    return count, tuple(worker_cores(of_ranks, neighbors.index(comm.rank), count))
+    rows = comm.gather_json([place, own_cores(), near_cores(pci_address(device.index)) if device.type == "cuda" else []])
+    neighbors = [rank for rank, (host, *_) in enumerate(rows) if host == place]
+    of_ranks = divide_by_nodes([rows[rank][1] for rank in neighbors], [rows[rank][2] for rank in neighbors])
+    index = neighbors.index(comm.rank)
+    count = worker_threads(of_ranks, index, quota()) if threads is None else threads
+    return count, tuple(worker_cores(of_ranks, index, count))
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------
@@ -73,14 +86,28 @@ def _quotas(root: Path) -> Iterator[float]:
             yield int(words[0]) / int(words[1])
 
 
-def worker_threads(of_ranks: Sequence[Sequence[int]], limit: float | None) -> int:
-    """Return the number of threads of each rank's worker: an equal share of the cores that the main threads leave.
+def divide_by_nodes(of_ranks: Sequence[Sequence[int]], near: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the cores of each rank, fewer where ranks have the same: those near its GPU.
 
-    of_ranks: the cores that each rank of the machine may run on; limit: their CPU quota together, in cores.
+    of_ranks: the cores that each rank of the machine may run on; near: those of its GPU's NUMA node, [] where unknown.
     """
-    cores, ranks = len({core for cores in of_ranks for core in cores}), len(of_ranks)
-    usable = cores if limit is None else min(cores, int(limit))
-    return max(1, (usable - ranks) // ranks)
+    parts = [sorted(set(own) & set(cores)) for own, cores in zip(of_ranks, near, strict=True)]
+
+    def divides(own: Sequence[int]) -> bool:
+        sharing = [part for part, cores in zip(parts, of_ranks, strict=True) if cores == own]
+        return len(sharing) > 1 and all(sharing)
+
+    return [part if divides(own) else list(own) for part, own in zip(parts, of_ranks, strict=True)]
+
+
+def worker_threads(of_ranks: Sequence[Sequence[int]], rank: int, limit: float | None) -> int:
+    """Return the number of threads of a rank's worker: its share of the cores that it has, less one for its main thread.
+
+    of_ranks: the cores that each rank of the machine has; limit: their CPU quota together, in cores.
+    """
+    own = set(of_ranks[rank])
+    share = len(own) // sum(not own.isdisjoint(cores) for cores in of_ranks)
+    return max(1, (share if limit is None else min(share, int(limit) // len(of_ranks))) - 1)
 
 
 def worker_cores(of_ranks: Sequence[Sequence[int]], rank: int, threads: int, root: Path = Path("/")) -> list[int]:
@@ -120,15 +147,38 @@ def parse_cores(text: str) -> list[int]:
     return sorted(found)
 
 
-def near_cores(pci_address: str, root: Path = Path("/")) -> list[int]:
+def format_cores(cores: Sequence[int]) -> str:
+    """Return what `parse_cores` reads, for cores in order."""
+    runs = [[core for _, core in run] for _, run in groupby(enumerate(cores), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def numa_nodes(root: Path = Path("/")) -> dict[int, list[int]]:
+    """Return the cores of each NUMA node that has some; {} where the machine has one such node, or does not say."""
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    lists = {int(folder.name.removeprefix("node")): read_text(folder / "cpulist") for folder in folders}
+    nodes = {node: parse_cores(text) for node, text in sorted(lists.items()) if text.strip()}
+    return nodes if len(nodes) > 1 else {}
+
+
+def nodes_of(cores: Sequence[int], root: Path = Path("/")) -> list[int]:
+    """Return the NUMA nodes that these cores are of; [] where the machine has one, or does not say."""
+    return [node for node, its in numa_nodes(root).items() if not set(its).isdisjoint(cores)]
+
+
+def near_cores(address: str, root: Path = Path("/")) -> list[int]:
     """Return the cores of the NUMA node that a PCI device (such as 0000:3b:00.0) is attached to.
 
     [] where the machine has one node, or the device's is unknown (virtual machines, Linux alone).
     """
-    nodes = list((root / "sys/devices/system/node").glob("node[0-9]*"))
-    node = read_text(root / "sys/bus/pci/devices" / pci_address.lower() / "numa_node").strip()
-    cores = read_text(root / f"sys/devices/system/node/node{node}/cpulist") if node.isdigit() and len(nodes) > 1 else ""
-    return parse_cores(cores) if cores.strip() else []
+    node = read_text(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
+    return numa_nodes(root).get(int(node), []) if node.isdigit() else []
+
+
+def pci_address(gpu: int | None) -> str:
+    """Return where a GPU is attached, such as 0000:3b:00.0."""
+    found: Any = torch.cuda.get_device_properties(gpu)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _topology_of(core: int, root: Path) -> tuple[int, int, int]:

@@ -79,9 +79,11 @@ class HostStates:
     scratch_bytes = 0
     places = 1  # of chunks, which take turns
 
-    def __init__(self, buckets: Sequence[Bucket], copies: _C.HostTier, chunk_numel: int) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], allocate: Callable[[int, torch.dtype], torch.Tensor], chunk_numel: int
+    ) -> None:
         """Allocate zero states for `buckets`, to be updated in chunks of at most `chunk_numel` elements."""
-        self.chunk_numel, self._allocate = chunk_numel, partial(copies.empty, pinned=False)
+        self.chunk_numel, self._allocate = chunk_numel, allocate
         self._states = {bucket: self._zeros(bucket) for bucket in buckets}
 
     def _zeros(self, bucket: Bucket) -> Kept:
@@ -150,22 +152,24 @@ class CpuStore:
         grads_on_host: bool = False,
         weights_on_host: bool = False,
         files: nvme_states.StateFiles | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         """Allocate zero states for `buckets`, whose weights are on `device`, and staging for chunks of `chunk_numel` elements.
 
         At most `pin_memory_limit` bytes are pinned; what cannot be is pageable. grads_on_host: gradients are copied in backward
         (`Bucket.host_grad`), not in a step. weights_on_host: the shards of weights lie in host memory as well (`Bucket.tier`).
-        files: what the states are in, if not in host memory.
+        files: what the states are in, if not in host memory. nodes: the NUMA nodes that states lie on by turns.
         """
         self.copies, self._device = _C.HostTier(device, pin_memory, pin_memory_limit), device
+        allocate = partial(self.copies.empty, pinned=False, nodes=nodes)
         self.in_files: nvme_states.NvmeStates | None = None
         if files is not None:
-            self.in_files = nvme_states.NvmeStates(buckets, files, partial(self.copies.empty, pinned=False))
+            self.in_files = nvme_states.NvmeStates(buckets, files, allocate)
         self.weight_files: NvmeWeights | None = None
         self._files = [] if self.in_files is None else [self.in_files]
         engine_bytes = 0 if self.in_files is None else ENGINE_BYTES  # one of the process, for all of its files
         self._states: HostStates | nvme_states.NvmeStates = self.in_files or HostStates(
-            buckets, self.copies, staging_numel(buckets, chunk_numel)
+            buckets, allocate, staging_numel(buckets, chunk_numel)
         )
         self.tier = self._states.tier
         size = self._states.chunk_numel * _ITEM_BYTES
@@ -350,4 +354,14 @@ def warn_of_pageable(copies: _C.HostTier) -> None:
             copies.bytes_refused,
             copies.bytes_refused + copies.bytes_pinned,
             copies.pin_refusal,
+        )
+
+
+def warn_of_misplaced(copies: _C.HostTier) -> None:
+    """Log a warning if states should lie on certain NUMA nodes and the system refused."""
+    if copies.node_refusal:
+        logger.warning(
+            "offload: optimizer states lie on any NUMA node: the same bits, but a step may be slower (%s; expected a system "
+            "that allows it; Docker does with --cap-add SYS_NICE)",
+            copies.node_refusal,
         )

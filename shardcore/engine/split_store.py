@@ -69,6 +69,7 @@ class SplitStore:
         grads_on_host: bool = False,
         weights_on_host: bool = False,
         files: StateFiles | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
         self._buckets, self._device, self._weights_on_host = list(buckets), device, weights_on_host
@@ -83,6 +84,7 @@ class SplitStore:
             grads_on_host=grads_on_host,
             weights_on_host=weights_on_host,
             files=files,
+            nodes=nodes,
         )
         self.tier = self.on_cpu.tier
         self._make_device_store()

@@ -50,7 +50,7 @@ class NodePlan:
     resolve_s: float = 5.0  # how long master_addr may be unknown
     bind_cores: bool = False  # each rank to a share of the cores
     core_list: Sequence[int] = ()  # of which; (): all
-    numa: bool = True  # else each rank to its GPU's NUMA node
+    numa: bool = True  # each of several ranks to its GPU's NUMA node
     restart: int = 0  # which attempt this is
     max_restarts: int = 0
 
@@ -199,7 +199,8 @@ def _cores_of_ranks(plan: NodePlan) -> list[list[int]]:
     absent = sorted(set(plan.core_list) - set(own))
     if absent:
         raise ValueError(f"run: --bind_core_list has core {absent[0]}, which {plan.host} has not for this job; it has {own}")
-    near = [sorted(set(_near(rank)) & set(own)) for rank in ranks] if plan.numa and not plan.core_list else [[] for _ in ranks]
+    binds = plan.numa and not plan.core_list and len(ranks) > 1  # a rank alone has use for the memory of all nodes
+    near = [sorted(set(_near(rank)) & set(own)) if binds else [] for rank in ranks]
     if not plan.bind_cores:
         return near
     return [_share(plan, near, rank, list(plan.core_list) or own) for rank in ranks]
@@ -221,8 +222,7 @@ def _near(local_rank: int) -> list[int]:
     """Return the cores of the NUMA node of a rank's GPU, or []."""
     if local_rank >= torch.cuda.device_count():
         return []
-    gpu: Any = torch.cuda.get_device_properties(local_rank)
-    return machine.near_cores(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return machine.near_cores(machine.pci_address(local_rank))
 
 
 def _threads(plan: NodePlan, cores: Sequence[Sequence[int]]) -> list[int]:

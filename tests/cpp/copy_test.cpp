@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <thread>
@@ -165,21 +164,51 @@ TEST(copy, the_node_of_a_device_is_read_where_there_are_several) {
   EXPECT_EQ(numa_node_of("0000:c1:00.0", "/nowhere"), -1);
 }
 
-TEST(copy, pages_lie_on_the_node_that_was_asked_for) {
+#if defined(SYS_mbind) && !defined(SHARDCORE_EMULATED)
+// What linux/mempolicy.h calls MPOL_F_ADDR, and with it MPOL_F_NODE.
+constexpr unsigned long kPolicyOf = 2, kNodeOf = 3;
+
+int policy_at(const void* data, unsigned long what = kPolicyOf) {
+  int found = -1;
+  EXPECT_EQ(syscall(SYS_get_mempolicy, &found, nullptr, 0UL, data, what), 0);
+  return found;
+}
+
+TEST(copy, pages_lie_on_the_nodes_that_were_asked_for) {
+  constexpr int kDefault = 0, kPreferred = 1, kInterleave = 3;
+  HostTier tier(make_thread_backend(), false, -1);
   const int64_t size = 16 * kPage;
-  auto* const data = static_cast<char*>(allocate_pages(size));
-  const bool accepted = prefer_node(data, size, 0);
-  std::fill_n(data, size, char{1});
-#if defined(SYS_get_mempolicy) && !defined(SHARDCORE_EMULATED)
-  int node = -1;
-  // MPOL_F_NODE | MPOL_F_ADDR: the node on which this page lies
-  if (accepted && syscall(SYS_get_mempolicy, &node, nullptr, 0UL, data + 5 * kPage, 3UL) == 0) {
-    EXPECT_EQ(node, 0);
-  }
+  auto* const plain = static_cast<char*>(tier.allocate(size, false));
+  auto* const on_one = static_cast<char*>(tier.allocate(size, false, {0}));
+  auto* const by_turns = static_cast<char*>(tier.allocate(size, false, {0, 1}));
+  if (!tier.node_refusal().empty()) GTEST_SKIP() << "the kernel accepts no NUMA policy here";
+  EXPECT_EQ(policy_at(plain), kDefault);
+  EXPECT_EQ(policy_at(on_one), kPreferred);
+  EXPECT_EQ(policy_at(by_turns), kInterleave);
+  EXPECT_EQ(policy_at(by_turns + size - 1), kInterleave);
+  std::fill_n(on_one, size, char{1});
+  EXPECT_EQ(policy_at(on_one + 5 * kPage, kNodeOf), 0);
+  std::thread other([&] {  // which has a policy of its own, as numactl would have set it
+    const unsigned long node_0 = 1;
+    ASSERT_EQ(syscall(SYS_set_mempolicy, kPreferred, &node_0, 64UL), 0);
+    void* const own = tier.allocate(kPage, false, {0, 1});
+    EXPECT_EQ(policy_at(own), kDefault);  // what the thread has holds
+    tier.release(own);
+  });
+  other.join();
+  for (void* const data : {plain, on_one, by_turns}) tier.release(data);
+  EXPECT_EQ(tier.node_refusal(), "");
+}
 #endif
-  EXPECT_FALSE(prefer_node(data, size, 1023) && std::filesystem::exists("/sys/devices/system/node/node1023"));
-  if (!accepted) std::puts("the kernel accepts no NUMA policy here");
-  free_pages(data, size);
+
+TEST(copy, memory_that_the_system_does_not_place_is_as_good) {
+  for (const int node : {1023, 5000, -1}) {  // no machine here has 1024 nodes
+    HostTier tier(make_thread_backend(), false, -1);
+    auto* const data = static_cast<char*>(tier.allocate(kPage, false, {node}));
+    std::fill_n(data, kPage, char{1});
+    EXPECT_EQ(tier.node_refusal().rfind("mbind: ", 0), 0u) << tier.node_refusal();
+    tier.release(data);
+  }
 }
 
 }  // namespace

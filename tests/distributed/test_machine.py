@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +21,17 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import (
     cores_of_share,
+    divide_by_nodes,
+    format_cores,
     free_bytes,
+    here,
     near_cores,
+    nodes_of,
+    numa_nodes,
     own_cores,
     parse_cores,
     physical_cores,
+    plan_worker,
     quota,
     worker_cores,
     worker_threads,
@@ -41,9 +48,10 @@ from tests.support.tiers import CPU_TIER, tier_with
 
 def test_each_rank_keeps_a_core_and_workers_share_the_rest() -> None:
     eight, shared, apart = [list(range(8))], [list(range(8))] * 2, [[0, 1, 2], [3, 4, 5]]
-    assert [worker_threads(cores, None) for cores in (eight, shared, apart)] == [7, 3, 2]
-    assert [worker_threads(cores, 5.5) for cores in (eight, shared, apart)] == [4, 1, 1]
-    assert worker_threads([[0]] * 4, 0.5) == 1, "at least one"
+    assert [worker_threads(cores, 0, None) for cores in (eight, shared, apart)] == [7, 3, 2]
+    assert [worker_threads(cores, 0, 5.5) for cores in (eight, shared, apart)] == [4, 1, 1]
+    assert worker_threads([[0]] * 4, 3, 0.5) == 1, "at least one"
+    assert [worker_threads([[0, 1, 2, 3], [4, 5]], rank, None) for rank in range(2)] == [3, 1], "each of its own cores"
     assert own_cores() == sorted(os.sched_getaffinity(0))
 
 
@@ -72,24 +80,67 @@ def test_workers_stay_on_the_cores_of_their_rank(tmp_path: Path) -> None:
 
 def test_lists_of_cores() -> None:
     assert parse_cores("8,0-2, 1".replace(" ", "")) == [0, 1, 2, 8]
+    assert format_cores([0, 1, 2, 5, 8, 9]) == "0-2,5,8-9"
     for bad in ("", "3-1", "a", "1,,2", "-1"):
         with pytest.raises(ValueError, match="expected numbers and ranges, such as 0-3,8"):
             parse_cores(bad)
 
 
-def test_cores_near_a_device(tmp_path: Path) -> None:
+FIRST, SECOND = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+ALL = sorted(FIRST + SECOND)
+
+
+def test_numa_nodes_and_the_cores_near_a_device(tmp_path: Path) -> None:
     device = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
     device.mkdir(parents=True)
     (device / "numa_node").write_text("1\n")
-    for node, cores in enumerate(["0-3,8-11\n", "4-7,12-15\n"]):
-        folder = tmp_path / f"sys/devices/system/node/node{node}"
+    for node, cores in enumerate(["0-3,8-11\n", "\n", "4-7,12-15\n"]):  # node 1 has memory alone
+        folder = tmp_path / f"sys/devices/system/node/node{2 * node % 3}"
         folder.mkdir(parents=True)
-        assert near_cores("0000:3B:00.0", tmp_path) == [], "one node: nothing to choose"
+        assert (numa_nodes(tmp_path), nodes_of(ALL, tmp_path)) == ({}, []), "one node: nothing to choose"
+        assert near_cores("0000:3B:00.0", tmp_path) == []
         (folder / "cpulist").write_text(cores)
-    assert near_cores("0000:3B:00.0", tmp_path) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert numa_nodes(tmp_path) == {0: FIRST, 1: SECOND}
+    assert near_cores("0000:3B:00.0", tmp_path) == SECOND
     assert near_cores("0000:01:00.0", tmp_path) == [], "an unknown device"
     (device / "numa_node").write_text("-1\n")
     assert near_cores("0000:3b:00.0", tmp_path) == [], "a virtual machine"
+    assert [nodes_of(cores, tmp_path) for cores in (ALL, [3, 4], FIRST, [15], [16])] == [[0, 1], [0, 1], [0], [1], []]
+
+
+def test_ranks_with_the_same_cores_divide_them_by_the_nodes_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert divide_by_nodes([ALL], [SECOND]) == [ALL], "one rank: both sockets"
+    assert divide_by_nodes([ALL] * 3, [SECOND, FIRST, SECOND]) == [SECOND, FIRST, SECOND]
+    assert divide_by_nodes([[2, 3, 4]] * 2, [FIRST, SECOND]) == [[2, 3], [4]], "a job that may use these only"
+    assert divide_by_nodes([[2, 3], [6, 7]], [SECOND, FIRST]) == [[2, 3], [6, 7]], "each was bound"
+    for near in ([FIRST, []], [[], []]):
+        assert divide_by_nodes([ALL] * 2, near) == [ALL] * 2, "an unknown node"
+    assert divide_by_nodes([FIRST] * 2, [FIRST, SECOND]) == [FIRST] * 2, "bound to the other node"
+
+    def planned(near: list[list[int]]) -> list[tuple[int, list[int]]]:
+        rows = [[here(), ALL, cores] for cores in near]
+
+        def plan(rank: int) -> tuple[int, list[int]]:
+            def gather(row: Any) -> Any:
+                assert row == rows[rank]
+                return rows
+
+            comm: Any = SimpleNamespace(rank=rank, gather_json=gather)
+            count, cores = plan_worker(comm, None, torch.device("cuda", rank))
+            return count, list(cores)
+
+        monkeypatch.setattr("shardcore.distributed.machine.near_cores", lambda address: near[int(address)])
+        return [plan(rank) for rank in range(len(near))]
+
+    monkeypatch.setattr("shardcore.distributed.machine.own_cores", lambda: ALL)
+    monkeypatch.setattr("shardcore.distributed.machine.quota", lambda: None)
+    monkeypatch.setattr("shardcore.distributed.machine.pci_address", str)
+    monkeypatch.setattr("shardcore.distributed.machine._topology_of", lambda core, root: (0, core, core))
+    uneven = [SECOND, FIRST, SECOND]
+    assert planned(uneven) == [(3, [4, 5, 6, 7]), (7, FIRST), (3, [12, 13, 14, 15])]
+    assert planned([SECOND]) == [(15, ALL)]
+    monkeypatch.setattr("shardcore.distributed.machine.divide_by_nodes", lambda of_ranks, near: of_ranks)
+    assert {count for count, _ in planned(uneven)} == {4}, "the twin: as if there were no nodes"
 
 
 def test_the_quota_is_the_least_of_the_groups(tmp_path: Path) -> None:

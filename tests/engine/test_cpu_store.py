@@ -3,6 +3,7 @@
 import itertools
 import logging
 import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import shardcore
 from shardcore._native import _C
+from shardcore.distributed.machine import own_cores
 from shardcore.engine.cpu_store import staging_bytes
 from shardcore.engine.state_store import Span
 from shardcore.estimate import predict
@@ -158,6 +160,39 @@ def test_states_are_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer, _ = train(0, Run(steps=0, shard={"offload": CPU_TIER}))
     store = optimizer._engine.store
     assert store.copies.bytes_pinned < store.scratch_bytes + 5 * mmap.PAGESIZE < store.copies.bytes_allocated
+
+
+def _policy_at(tensor: torch.Tensor) -> str:
+    """Of memory: "default", or such as "interleave:0-1", of which a machine with one node shows "interleave:0"."""
+    areas = [line.split()[:2] for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    return max((int(start, 16), policy) for start, policy in areas if int(start, 16) <= tensor.data_ptr())[1]
+
+
+@pytest.mark.parametrize("nodes", [(0, 1), (0,), (1022, 1023), ()])
+def test_states_lie_on_the_nodes_of_the_cores_that_update_them(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node is the twin; and the last two are none of this machine's, so that the system refuses."""
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel knows no NUMA nodes")
+    probe = _C.HostTier(torch.device("cpu"))
+    probe.empty(1, torch.uint8, nodes=[0])
+    if probe.node_refusal:
+        pytest.skip(f"this system does not place memory: {probe.node_refusal}")
+    expected = hash_after()
+    cores = own_cores()
+    monkeypatch.setattr("shardcore.distributed.machine.numa_nodes", lambda root: dict.fromkeys(nodes, cores))
+    with caplog.at_level(logging.WARNING, logger="shardcore"):
+        model, optimizer, _ = train(0, Run(steps=STEPS, shard={"offload": CPU_TIER}))
+    store = optimizer._engine.store
+    kept = [store._states.kept(bucket, 0, bucket.host_numel) for bucket in optimizer._engine.buckets]
+    found = {_policy_at(flat).partition(":")[0] for states in kept for flat in states.values()}
+    assert found == {{(0, 1): "interleave", (0,): "prefer"}.get(nodes, "default")}
+    assert {_policy_at(flat) for flat in store._grads + store._weights} == {"default"}, "near the device"
+    refusals = [record.getMessage() for record in caplog.records if "NUMA" in record.getMessage()]
+    assert len(refusals) == (nodes == (1022, 1023))
+    assert all("(mbind: Invalid argument; expected" in text for text in refusals)
+    assert hash_of_training(model, optimizer) == expected
 
 
 def test_pin_memory_false_pins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

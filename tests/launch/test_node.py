@@ -167,6 +167,7 @@ def test_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     assert placed()[0] == [first, second, second, first]
     assert placed(numa=False)[0] == [[], [], [], []]
+    assert placed(slots=[[0]])[0] == [[]], "a rank alone has all nodes"
     assert placed(bind_cores=True)[0] == [[1, 2], [5, 6], [7, 8], [3, 4]]
 
 
