@@ -9,7 +9,9 @@ to global memory is a *bulk loop*:
 
 - it must have at least the 16-byte loads and stores of its LoopRule: what the paths of all dtypes need together;
 - narrower accesses in it must be those that the rule names: 8-bit codes 8 bytes, the scale of each 256-element block 4;
-- a kernel must have as many bulk loops as it has rules, so a vector loop that lost all its wide accesses is missed.
+- a kernel must have as many bulk loops as it has rules, so a vector loop that lost all its wide accesses is missed;
+- where arithmetic may bind the rule limits the instructions of a round of the loop, and those of the integer pipe, which
+  has half the rate of the others: of the shortest ways through each wide access the longest, since what is rare is a detour.
 
 What lies outside of bulk loops is tables, results of blocks and scalar tails, and is free. Accesses to local memory are spills.
 """
@@ -27,10 +29,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.build_config import find_nvcc
-from tools.sass import Access, access_of, kernel_name, loops_of, parse_resources, parse_sass
+from tools.sass import Access, access_of, kernel_name, loops_of, parse_resources, parse_sass, shortest_round, successors
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # bytes
+# Opcodes of the integer pipe: logic, shifts, additions, compares and selections, those of floats included.
+INTEGER = frozenset(
+    {"BMSK", "CS2R", "FCHK", "FMNMX", "FSEL", "FSETP", "IABS", "IADD3", "IMNMX", "ISETP", "LEA", "LOP3", "MOV", "P2R", "PLOP3"}
+    | {"PRMT", "R2P", "SEL", "SGXT", "SHF", "VABSDIFF", "VIADD", "VIADDMNMX", "VIMNMX", "VIMNMX3"}
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    accesses: Counter[Access]  # to global memory
+    instructions: int  # of a round
+    integer: int  # of these, of the integer pipe
 
 
 @dataclass(frozen=True)
@@ -40,26 +54,32 @@ class Kernel:
     registers: int
     spill_bytes: int  # stack frame and local memory
     local_accesses: int
-    loops: tuple[Counter[Access], ...]  # accesses to global memory of each bulk loop
-    outside: Counter[Access]  # of everything else
+    loops: tuple[Loop, ...]  # bulk loops
+    outside: Counter[Access]  # accesses to global memory of everything else
 
 
 @dataclass(frozen=True)
 class LoopRule:
-    """What a bulk loop must have: at least these 16-byte loads and stores, and at most these narrower accesses."""
+    """What a bulk loop must have: at least these 16-byte loads and stores; at most these narrower accesses and instructions."""
 
     loads: int
     stores: int
     narrower: Mapping[Access, int] = field(default_factory=dict)
+    instructions: int | None = None
+    integer: int | None = None
 
-    def broken(self, accesses: Counter[Access]) -> list[str]:
-        problems = []
+    def broken(self, loop: Loop) -> list[str]:
+        problems, accesses = [], loop.accesses
         for kind, least in (("load", self.loads), ("store", self.stores)):
             if accesses[kind, WIDE] < least:
                 problems.append(f"{accesses[kind, WIDE]} {kind}s of {WIDE} bytes; expected at least {least}")
         for (kind, size), count in sorted(accesses.items()):
             if size < WIDE and count > self.narrower.get((kind, size), 0):
                 problems.append(f"{count} {kind}s of {size} bytes; expected at most {self.narrower.get((kind, size), 0)}")
+        if self.instructions is not None and loop.instructions > self.instructions:
+            problems.append(f"{loop.instructions} instructions a round; expected at most {self.instructions}")
+        if self.integer is not None and loop.integer > self.integer:
+            problems.append(f"{loop.integer} instructions of the integer pipe a round; expected at most {self.integer}")
         return problems
 
 
@@ -71,14 +91,22 @@ _F32 = LoopRule(_LOADS + 4, _STORES + 4)
 _AMSGRAD = LoopRule(_LOADS + 6, _STORES + 6)
 _BF16 = LoopRule(_LOADS + 2, _STORES + 2)
 # Both moments 8 bytes, their scales 4 bytes a 256-element block.
-_8BIT = LoopRule(_LOADS, _STORES, narrower={("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2})
+_CODES = {("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2}
+_8BIT = LoopRule(_LOADS, _STORES, _CODES, instructions=785, integer=415)
 
-# Every kernel, with a rule for each of its bulk loops, the lesser rules first. Adam: f32, bf16, 8-bit moments, any.
+# Every kernel, with a rule for each of its bulk loops, the lesser rules first. Those of Adam in the order of kAdamForms: 8-bit
+# moments with dtypes of weight, gradient and master; then f32, bf16 and 8-bit moments with any, and any moments.
 RULES: dict[str, list[LoopRule]] = {
-    "adam_kernel<true, false, false>": [_F32],
-    "adam_kernel<false, true, false>": [_BF16],
-    "adam_kernel<false, false, true>": [_8BIT],
-    "adam_kernel<true, true, true>": [_8BIT, _BF16, _F32, _AMSGRAD],
+    "adam_kernel<0>": [LoopRule(4, 2, _CODES, instructions=660, integer=315)],
+    "adam_kernel<1>": [LoopRule(2, 1, _CODES, instructions=660, integer=315)],
+    "adam_kernel<2>": [LoopRule(3, 3, _CODES, instructions=720, integer=355)],
+    "adam_kernel<3>": [LoopRule(3, 2, _CODES, instructions=685, integer=335)],
+    "adam_kernel<4>": [LoopRule(4, 3, _CODES, instructions=705, integer=345)],
+    "adam_kernel<5>": [LoopRule(4, 2, _CODES, instructions=800, integer=395)],
+    "adam_kernel<6>": [_F32],
+    "adam_kernel<7>": [_BF16],
+    "adam_kernel<8>": [_8BIT],
+    "adam_kernel<9>": [_8BIT, _BF16, _F32, _AMSGRAD],
     "device_step_kernel": [],  # tables alone
     # One loop a dtype. A lane has a float32 block's 8 loads in flight, or the 4 copies of the next round of 16-bit blocks.
     "sq_norm_kernel": [LoopRule(loads=4, stores=0), LoopRule(loads=4, stores=0), LoopRule(loads=8, stores=0)],
@@ -99,11 +127,14 @@ def read_kernels(resources: str, sass: str) -> list[Kernel]:
         registers, spill_bytes = usage[arch, mangled]
         accesses = [access_of(instruction.opcode) for instruction in code]
         outside = Counter(access for access in accesses if access)
+        graph = successors(code)
         loops = []
         for loop in loops_of(code):
             inside = Counter(access for i in loop if (access := accesses[i]))
-            if any(size >= WIDE for _, size in inside):
-                loops.append(inside)
+            wide = [i for i in loop if (access := accesses[i]) and access[1] >= WIDE]
+            if wide:
+                way = max((shortest_round(graph, loop, i) for i in wide), key=len)
+                loops.append(Loop(inside, len(way), sum(code[i].base in INTEGER for i in way)))
                 outside -= inside
         local = sum(instruction.opcode.split(".")[0] in {"LDL", "STL"} for instruction in code)
         kernels.append(Kernel(kernel_name(mangled), arch, registers, spill_bytes, local, tuple(loops), outside))
@@ -126,10 +157,10 @@ def problems(kernels: list[Kernel], rules: Mapping[str, list[LoopRule]]) -> Iter
         if len(kernel.loops) != len(left):
             yield f"{where}: {len(kernel.loops)} loops with {WIDE}-byte accesses; expected {len(left)}"
             continue
-        for accesses in sorted(kernel.loops, key=lambda loop: loop["load", WIDE]):
-            fitting = next((rule for rule in left if not rule.broken(accesses)), None)
+        for loop in sorted(kernel.loops, key=lambda loop: loop.accesses["load", WIDE]):
+            fitting = next((rule for rule in left if not rule.broken(loop)), None)
             if fitting is None:
-                yield f"{where}: a loop has " + ", ".join(left[-1].broken(accesses))
+                yield f"{where}: a loop has " + ", ".join(left[-1].broken(loop))
             else:
                 left.remove(fitting)
     for name in sorted(set(rules) - {kernel.name for kernel in kernels}):
@@ -145,12 +176,14 @@ def table(kernels: list[Kernel]) -> str:
             count[kind] += number if low <= size < high else 0
         return f"{count['load']}/{count['store']}"
 
-    rows = [("kernel", "arch", "registers", "spills", "bulk loops", "16 bytes", "8", "narrower", "outside of bulk loops")]
+    columns = ("kernel", "arch", "registers", "spills", "bulk loops", "16 bytes", "8", "narrower", "outside of bulk loops")
+    rows = [(*columns, "a round (integer)")]
     for kernel in kernels:
-        inside: Counter[Access] = sum(kernel.loops, Counter())
+        inside: Counter[Access] = sum((loop.accesses for loop in kernel.loops), Counter())
         spills = str(kernel.spill_bytes)
         sizes = (both(inside, WIDE, 1 << 30), both(inside, 8, WIDE), both(inside, 0, 8), both(kernel.outside, 0, 1 << 30))
-        rows.append((kernel.name, kernel.arch, str(kernel.registers), spills, str(len(kernel.loops)), *sizes))
+        rounds = ", ".join(f"{loop.instructions} ({loop.integer})" for loop in kernel.loops)
+        rows.append((kernel.name, kernel.arch, str(kernel.registers), spills, str(len(kernel.loops)), *sizes, rounds))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 

@@ -28,14 +28,15 @@ class Instruction:
 
 
 def kernel_name(mangled: str) -> str:
-    """The name without namespaces, with its template arguments if they are booleans."""
+    """The name without namespaces, with its template arguments if they are booleans or integers."""
     rest = mangled.removeprefix("_ZN")
     name = mangled
     while match := re.match(r"\d+", rest):
         rest = rest[match.end() :]
         name, rest = rest[: int(match[0])], rest[int(match[0]) :]
-    if arguments := re.match(r"I((?:Lb[01]E)+)E", rest):
-        name += "<" + ", ".join("true" if bit == "1" else "false" for bit in re.findall(r"Lb([01])E", arguments[1])) + ">"
+    if arguments := re.match(r"I((?:L[bi]\d+E)+)E", rest):
+        values = re.findall(r"L([bi])(\d+)E", arguments[1])
+        name += "<" + ", ".join(("false", "true")[int(value)] if kind == "b" else value for kind, value in values) + ">"
     return name
 
 
@@ -81,6 +82,19 @@ def loops_of(code: list[Instruction]) -> Iterator[list[int]]:
     for component in components(graph):
         if len(component) > 1 or component[0] in graph[component[0]]:
             yield component
+
+
+def shortest_round(graph: Graph, loop: list[int], start: int) -> list[int]:
+    """The instructions of the shortest way through `loop` from one of them back to it: what is rare is a detour."""
+    inside, before, front = set(loop), dict[int, int](), [start]
+    while start not in before:
+        reached_next = [(way, node) for node in front for way in graph[node] if way in inside and way not in before]
+        before |= dict(reversed(reached_next))
+        front = list(dict.fromkeys(way for way, _ in reached_next))
+    found = [before[start]]
+    while found[-1] != start:
+        found.append(before[found[-1]])
+    return found
 
 
 def successors(code: list[Instruction]) -> Graph:

@@ -220,7 +220,7 @@ void store_weight(const AdamSegment& t, int64_t i, int64_t n, const float* weigh
 
 void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_t last) {
   Q8Tiles tiles;
-  const bool stochastic = rounds_weights_stochastically(t, s.stochastic_rounding);
+  const bool stochastic = rounds_weights_stochastically(t.param_dtype, t.master_kind, s.stochastic_rounding);
   const uint64_t param_key = child_key(s.random_key, t.param_index);
   const uint64_t moments_key = state_key(param_key);
   alignas(64) float grad_tile[kBlock];

@@ -5,13 +5,20 @@
 namespace shardcore {
 namespace {
 
-// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (64, 56, 72, and for mixtures up to 96 registers).
-constexpr int min_blocks(bool f32, bool bf16, bool q8) { return f32 && q8 ? 5 : (q8 ? 7 : (bf16 ? 9 : 8)); }
+// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (up to 128 registers for mixtures; 72 for 8-bit
+// moments, with given dtypes 80 and once 96; 56 for bfloat16 and 64 for float32 ones).
+constexpr int min_blocks(int index) {
+  const AdamForm form = kAdamForms[index];
+  if (form.any_state) return 4;
+  if (form.state == StateDType::q8 && form.any_dtypes) return 7;
+  if (form.state == StateDType::q8) return form.grad == DType::f32 && form.master == Master::split ? 5 : 6;
+  return form.state == StateDType::bf16 ? 9 : 8;
+}
 
-template <bool kF32, bool kBf16, bool kQ8>
-__global__ void __launch_bounds__(kAdamThreads, min_blocks(kF32, kBf16, kQ8))
+template <int kForm>
+__global__ void __launch_bounds__(kAdamThreads, min_blocks(kForm))
     adam_kernel(const AdamSegment* segments, const Chunk* chunks, const __grid_constant__ AdamScalarsArg scalars) {
-  adam_cuda_body<kF32, kBf16, kQ8>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
+  adam_cuda_body<kForm>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
 }
 
 __global__ void __launch_bounds__(kStepThreads)
@@ -24,11 +31,10 @@ __global__ void __launch_bounds__(kStepThreads)
 
 }  // namespace
 
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
-               MomentKinds kinds, cudaStream_t stream) {
-  choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
-    constexpr auto kernel = adam_kernel<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>;
-    kernel<<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
+               cudaStream_t stream) {
+  choose_adam_body(form, [&](auto index) {
+    adam_kernel<decltype(index)::value><<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
   });
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }

@@ -11,9 +11,9 @@
 namespace shardcore {
 
 // All pointers are device memory. chunks: make_chunks(..., kAdamChunk) over the segments. num_chunks > 0.
-// kinds: moment_kinds_of them.
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars,
-               MomentKinds kinds, cudaStream_t stream);
+// form: adam_form_of them.
+void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
+               cudaStream_t stream);
 
 // A device step: decides once per block, then makes the scalars, one thread per parameter. hypers, counts, state, scalars and
 // what `terms` points to are device memory; `terms` itself and num_counts (> 0) are kept by a graph that captures the launch.

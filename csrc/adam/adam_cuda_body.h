@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
 #include "adam/adam_cuda_lanes.h"
@@ -57,7 +56,8 @@ SHARDCORE_HD AdamRaw load_block(const AdamChunkView& t, int i, Octet at, int lan
 
 // Every lane of the warp calls it.
 template <StateDType kState, bool kAmsgrad, typename Warp>
-SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int i, int lane, const Warp& warp) {
+SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, const MomentKeys& keys, int i, int lane,
+                               const Warp& warp) {
   const Octet at = lane_octet(lane, t.any_f32);
   AdamRaw raw = load_block<kState, kAmsgrad>(t, i, at, lane);
   float g[8], p[8], m[8], v[8], vmax[8];
@@ -78,13 +78,8 @@ SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int
     unpack_16bit(raw.v.low, DType::bf16, v);
     update_octet<false>(s, g, p, m, v, vmax);
     uint32_t bits[8];
-    random_octet(state_key(t.param_key), t.first_element + i, at, bits);
-    Bytes16 m16, v16;
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) {
-      pack_16bit(m16, k, f32_to_bf16(m[k]));
-      pack_16bit(v16, k, f32_to_bf16_plus(v[k], bits[k] >> 16));
-    }
+    random_octet(key_of_block(keys, i, warp), keys.parent, t.first_element + i, at, bits);
+    Bytes16 m16 = pack_bf16(m), v16 = pack_bf16(v, [&](int k) { return bits[k] >> 16; });
     to_neighbours<2>(t, m16.words, lane, warp);
     to_neighbours<2>(t, v16.words, lane, warp);
     store16(t.exp_avg + 2 * (i + 8 * lane), m16);
@@ -92,7 +87,7 @@ SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int
   } else {
     to_octet<1>(t, raw.q.m, lane, warp);
     to_octet<1>(t, raw.q.v, lane, warp);
-    update_q8(t, s, i, at, static_cast<int>(kBlock), lane, warp, g, p, raw.q);
+    update_q8(t, s, keys, i, at, static_cast<int>(kBlock), lane, warp, g, p, raw.q);
     to_neighbours<1>(t, raw.q.m, lane, warp);
     to_neighbours<1>(t, raw.q.v, lane, warp);
     store8(t.exp_avg + i + 8 * lane, raw.q.m);
@@ -104,52 +99,18 @@ SHARDCORE_HD void update_block(const AdamChunkView& t, const AdamScalars& s, int
 template <StateDType kState, bool kAmsgrad, typename Warp>
 SHARDCORE_HD void adam_cuda_chunk(const AdamChunkView& t, const AdamScalars& s, bool aligned, int thread, const Warp& warp) {
   constexpr int kSize = static_cast<int>(kBlock);
-  const int lane = thread % 32;
+  const int lane = thread % 32, warp_index = thread / 32;
   const int vector_numel = aligned ? t.numel / kSize * kSize : 0;
-  int i = thread / 32 * kSize;
+  int i = warp_index * kSize;
+  const MomentKeys keys = kState == StateDType::f32 ? MomentKeys{} : moment_keys(t, warp_index, lane);
   SHARDCORE_NO_UNROLL
-  for (; i < vector_numel; i += kAdamStride) update_block<kState, kAmsgrad>(t, s, i, lane, warp);
+  for (; i < vector_numel; i += kAdamStride) update_block<kState, kAmsgrad>(t, s, keys, i, lane, warp);
   if (kState == StateDType::q8) {
     SHARDCORE_NO_UNROLL
-    for (; i < t.numel; i += kAdamStride) adam_cuda_q8_tail(t, s, i, lane, warp);
+    for (; i < t.numel; i += kAdamStride) adam_cuda_q8_tail(t, s, keys, i, lane, warp);
   } else {
     SHARDCORE_NO_UNROLL
     for (int e = vector_numel + thread; e < t.numel; e += kAdamThreads) adam_cuda_scalar<kAmsgrad>(t, s, e);
-  }
-}
-
-// Which kinds of moments a kernel can update: one, or any mixture and amsgrad. A kernel for one needs fewer registers.
-struct MomentKinds {
-  bool f32 = false, bf16 = false, q8 = false;
-};
-
-constexpr MomentKinds kAnyMoments{true, true, true};
-
-// What the kernel for these segments must do.
-inline MomentKinds moment_kinds_of(const std::vector<AdamSegment>& segments) {
-  MomentKinds kinds;
-  for (const AdamSegment& t : segments) {
-    if (t.max_exp_avg_sq) return kAnyMoments;
-    kinds.f32 |= t.state_dtype == StateDType::f32;
-    kinds.bf16 |= t.state_dtype == StateDType::bf16;
-    kinds.q8 |= t.state_dtype == StateDType::q8;
-  }
-  return kinds;
-}
-
-// run(f32, bf16, q8) with adam_cuda_body's template arguments, a std::bool_constant each.
-template <typename Run>
-void choose_adam_body(MomentKinds kinds, const Run& run) {
-  constexpr std::true_type yes;
-  constexpr std::false_type no;
-  if (kinds.f32 + kinds.bf16 + kinds.q8 != 1) {
-    run(yes, yes, yes);
-  } else if (kinds.f32) {
-    run(yes, no, no);
-  } else if (kinds.bf16) {
-    run(no, yes, no);
-  } else {
-    run(no, no, yes);
   }
 }
 
@@ -172,24 +133,25 @@ SHARDCORE_HD AdamScalars scalars_at(const AdamScalarsArg& scalars, int i) {
   return scalars.table != nullptr ? scalars.table[i] : scalars.few[i];
 }
 
-// The arguments are MomentKinds.
-template <bool kF32, bool kBf16, bool kQ8, typename Warp>
+// kForm: an index of kAdamForms.
+template <int kForm, typename Warp>
 SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalarsArg& scalars, int64_t block,
                                  int thread, const Warp& warp) {
-  constexpr bool kAny = kF32 && kBf16 && kQ8;
+  constexpr AdamForm form = kAdamForms[kForm];
   const Chunk chunk = chunks[block];
   const AdamSegment& segment = segments[chunk.tensor];
   const AdamScalars s = scalars_at(scalars, segment.hyper_index);
   if (s.skip) return;
-  const AdamChunkView t = adam_chunk_view(segment, chunk.first, s);
+  const AdamChunkView t = adam_chunk_view<kForm>(segment, chunk.first, s);
+  const StateDType state = form.any_state ? t.state_dtype : form.state;
   const bool aligned = segment.aligned16;
-  if (kQ8 && (!kAny || t.state_dtype == StateDType::q8)) {
+  if (state == StateDType::q8) {
     adam_cuda_chunk<StateDType::q8, false>(t, s, aligned, thread, warp);
-  } else if (kBf16 && (!kAny || t.state_dtype == StateDType::bf16)) {
+  } else if (state == StateDType::bf16) {
     adam_cuda_chunk<StateDType::bf16, false>(t, s, aligned, thread, warp);
-  } else if (kAny && t.max_exp_avg_sq) {
+  } else if (form.any_state && t.max_exp_avg_sq) {
     adam_cuda_chunk<StateDType::f32, true>(t, s, aligned, thread, warp);
-  } else if (kF32) {
+  } else {
     adam_cuda_chunk<StateDType::f32, false>(t, s, aligned, thread, warp);
   }
 }

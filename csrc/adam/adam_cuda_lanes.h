@@ -75,11 +75,29 @@ SHARDCORE_HD void unpack_weight(const AdamChunkView& t, Raw& raw, int lane, cons
   }
 }
 
+// The keys of random bits of the moments' blocks that a warp has in a chunk, made once, one in a lane.
+struct MomentKeys {
+  uint64_t parent, of_lane;
+};
+
+// The key of the block at i. Every lane of the warp calls it.
+template <typename Warp>
+SHARDCORE_HD uint64_t key_of_block(const MomentKeys& keys, int i, const Warp& warp) {
+  const int lane = static_cast<int>(static_cast<uint32_t>(i) / kAdamStride);
+  const uint32_t low = warp.shfl(static_cast<uint32_t>(keys.of_lane), lane);
+  return (static_cast<uint64_t>(warp.shfl(static_cast<uint32_t>(keys.of_lane >> 32), lane)) << 32) | low;
+}
+
+SHARDCORE_HD MomentKeys moment_keys(const AdamChunkView& t, int warp_index, int lane) {
+  static_assert(kAdamChunk <= 32 * kAdamStride);
+  const uint64_t parent = state_key(t.param_key);
+  return {parent, rounding_block_key(parent, t.first_element + kBlock * warp_index + kAdamStride * lane)};
+}
+
 // random32 of the lane's elements of the block, which lies in one or two of the parameter's: a key each. element: the block's
-// first in the parameter.
-SHARDCORE_HD void random_octet(uint64_t parent, int64_t element, Octet at, uint32_t (&bits)[8]) {
+// first in the parameter; key: rounding_block_key(parent, element).
+SHARDCORE_HD void random_octet(uint64_t key, uint64_t parent, int64_t element, Octet at, uint32_t (&bits)[8]) {
   const auto start = static_cast<uint32_t>(element & 255);
-  const uint64_t key = rounding_block_key(parent, element);
   SHARDCORE_UNROLL
   for (int k = 0; k < 8; ++k) bits[k] = random32(key, start + static_cast<uint32_t>(octet_element(at, k)));
   if (start == 0) return;
@@ -101,12 +119,11 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
   Bytes16 weight;
   if (t.stochastic) {
     uint32_t bits[8];
-    random_octet(t.param_key, t.first_element + i, at, bits);
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_bf16_plus(p[k], bits[k] >> 16));
+    const int64_t element = t.first_element + i;
+    random_octet(rounding_block_key(t.param_key, element), t.param_key, element, at, bits);
+    weight = pack_bf16(p, [&](int k) { return bits[k] >> 16; });
   } else if (t.param_dtype == DType::bf16) {
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_bf16(p[k]));
+    weight = pack_bf16(p);
   } else {
     SHARDCORE_UNROLL
     for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_f16(p[k]));
@@ -116,7 +133,7 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
   if (t.master_kind != Master::split) return;
   Bytes16 rest;
   SHARDCORE_UNROLL
-  for (int k = 0; k < 8; ++k) pack_16bit(rest, k, static_cast<uint16_t>(split_remainder(p[k])));
+  for (int k = 0; k < 4; ++k) rest.words[k] = low_halves(float_bits(p[2 * k]), float_bits(p[2 * k + 1]));  // split_remainder
   to_neighbours<2>(t, rest.words, lane, warp);
   store16(t.master + 2 * (i + 8 * lane), rest);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "adam/adam_form.h"
 #include "adam/adam_scalars.h"
 #include "adam/adam_segment.h"
 #include "adam/state_codec.h"
@@ -35,26 +36,29 @@ struct AdamChunkView {
   int64_t first_element;  // of the chunk, in the whole parameter
 };
 
+// kForm: an index of kAdamForms that fits the segment. What the form says is not read from the segment, so that nvcc knows it.
+template <int kForm>
 SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, const AdamScalars& s) {
+  constexpr AdamForm form = kAdamForms[kForm];
   const auto moved = [first](void* data, int64_t size) { return data ? static_cast<char*>(data) + first * size : nullptr; };
   const auto moved_f32 = [](float* data, int64_t count) { return data ? data + count : nullptr; };
   AdamChunkView view;
-  view.param_dtype = t.param_dtype;
-  view.grad_dtype = t.grad_dtype;
-  view.master_kind = t.master_kind;
-  view.state_dtype = t.state_dtype;
-  view.param = moved(t.param, itemsize(t.param_dtype));
-  view.grad = static_cast<const char*>(t.grad) + first * itemsize(t.grad_dtype);
-  view.exp_avg = moved(t.exp_avg, itemsize(t.state_dtype));
-  view.exp_avg_sq = moved(t.exp_avg_sq, itemsize(t.state_dtype));
-  view.master = moved(t.master, t.master_kind == Master::split ? 2 : 4);
-  view.max_exp_avg_sq = moved_f32(t.max_exp_avg_sq, first);
+  view.param_dtype = form.any_dtypes ? t.param_dtype : form.param;
+  view.grad_dtype = form.any_dtypes ? t.grad_dtype : form.grad;
+  view.master_kind = form.any_dtypes ? t.master_kind : form.master;
+  view.state_dtype = form.any_dtypes ? t.state_dtype : form.state;
+  view.param = moved(t.param, itemsize(view.param_dtype));
+  view.grad = static_cast<const char*>(t.grad) + first * itemsize(view.grad_dtype);
+  view.exp_avg = moved(t.exp_avg, itemsize(view.state_dtype));
+  view.exp_avg_sq = moved(t.exp_avg_sq, itemsize(view.state_dtype));
+  view.master = moved(t.master, view.master_kind == Master::split ? 2 : 4);
+  view.max_exp_avg_sq = form.any_dtypes ? moved_f32(t.max_exp_avg_sq, first) : nullptr;
   view.exp_avg_scale = moved_f32(t.exp_avg_scale, first / kBlock);
   view.exp_avg_sq_scale = moved_f32(t.exp_avg_sq_scale, first / kBlock);
   view.numel = static_cast<int>(t.numel - first < kAdamChunk ? t.numel - first : kAdamChunk);
-  view.any_f32 = t.param_dtype == DType::f32 || t.grad_dtype == DType::f32 || t.master_kind == Master::f32 ||
-                 t.state_dtype == StateDType::f32;
-  view.stochastic = rounds_weights_stochastically(t, s.stochastic_rounding != 0);
+  view.any_f32 = view.param_dtype == DType::f32 || view.grad_dtype == DType::f32 || view.master_kind == Master::f32 ||
+                 view.state_dtype == StateDType::f32;
+  view.stochastic = rounds_weights_stochastically(view.param_dtype, view.master_kind, s.stochastic_rounding != 0);
   view.param_key = child_key(s.random_key, t.param_index);
   view.first_element = t.first_element + first;
   return view;

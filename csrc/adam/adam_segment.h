@@ -57,8 +57,8 @@ SHARDCORE_HD uint64_t rounding_block_key(uint64_t param_key, int64_t element) {
 }
 
 // Whether bits of the step depend on random numbers.
-SHARDCORE_HD bool rounds_weights_stochastically(const AdamSegment& t, bool option) {
-  return option && t.master_kind == Master::none && t.param_dtype == DType::bf16;
+SHARDCORE_HD bool rounds_weights_stochastically(DType param, Master master, bool option) {
+  return option && master == Master::none && param == DType::bf16;
 }
 
 SHARDCORE_HD uint16_t f32_to_bf16_stochastic(float x, uint64_t block_key, int64_t element) {

@@ -58,10 +58,11 @@ SHARDCORE_HD float small_float_by_scaling(uint32_t wide_code, int bias) {
   return bits_float(wide_code) * power_of_two(127 - bias);
 }
 
-SHARDCORE_HD int small_code_by_scaling(float y, int bias, uint32_t noise) {
-  const uint32_t code = (float_bits(y * power_of_two(bias - 127)) + noise) >> kDroppedBits;
-  const auto top = static_cast<uint32_t>(bias << 3);
-  return static_cast<int>(code < top ? code : top);
+// What is above kDroppedBits is small_code.
+SHARDCORE_HD uint32_t wide_code_by_scaling(float y, int bias, uint32_t noise) {
+  const uint32_t code = float_bits(y * power_of_two(bias - 127)) + noise;
+  const uint32_t top = (static_cast<uint32_t>(bias << 3) << kDroppedBits) | ((1u << kDroppedBits) - 1);
+  return code < top ? code : top;
 }
 
 // The float that a code without sign stands for, given code << kDroppedBits; 1.0 is bias << 3.
@@ -79,7 +80,7 @@ SHARDCORE_HD float small_float(uint32_t wide_code, int bias) {
 // the code of 1.0.
 SHARDCORE_HD int small_code(float y, int bias, uint32_t noise) {
 #if defined(__CUDA_ARCH__)
-  return small_code_by_scaling(y, bias, noise);
+  return static_cast<int>(wide_code_by_scaling(y, bias, noise) >> kDroppedBits);
 #else
   const uint32_t normal = float_bits(y);
   const uint32_t subnormal = float_bits(y + power_of_two(1 - bias)) - (1u << 23);
@@ -100,6 +101,12 @@ SHARDCORE_HD float decode_exp_avg_sq(uint8_t code, float scale) {
   return small_float(static_cast<uint32_t>(code) << kDroppedBits, kExpAvgSqBias) * scale;
 }
 
+// The code of a second moment, but at least 1 unless the moment is zero.
+SHARDCORE_HD uint32_t not_zero_unless(uint32_t magnitude, uint32_t code) {
+  const uint32_t smallest = magnitude < 1u ? magnitude : 1u;
+  return larger(code, smallest);
+}
+
 // inv_scale: 1 / scale, exact.
 SHARDCORE_HD int8_t encode_exp_avg(float x, float inv_scale, uint32_t noise) {
   const int magnitude = small_code(bits_float(magnitude_bits(x)) * inv_scale, kExpAvgBias, noise);
@@ -108,9 +115,8 @@ SHARDCORE_HD int8_t encode_exp_avg(float x, float inv_scale, uint32_t noise) {
 
 SHARDCORE_HD uint8_t encode_exp_avg_sq(float x, float inv_scale, uint32_t noise) {
   const uint32_t magnitude = magnitude_bits(x);
-  const uint32_t code = static_cast<uint32_t>(small_code(bits_float(magnitude) * inv_scale, kExpAvgSqBias, noise));
-  const uint32_t smallest = magnitude < 1u ? magnitude : 1u;  // 1 unless x is zero
-  return static_cast<uint8_t>(larger(code, smallest));
+  const auto code = static_cast<uint32_t>(small_code(bits_float(magnitude) * inv_scale, kExpAvgSqBias, noise));
+  return static_cast<uint8_t>(not_zero_unless(magnitude, code));
 }
 
 // --- random bits of states: a stream beside the one of weights ------------------------------------------------------------

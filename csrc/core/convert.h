@@ -68,12 +68,13 @@ SHARDCORE_HD uint16_t f32_to_f16(float x) {
 
 // A split master: a bfloat16 weight (f32_to_bf16 of the master) and the int16 that makes it the float32 master again, lossless.
 // The user may write the weight in between. Any value but zero is valid with any remainder; zero with a remainder below zero,
-// which no master produces (it would have the bits of a NaN), is zero.
+// which no master produces (it would have the bits of a NaN, which no other sum has), is zero.
+SHARDCORE_HD float split_from_sum(uint32_t sum) {
+  return bits_float(static_cast<int32_t>(sum & 0x7fffffffu) < 0x7fff8000 ? sum : ~sum & 0x80000000u);
+}
+
 SHARDCORE_HD float split_to_f32(uint16_t weight, int16_t remainder) {
-  const uint32_t high = static_cast<uint32_t>(weight) << 16;
-  const int32_t rest = remainder;
-  const int32_t low = ((high << 1) == 0) & (rest < 0) ? 0 : rest;
-  return bits_float(high + static_cast<uint32_t>(low));
+  return split_from_sum((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(int32_t{remainder}));
 }
 
 SHARDCORE_HD int16_t split_remainder(float master) { return static_cast<int16_t>(float_bits(master) & 0xffffu); }

@@ -97,16 +97,66 @@ SHARDCORE_HD void unpack_16bit(const Bytes16& bytes, DType dtype, float (&x)[8])
   }
 }
 
+SHARDCORE_HD bool any_nan(const float (&x)[8]) {
+  bool found = false;
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) found |= x[k] != x[k];
+  return found;
+}
+
 // A split master: bfloat16 weights and their remainders.
 SHARDCORE_HD void unpack_split(const Bytes16& weight, const Bytes16& rest, float (&x)[8]) {
   SHARDCORE_UNROLL
-  for (int k = 0; k < 8; ++k) x[k] = split_to_f32(half_word(weight, k), static_cast<int16_t>(half_word(rest, k)));
+  for (int k = 0; k < 8; ++k) {
+    const auto low = static_cast<int16_t>(half_word(rest, k));
+    x[k] = bits_float((static_cast<uint32_t>(half_word(weight, k)) << 16) + static_cast<uint32_t>(int32_t{low}));
+  }
+  if (!any_nan(x)) return;  // split_from_sum changes nothing else
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) x[k] = split_from_sum(float_bits(x[k]));
+}
+
+// Two halves in one word, a's first: one instruction on CUDA.
+SHARDCORE_HD uint32_t low_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, 0x5410);
+#else
+  return (a & 0xffffu) | (b << 16);
+#endif
+}
+
+SHARDCORE_HD uint32_t high_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, 0x7632);
+#else
+  return (a >> 16) | (b & 0xffff0000u);
+#endif
 }
 
 // Element 0, 2, .. before element 1, 3, ...
 SHARDCORE_HD void pack_16bit(Bytes16& bytes, int k, uint16_t h) {
   uint32_t& word = bytes.words[k / 2];
   word = k % 2 ? word | (static_cast<uint32_t>(h) << 16) : h;
+}
+
+// f32_to_bf16_plus of 8 elements; noise(k) is that of element k.
+template <typename Noise>
+SHARDCORE_HD Bytes16 pack_bf16(const float (&x)[8], const Noise& noise) {
+  Bytes16 bytes;
+  if (any_nan(x)) {
+    SHARDCORE_UNROLL
+    for (int k = 0; k < 8; ++k) pack_16bit(bytes, k, f32_to_bf16_plus(x[k], noise(k)));
+    return bytes;
+  }
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; k += 2) {
+    bytes.words[k / 2] = high_halves(float_bits(x[k]) + noise(k), float_bits(x[k + 1]) + noise(k + 1));
+  }
+  return bytes;
+}
+
+SHARDCORE_HD Bytes16 pack_bf16(const float (&x)[8]) {
+  return pack_bf16(x, [](int) { return 0x8000u; });
 }
 
 // The 8 elements that a thread takes of each stream: two halves of 4, which are neighbours unless every stream is float32.

@@ -67,25 +67,44 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_reduced_moments_and_split_masters) {
   }
 }
 
-TEST(adam_cuda_body, is_chosen_by_the_moment_kinds_of_the_list) {
-  constexpr StateDType kF32 = StateDType::f32, kBf16 = StateDType::bf16, kQ8 = StateDType::q8;
-  using Launches = std::vector<std::array<bool, 3>>;  // their template arguments
-  const auto launches_of = [](const std::vector<StateDType>& states, bool amsgrad) {
-    std::vector<AdamSegment> segments(states.size());
-    for (size_t i = 0; i < states.size(); ++i) segments[i].state_dtype = states[i];
-    float vmax = 0.0f;
-    if (amsgrad) segments.back().max_exp_avg_sq = &vmax;
-    Launches launches;
-    choose_adam_body(moment_kinds_of(segments), [&](bool f32, bool bf16, bool q8) { launches.push_back({f32, bf16, q8}); });
-    return launches;
-  };
-  const Launches any = {{true, true, true}};
-  EXPECT_EQ(launches_of({kF32, kF32}, false), (Launches{{true, false, false}}));
-  EXPECT_EQ(launches_of({kBf16}, false), (Launches{{false, true, false}}));
-  EXPECT_EQ(launches_of({kQ8, kQ8}, false), (Launches{{false, false, true}}));
-  EXPECT_EQ(launches_of({kF32, kF32}, true), any);
-  for (const auto& mixed : {std::vector<StateDType>{kF32, kBf16}, {kBf16, kQ8}, {kQ8, kF32}, {kQ8, kF32, kBf16}}) {
-    EXPECT_EQ(launches_of(mixed, false), any);
+TensorSpec spec_of(const AdamForm& form, int64_t numel) {
+  return {numel, form.param, form.grad, form.master, false, 0, 0, 0, 0, form.state};
+}
+
+TEST(adam_cuda_body, is_the_first_form_that_fits_the_whole_list) {
+  constexpr int kAny = kNumAdamForms - 1;
+  for (int form = 0; form < kAny; ++form) {
+    TensorSpec spec = spec_of(kAdamForms[form], 3);
+    if (kAdamForms[form].any_dtypes) spec.param = DType::f16;  // of which no form is made
+    const auto chosen = [](const std::vector<TensorSpec>& specs) { return adam_form_of(AdamProblem(specs, 1).segments()); };
+    EXPECT_EQ(chosen({spec, spec}), form);
+    TensorSpec other = spec;
+    other.param = DType::f16;
+    const int without_dtypes = chosen({spec, other});
+    EXPECT_TRUE(kAdamForms[without_dtypes].any_dtypes && kAdamForms[without_dtypes].state == spec.state);
+    other.state = spec.state == StateDType::bf16 ? StateDType::f32 : StateDType::bf16;
+    EXPECT_EQ(chosen({spec, other}), kAny);
+    EXPECT_EQ(chosen({other, spec}), kAny);
+  }
+  EXPECT_EQ(adam_form_of(AdamProblem({{3, DType::f32, DType::f32, Master::none, true}}, 1).segments()), kAny);
+}
+
+// Every form with all that fits it, at first elements that are and are not a block's.
+TEST(adam_cuda_body, has_the_cpu_bits_in_every_form) {
+  for (int form = 0; form < kNumAdamForms; ++form) {
+    std::vector<TensorSpec> specs;
+    for (int32_t hyper = 0; hyper < 4; ++hyper) {
+      specs.push_back(spec_of(kAdamForms[form], 8 * kAdamThreads + 259));
+      specs.back().hyper = hyper, specs.back().param_index = specs.size(), specs.back().first_element = hyper % 2 ? 77 : 512;
+    }
+    for (const auto values : {AdamProblem::Values::normal, AdamProblem::Values::with_specials}) {
+      AdamProblem problem(specs, 45, values);
+      problem.run_cpu(various_hypers());
+      const auto want = problem.result();
+      problem.reset();
+      problem.run_cuda_body(AdamProblem::scalars_of(various_hypers()), form);
+      ASSERT_EQ(problem.result(), want) << "form " << form;
+    }
   }
 }
 
@@ -104,7 +123,7 @@ TEST(adam_cuda_body, does_a_list_of_mixed_state_dtypes_in_one_launch) {
     EXPECT_EQ(problem.result(), want);
     if (count > 2) continue;  // the twin would read scales that are not there
     problem.reset();          // a twin that takes the kernel for the first
-    problem.run_cuda_body(AdamProblem::scalars_of(various_hypers()), {false, true, false});
+    problem.run_cuda_body(AdamProblem::scalars_of(various_hypers()), adam_form_of({problem.segments()[0]}));
     EXPECT_NE(problem.result(), want);
   }
 }
@@ -194,7 +213,7 @@ TEST(adam_cuda_body, has_one_hash_with_every_cpu_kernel_over_every_combination) 
         EXPECT_EQ(hash_of(problem.result()), hash) << "misaligned by " << misalign << ", states " << int(state);
       });
       problem.reset();
-      problem.run_cuda_body(AdamProblem::scalars_of(hypers), kAnyMoments);
+      problem.run_cuda_body(AdamProblem::scalars_of(hypers), kNumAdamForms - 1);
       EXPECT_EQ(hash_of(problem.result()), hash) << "the kernel for all states, misaligned by " << misalign;
       if (misalign) continue;
       problem.segments().back().numel -= 1;  // a twin that leaves out one element of one combination

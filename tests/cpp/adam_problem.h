@@ -111,20 +111,19 @@ class AdamProblem {
 
   template <typename Block = HostBlock>
   void run_cuda_body(const std::vector<AdamHyper>& hypers) {
-    run_cuda_body<Block>(scalars_of(hypers), moment_kinds_of(segments_));
+    run_cuda_body<Block>(scalars_of(hypers), adam_form_of(segments_));
   }
 
-  // The CUDA kernel for these state dtypes over all blocks and threads, the last block first. Block: what stands for CUDA's.
+  // The CUDA kernel of this form over all blocks and threads, the last block first. Block: what stands for CUDA's.
   template <typename Block = HostBlock>
-  void run_cuda_body(const std::vector<AdamScalars>& scalars, MomentKinds kinds) {
+  void run_cuda_body(const std::vector<AdamScalars>& scalars, int form) {
     const auto chunks = make_chunks(
         static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
     AdamScalarsArg arg;
     if (!arg.take(scalars)) arg.table = scalars.data();
-    choose_adam_body(kinds, [&](auto f32, auto bf16, auto q8) {
+    choose_adam_body(form, [&](auto index) {
       const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
-        adam_cuda_body<decltype(f32)::value, decltype(bf16)::value, decltype(q8)::value>(segments_.data(), chunks.data(), arg,
-                                                                                         block_index, thread, Block(block));
+        adam_cuda_body<decltype(index)::value>(segments_.data(), chunks.data(), arg, block_index, thread, Block(block));
       };
       for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
         HostGrid::run_block(block, kAdamThreads, body);

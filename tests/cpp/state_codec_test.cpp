@@ -60,13 +60,15 @@ TEST(state_codec, scaling_has_the_same_bits) {
       for (int trial = 0; trial < 20000; ++trial) {
         const uint32_t noise = trial % 4 == 0 ? (trial % 8 == 0 ? 0 : kLargestNoise) : random.bits() & kLargestNoise;
         const float y = bits_float(float_bits(x) + (trial % 3 == 0 ? static_cast<uint32_t>(trial % 7) : random.bits() >> 11));
-        ASSERT_EQ(small_code_by_scaling(y, bias, noise), small_code(y, bias, noise)) << y << " " << noise;
+        ASSERT_EQ(wide_code_by_scaling(y, bias, noise) >> kDroppedBits, static_cast<uint32_t>(small_code(y, bias, noise)))
+            << y << " " << noise;
       }
     }
     for (int trial = 0; trial < 1000000; ++trial) {
       const float y = bits_float(random.bits() & 0x7fffffffu);  // all magnitudes, infinity and NaN
       const uint32_t noise = random.bits() & kLargestNoise;
-      ASSERT_EQ(small_code_by_scaling(y, bias, noise), small_code(y, bias, noise)) << y << " " << noise;
+      ASSERT_EQ(wide_code_by_scaling(y, bias, noise) >> kDroppedBits, static_cast<uint32_t>(small_code(y, bias, noise)))
+          << y << " " << noise;
     }
   }
   for (int exponent = -126; exponent <= 127; ++exponent) {

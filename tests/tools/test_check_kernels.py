@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tools import check_kernels
-from tools.check_kernels import LoopRule, problems, read_kernels, table
+from tools.check_kernels import Loop, LoopRule, problems, read_kernels, table
 from tools.sass import kernel_name
 
 MANGLED = "_ZN9shardcore45_GLOBAL__N__c5a27b79_12_norm_cuda_cu_1e842cf911copy_kernelEPKfPf"
@@ -65,13 +65,14 @@ def test_names():
     assert kernel_name(MANGLED) == "copy_kernel"
     assert kernel_name("_ZN9shardcore3abc11adam_kernelILb0EEEvPKNS_11AdamSegmentE") == "adam_kernel<false>"
     assert kernel_name("_ZN9shardcore3abc11some_kernelILb0ELb1EEEvPf") == "some_kernel<false, true>"
+    assert kernel_name("_ZN9shardcore3abc11some_kernelILi12EEEvPf") == "some_kernel<12>"
     assert kernel_name("plain") == "plain"
 
 
 def test_reads_registers_and_loops():
     (kernel,) = read_kernels(RESOURCES, sass())
     assert (kernel.name, kernel.arch, kernel.registers, kernel.spill_bytes) == ("copy_kernel", "sm_90", 22, 0)
-    assert kernel.loops == (Counter({("load", 16): 1, ("store", 16): 1}),)
+    assert kernel.loops == (Loop(Counter({("load", 16): 1, ("store", 16): 1}), instructions=4, integer=0),)
     assert kernel.outside == Counter({("load", 8): 1, ("load", 2): 1, ("store", 4): 1})
     assert found() == []
 
@@ -116,6 +117,15 @@ def test_each_loop_needs_a_rule_of_its_own():
     assert len(list(problems([two], {"copy_kernel": [LoopRule(1, 1), LoopRule(2, 2)]}))) == 1
 
 
+def test_a_round_of_more_instructions_than_the_rule_allows_is_rejected():
+    code = CODE.replace("@P0 BRA {slow}", "LOP3.LUT R5, R5, R6, RZ, 0xc0, !PT\nFFMA R5, R5, R6, RZ\n@P0 BRA {slow}")
+    (kernel,) = read_kernels(RESOURCES, sass(code))
+    assert (kernel.loops[0].instructions, kernel.loops[0].integer) == (6, 1)  # without the slow path
+    assert found(code, rules={"copy_kernel": [LoopRule(1, 1, instructions=6, integer=1)]}) == []
+    (text,) = found(code, rules={"copy_kernel": [LoopRule(1, 1, instructions=5, integer=0)]})
+    assert "6 instructions a round; expected at most 5, 1 instructions of the integer pipe a round; expected at most 0" in text
+
+
 def test_unknown_and_missing_kernels_are_problems():
     (unknown, missing) = found(rules={"other_kernel": []})
     assert unknown.startswith("copy_kernel for sm_90: no rule")
@@ -139,7 +149,7 @@ def test_barriers_lead_to_where_they_were_set():
 def test_table_has_a_line_a_kernel():
     lines = table(read_kernels(RESOURCES, sass())).splitlines()
     assert lines[0].split()[:4] == ["kernel", "arch", "registers", "spills"]
-    assert lines[1].split() == ["copy_kernel", "sm_90", "22", "0", "1", "1/1", "0/0", "0/0", "2/1"]
+    assert lines[1].split() == ["copy_kernel", "sm_90", "22", "0", "1", "1/1", "0/0", "0/0", "2/1", "4", "(0)"]
 
 
 def test_every_kernel_of_the_sources_has_a_rule():
