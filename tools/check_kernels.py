@@ -108,11 +108,19 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<8>": [_8BIT],
     "adam_kernel<9>": [_8BIT, _BF16, _F32, _AMSGRAD],
     "device_step_kernel": [],  # tables alone
-    # One loop a dtype. A lane has a float32 block's 8 loads in flight, or the 4 copies of the next round of 16-bit blocks.
-    "sq_norm_kernel": [LoopRule(loads=4, stores=0), LoopRule(loads=4, stores=0), LoopRule(loads=8, stores=0)],
+    # A loop over chunks. A lane has a float32 block's 8 loads in flight, or the 4 copies of the next round of 16-bit blocks, of
+    # two dtypes. Narrower: the table of tensors, tails of single elements, the chunk's sum.
+    "sq_norm_kernel": [
+        LoopRule(8 + 2 * (4 + 4), stores=0, narrower={("load", 2): 16, ("load", 4): 9, ("load", 8): 3, ("store", 8): 2})
+    ],
     "add_partials_kernel": [],  # reads what blocks have summed: one number for thousands of elements
-    # 32 elements of a lane: the first piece, each other, what their sum is added to. float32 alone, and any dtypes.
-    "ordered_sum_kernel": [LoopRule(loads=8 + 8 + 8, stores=8), LoopRule(loads=16 + 16 + 12, stores=12)],
+    # A loop a dtype of pieces: 4 copies of the first steps, 4 of each other, what the sum is added to, float32 or bfloat16. Of
+    # float32 pieces a lane has two runs of 4 elements, so 8 bytes of bfloat16 each.
+    "ordered_sum_kernel": [
+        LoopRule(loads=4 + 4 + 2, stores=2, narrower={("load", 8): 2, ("store", 8): 2}),
+        LoopRule(loads=4 + 4 + 3, stores=3),
+        LoopRule(loads=4 + 4 + 3, stores=3),
+    ],
     "cast_kernel": [LoopRule(loads=3, stores=3)],
 }
 

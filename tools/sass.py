@@ -109,6 +109,8 @@ def successors(code: list[Instruction]) -> Graph:
         if instruction.base == "BRA":
             address, always = branch(instruction)
             graph.append(([] if always else following) + [index[address]])
+        elif instruction.base == "CALL":  # comes back, or leaves a loop for good
+            graph.append([*following, index[branch(instruction)[0]]])
         elif instruction.base in {"EXIT", "RET"}:
             graph.append(following if instruction.guarded else [])
         elif instruction.base == "BSYNC":

@@ -107,8 +107,8 @@ at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::h
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
     const auto options = at::TensorOptions().dtype(at::kDouble).device(device);
-    const at::Tensor sum = at::zeros({2}, options);
-    if (op.numel == 0) return sum;
+    if (op.numel == 0) return at::zeros({2}, options);
+    const at::Tensor sum = at::empty({2}, options);
     const at::Tensor partial = at::empty({ordered_sum_partials(op.numel), 2}, options);
     ordered_sum_cuda(op, static_cast<DoubleDouble*>(partial.data_ptr()), static_cast<DoubleDouble*>(sum.data_ptr()),
                      current_stream(device));

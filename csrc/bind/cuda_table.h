@@ -48,12 +48,6 @@ inline size_t size_bytes_of(HostPieces pieces) {
   return size_bytes;
 }
 
-inline bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status{};
-  SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
-  return status != cudaStreamCaptureStatusNone;
-}
-
 // A table that a graph being captured will read: complete on return, and no part of the graph, so that replays copy nothing and
 // need no host memory. The memory is not torch's: what its allocator gives during a capture belongs to the graph, whose other
 // kernels may write there at every replay. Relaxed mode allows that here, as torch's own allocator does it. It is

@@ -158,9 +158,7 @@ class CudaStream final : public CopyStream {
   }
 
   void refuse_capture(cudaStream_t compute) const {
-    cudaStreamCaptureStatus status{};
-    SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(compute, &status));
-    if (status != cudaStreamCaptureStatusNone) {
+    if (is_capturing(compute)) {
       throw CopyError("the current stream is captured in a CUDA graph; expected copies outside of graphs");
     }
   }

@@ -25,6 +25,12 @@ inline unsigned grid_size(const char* op, int64_t num_chunks) {
   return static_cast<unsigned>(num_chunks);
 }
 
-}  // namespace shardcore
-
 #define SHARDCORE_CUDA_CHECK(call) ::shardcore::cuda_check((call), #call, __FILE__, __LINE__)
+
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status{};
+  SHARDCORE_CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+  return status != cudaStreamCaptureStatusNone;
+}
+
+}  // namespace shardcore

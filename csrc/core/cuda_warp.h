@@ -14,6 +14,12 @@ __device__ __forceinline__ void copy16_async(void* shared, const void* global) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
+__device__ __forceinline__ bool is_last_of(uint32_t* counter, uint32_t count) {
+  __threadfence();
+  const bool last = atomicInc(counter, count - 1) == count - 1;  // the last one puts 0 there
+  __threadfence();
+  return last;
+}
 #else
 #define SHARDCORE_ON_DEVICE(...)  // never run: bodies on the host get the host's stand-in
 #endif
@@ -58,6 +64,13 @@ struct CudaBlock : CudaWarp {
 
   // A barrier for all threads of the block; what they wrote to shared memory is visible to all.
   __host__ __device__ __forceinline__ void sync() const { SHARDCORE_ON_DEVICE(__syncthreads();) }
+
+  // Called by one thread of each of the grid's `count` blocks, with a counter in global memory that is 0: whether it is the
+  // last. After the next barrier that one's block sees all that the callers wrote before. It leaves the counter at 0.
+  __host__ __device__ __forceinline__ bool is_last([[maybe_unused]] uint32_t* counter, [[maybe_unused]] uint32_t count) const {
+    SHARDCORE_ON_DEVICE(return is_last_of(counter, count);)
+    return false;
+  }
 #endif
 };
 

@@ -11,8 +11,9 @@
 
 namespace shardcore {
 
-// items: of a NormPlan; all pointers are device memory. partial: num_chunks sums, scratch. num_chunks > 0.
-// The block sums have the CPU's bits; their double-double total agrees to about 100 bits, whatever the grouping.
+// items: of a NormPlan; all pointers are device memory. partial: num_chunks sums, scratch. num_chunks > 0. One launch, which
+// may be captured in a graph and run beside others on other streams. The block sums have the CPU's bits; their double-double
+// total agrees to about 100 bits, whatever the grouping.
 void sq_norm_cuda(const NormItems& items, int64_t num_chunks, DoubleDouble* partial, DoubleDouble* out, cudaStream_t stream);
 
 // out[0] = partial[0] + partial[1] + ... in a fixed order.

@@ -24,15 +24,23 @@ namespace shardcore {
 
 constexpr int kNormThreads = 256;
 constexpr int kNormWarps = kNormThreads / 32;
-constexpr int kSumThreads = 512;  // of the one CUDA block that adds what blocks have summed
-constexpr int kSumWarps = kSumThreads / 32;
-constexpr int kSumBatch = 8;  // a thread has that many partial sums in flight
+constexpr int kNormResident = 4;  // CUDA blocks of a multiprocessor
+constexpr int kSums = 512;  // that the CUDA block which adds what others have summed makes side by side, before it adds them
+constexpr int kSumWarps = kSums / 32;
+constexpr int kSumsOfThread = kSums / kNormThreads;
+constexpr int kSumBatch = 4;  // of each sum a thread has that many terms in flight
 constexpr int kBlockSize = static_cast<int>(kBlock);
 constexpr int64_t kNormChunk = 128 * kBlock;  // float32 elements; a chunk of 16-bit ones has as many bytes
 
 SHARDCORE_HD int64_t norm_chunk(DType dtype) { return kNormChunk * 4 / itemsize(dtype); }
 
-// A tensor of a launch: the CUDA blocks from first_chunk on do its chunks.
+// CUDA blocks of a launch: as many as run at once, each with every so many-th chunk.
+SHARDCORE_HD int64_t norm_grid(int64_t num_chunks, int multiprocessors) {
+  const int64_t most = int64_t{kNormResident} * multiprocessors;
+  return num_chunks < most ? num_chunks : most;
+}
+
+// A tensor of a launch; first_chunk: where its chunks begin among all.
 struct NormItem {
   const void* data;
   int64_t numel;
@@ -186,8 +194,9 @@ SHARDCORE_HD DoubleDouble add_warps(DoubleDouble total, DoubleDouble* shared, in
 // What a CUDA block shares.
 struct NormShared {
   static constexpr int kCopies = LanesMixed::kNumel / 8;  // of a lane in a round
-  DoubleDouble sums[kNormWarps];
-  Bytes16 rounds[2][kCopies][kNormThreads];
+  DoubleDouble sums[kSumWarps];
+  uint32_t last;  // whether the CUDA block is the last one to come to its end
+  alignas(16) Bytes16 rounds[2][kCopies][kNormThreads];
 };
 
 // The block that a lane has in a round whose first is `first`; past the last one that again, for nothing.
@@ -271,12 +280,11 @@ SHARDCORE_HD DoubleDouble sq_norm_chunk(const char* data, int numel, bool aligne
   return total;
 }
 
-// CUDA block block_index: one chunk of one tensor.
+// A chunk's sum, right in thread 0.
 template <typename Block>
-SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, NormShared& shared, int64_t block_index,
-                               int thread, const Block& block) {
-  const NormItem t = item_of_chunk(items, block_index, thread % 32, block);
-  const int64_t most = norm_chunk(t.dtype), first = (block_index - t.first_chunk) * most;
+SHARDCORE_HD DoubleDouble sum_chunk(const NormItems& items, int64_t chunk, NormShared& shared, int thread, const Block& block) {
+  const NormItem t = item_of_chunk(items, chunk, thread % 32, block);
+  const int64_t most = norm_chunk(t.dtype), first = (chunk - t.first_chunk) * most;
   const int numel = static_cast<int>(t.numel - first < most ? t.numel - first : most);
   const char* const data = static_cast<const char*>(t.data) + first * itemsize(t.dtype);
   SHARDCORE_ASSUME_GLOBAL(data);
@@ -289,28 +297,57 @@ SHARDCORE_HD void sq_norm_body(const NormItems& items, DoubleDouble* partial, No
   } else {
     total = sq_norm_chunk<DType::f16>(data, numel, aligned, shared, thread, block);
   }
-  total = add_warps<kNormWarps>(total, shared.sums, thread, block);
-  if (thread == 0) partial[block_index] = total;
+  return add_warps<kNormWarps>(total, shared.sums, thread, block);
 }
 
-// out[0] = the sum of partial[0:count], in an order that count fixes. One CUDA block of kSumThreads.
+// out[0] = the sum of partial[0:count], in an order that count fixes: kSums sums of every kSums-th, added in a tree. One CUDA
+// block of kNormThreads. shared: kSumWarps sums.
 template <typename Block>
 SHARDCORE_HD void add_partials_body(const DoubleDouble* partial, int64_t count, DoubleDouble* out, DoubleDouble* shared,
                                     int thread, const Block& block) {
-  DoubleDouble total{0.0, 0.0};
+  DoubleDouble totals[kSumsOfThread]{};
   SHARDCORE_NO_UNROLL
-  for (int64_t first = thread; first < count; first += kSumBatch * kSumThreads) {
-    DoubleDouble batch[kSumBatch];
+  for (int64_t first = thread; first < count; first += kSumBatch * kSums) {
+    DoubleDouble batch[kSumBatch][kSumsOfThread];
     SHARDCORE_UNROLL
     for (int k = 0; k < kSumBatch; ++k) {
-      const int64_t i = first + k * kSumThreads;
-      batch[k] = i < count ? partial[i] : DoubleDouble{0.0, 0.0};
+      SHARDCORE_UNROLL
+      for (int own = 0; own < kSumsOfThread; ++own) {
+        const int64_t i = first + k * kSums + own * kNormThreads;
+        batch[k][own] = i < count ? partial[i] : DoubleDouble{0.0, 0.0};
+      }
     }
     SHARDCORE_UNROLL
-    for (int k = 0; k < kSumBatch; ++k) total = dd_add(total, batch[k]);
+    for (int k = 0; k < kSumBatch; ++k) {
+      SHARDCORE_UNROLL
+      for (int own = 0; own < kSumsOfThread; ++own) totals[own] = dd_add(totals[own], batch[k][own]);
+    }
   }
-  total = add_warps<kSumWarps>(add_lanes(total, 1, 32, block), shared, thread, block);
+  SHARDCORE_UNROLL
+  for (int own = 1; own < kSumsOfThread; ++own) {
+    const DoubleDouble total = add_lanes(totals[own], 1, 32, block);
+    if (thread % 32 == 0) shared[own * kNormWarps + thread / 32] = total;
+  }
+  const DoubleDouble total = add_warps<kSumWarps>(add_lanes(totals[0], 1, 32, block), shared, thread, block);
   if (thread == 0) *out = total;
+}
+
+// CUDA block block_index of num_blocks. partial: num_chunks sums; out: their sum, which the last block adds that comes to its
+// end. arrived: a counter that is 0 and stays so; nullptr: nobody adds.
+template <typename Block>
+SHARDCORE_HD void sq_norm_body(const NormItems& items, int64_t num_chunks, DoubleDouble* partial, DoubleDouble* out,
+                               uint32_t* arrived, NormShared& shared, int64_t block_index, int64_t num_blocks, int thread,
+                               const Block& block) {
+  SHARDCORE_NO_UNROLL
+  for (int64_t chunk = block_index; chunk < num_chunks; chunk += num_blocks) {
+    const DoubleDouble total = sum_chunk(items, chunk, shared, thread, block);
+    if (thread == 0) partial[chunk] = total;
+    block.sync();  // before shared memory is written again
+  }
+  if (arrived == nullptr) return;
+  if (thread == 0) shared.last = block.is_last(arrived, static_cast<uint32_t>(num_blocks));
+  block.sync();
+  if (shared.last != 0) add_partials_body(partial, num_chunks, out, shared.sums, thread, block);
 }
 
 }  // namespace shardcore

@@ -7,19 +7,20 @@
 namespace shardcore {
 namespace {
 
-// 2 blocks a multiprocessor: up to 128 registers.
-__global__ void __launch_bounds__(kNormThreads, 2) ordered_sum_kernel(const OrderedSum op, DoubleDouble* partial) {
-  __shared__ DoubleDouble shared[kNormWarps];
+// kOrderedResident blocks a multiprocessor, each with 16 KiB of copies in flight.
+__global__ void __launch_bounds__(kOrderedThreads, kOrderedResident)
+    ordered_sum_kernel(const OrderedSum op, DoubleDouble* partial) {
+  __shared__ OrderedShared shared;
   ordered_sum_body(op, partial, shared, blockIdx.x, static_cast<int>(threadIdx.x), CudaBlock{});
 }
 
 }  // namespace
 
-int64_t ordered_sum_partials(int64_t numel) { return (numel + kNormChunk - 1) / kNormChunk; }
+int64_t ordered_sum_partials(int64_t numel) { return ordered_sum_grid(numel); }
 
 void ordered_sum_cuda(const OrderedSum& op, DoubleDouble* partial, DoubleDouble* sq_norm, cudaStream_t stream) {
-  const int64_t count = ordered_sum_partials(op.numel);
-  ordered_sum_kernel<<<grid_size("ordered_sum", count), kNormThreads, 0, stream>>>(op, partial);
+  const int64_t count = ordered_sum_grid(op.numel);
+  ordered_sum_kernel<<<static_cast<unsigned>(count), kOrderedThreads, 0, stream>>>(op, partial);
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
   add_partials_cuda(partial, count, sq_norm, stream);
 }

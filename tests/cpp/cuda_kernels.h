@@ -40,6 +40,18 @@ struct BlockWithoutWait : HostBlock {
   void wait_copies() const {}
 };
 
+// It never counts itself as the last, as if another block were still to come.
+struct BlockThatWaits : HostBlock {
+  explicit BlockThatWaits(const HostBlock& block) : HostBlock(block) {}
+  bool is_last(uint32_t*, uint32_t) const { return false; }
+};
+
+// It takes the first block that comes to its end for the last.
+struct BlockInAHurry : HostBlock {
+  explicit BlockInAHurry(const HostBlock& block) : HostBlock(block) {}
+  bool is_last(uint32_t* counter, uint32_t) const { return (*counter)++ == 0; }
+};
+
 class Partials {
  public:
   explicit Partials(int64_t count) : count_(count), buffer_(count * static_cast<int64_t>(sizeof(DoubleDouble)), 0) {
@@ -51,7 +63,7 @@ class Partials {
   template <typename Block>
   DoubleDouble total() {
     Partials out(1);
-    HostGrid::run(1, kSumThreads, [&](int64_t, int thread, const HostBlock& block) {
+    HostGrid::run(1, kNormThreads, [&](int64_t, int thread, const HostBlock& block) {
       add_partials_body(data(), count_, out.data(), block.shared<DoubleDouble>(), thread, Block(block));
     });
     return *out.data();
@@ -62,26 +74,42 @@ class Partials {
   Buffer buffer_;
 };
 
+// order: in which the CUDA blocks run, by default as many as a GPU of one multiprocessor has, one after the other. out: of more
+// launches than one, with one counter.
 template <typename Block = HostBlock>
-DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t first_chunk = 0) {
+DoubleDouble sq_norm_cuda_body(const std::vector<NormSegment>& segments, int64_t first_chunk = 0,
+                               std::vector<int64_t> order = {}, int launches = 1) {
   const NormPlan plan(segments);
   if (plan.num_chunks == 0) return {};
   NormItems items;
   if (!items.take(plan.items)) items.table = plan.items.data(), items.count = static_cast<int32_t>(plan.items.size());
-  Partials partials(plan.num_chunks);
-  HostGrid::run_from(first_chunk, plan.num_chunks, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
-    sq_norm_body(items, partials.data(), *block.shared<NormShared>(), index, thread, Block(block));
-  });
-  return partials.total<Block>();
+  int64_t blocks = first_chunk == 0 ? norm_grid(plan.num_chunks, 1) : plan.num_chunks;
+  if (order.empty()) {
+    for (int64_t block = first_chunk; block < blocks; ++block) order.push_back(block);
+  } else {
+    blocks = static_cast<int64_t>(order.size());
+  }
+  Partials partials(plan.num_chunks), out(1);
+  auto arrived = static_cast<uint32_t>(first_chunk);
+  for (int launch = 0; launch < launches; ++launch) {
+    *out.data() = {std::nan(""), 0.0};
+    for (const int64_t block_index : order) {
+      HostGrid::run_block(block_index, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
+        sq_norm_body(items, plan.num_chunks, partials.data(), out.data(), &arrived, *block.shared<NormShared>(), index, blocks,
+                     thread, Block(block));
+      });
+    }
+  }
+  return *out.data();
 }
 
 template <typename Block = HostBlock>
 DoubleDouble ordered_sum_cuda_body(const OrderedSum& op, int64_t first_chunk = 0) {
-  const int64_t count = (op.numel + kNormChunk - 1) / kNormChunk;
+  const int64_t count = ordered_sum_grid(op.numel);
   if (count == 0) return {};
   Partials partials(count);
-  HostGrid::run_from(first_chunk, count, kNormThreads, [&](int64_t index, int thread, const HostBlock& block) {
-    ordered_sum_body(op, partials.data(), block.shared<DoubleDouble>(), index, thread, Block(block));
+  HostGrid::run_from(first_chunk, count, kOrderedThreads, [&](int64_t index, int thread, const HostBlock& block) {
+    ordered_sum_body(op, partials.data(), *block.shared<OrderedShared>(), index, thread, Block(block));
   });
   return partials.total<Block>();
 }

@@ -70,8 +70,19 @@ class HostBlock {
     sync_turn_ ^= 1;
   }
 
+  // Blocks run one after the other, so it needs no fence.
+  bool is_last(uint32_t* counter, uint32_t count) const {
+    *counter = *counter + 1 == count ? 0 : *counter + 1;
+    return *counter == 0;
+  }
+
   // Asynchronous copies are made at the latest moment: when they are waited for.
-  void copy16(void* shared, const void* global) const { copies_.back().push_back({shared, global}); }
+  void copy16(void* shared, const void* global) const {
+    for (const void* p : {static_cast<const void*>(shared), global}) {
+      if (reinterpret_cast<uintptr_t>(p) % 16 != 0) throw std::logic_error("copy16: an address is no multiple of 16");
+    }
+    copies_.back().push_back({shared, global});
+  }
   void commit_copies() const { copies_.emplace_back(); }
   template <int kGroups>
   void wait_copies() const {

@@ -204,7 +204,7 @@ TEST(large_index, casts_and_ordered_sums_beyond_2_to_the_31) {
     sum.copy_to(got_sum.data());
     EXPECT_EQ(got_sum == want_sum, !src_wrapped && !dst_wrapped);
     std::memset(sum.element0() + kFirst * 2, 0, static_cast<size_t>(kTail * 2));
-    ordered_sum_cuda_body(op, kFirst / kNormChunk);
+    ordered_sum_cuda_body(op, kFirst / ordered_sum_chunk(op.numel));
     sum.copy_to(got_sum.data());
     EXPECT_EQ(got_sum == want_sum, !src_wrapped && !dst_wrapped);
   }

@@ -1,6 +1,7 @@
 // The norm's CUDA kernels on the host, with their warps and block reductions: the bits of the definition and of the CPU.
 #include "core/executor.h"
 #include "cpp/cuda_kernels.h"
+#include "norm/norm_counters.h"
 
 namespace shardcore::testing {
 namespace {
@@ -125,15 +126,69 @@ TEST(norm_cuda, a_list_with_more_partial_sums_than_threads) {
   EXPECT_LE(relative_difference(want, got), kGrouping);
 }
 
-TEST(norm_cuda, partial_sums_are_added_whatever_their_number) {
-  constexpr int64_t kRound = kSumBatch * kSumThreads;
-  for (const int64_t count : {int64_t{0}, int64_t{1}, kRound - 1, kRound, 2 * kRound + 5}) {
-    Partials partials(count);
-    for (int64_t i = 0; i < count; ++i) partials.data()[i] = {static_cast<double>(i + 1), 0x1p-60};
-    const DoubleDouble got = partials.total<HostBlock>();
-    EXPECT_EQ(got.high, static_cast<double>(count * (count + 1) / 2));
-    EXPECT_EQ(got.low, static_cast<double>(count) * 0x1p-60);
+// The tree of the sum of partial sums, word for word: 512 sums, then pairs within each 32, then pairs of what 32 gave.
+DoubleDouble naive_tree(const DoubleDouble* partial, int64_t count) {
+  std::vector<DoubleDouble> sums(512, DoubleDouble{});
+  for (int64_t i = 0; i < count; ++i) sums[i % 512] = dd_add(sums[i % 512], partial[i]);
+  for (const size_t unit : {size_t{1}, size_t{32}}) {
+    for (size_t step = unit; step < unit * (unit == 1 ? 32 : 16); step *= 2) {
+      for (size_t i = 0; i < 512; i += 2 * step) sums[i] = dd_add(sums[i], sums[i + step]);
+    }
   }
+  return sums[0];
+}
+
+TEST(norm_cuda, partial_sums_are_added_in_one_tree_whatever_their_number) {
+  Random random(9);
+  int other_bits = 0;
+  for (const int64_t count : {0, 1, 255, 257, 511, 513, 2047, 2049, 4096, 4101, 8197}) {
+    Partials partials(count);
+    for (int64_t i = 0; i < count; ++i) {
+      const double high = std::ldexp(1.0 + std::fabs(random.normal()), static_cast<int>(random.integer(60)) - 30);
+      partials.data()[i] = two_sum(high, high * 0x1p-54 * random.normal());
+    }
+    const DoubleDouble got = partials.total<HostBlock>(), want = naive_tree(partials.data(), count);
+    EXPECT_EQ(std::pair(got.high, got.low), std::pair(want.high, want.low)) << count;
+    std::reverse(partials.data(), partials.data() + count);
+    other_bits += partials.total<HostBlock>().low != want.low;
+  }
+  EXPECT_GT(other_bits, 3);  // the order of the terms shows
+}
+
+TEST(norm_cuda, the_number_of_cuda_blocks_and_their_order_change_no_bit) {
+  const int64_t numel = 5 * kNormChunk + 77;
+  Buffer data = random_values(DType::f32, numel, 0, 6);
+  const std::vector<NormSegment> list = {{data.data(), kNormChunk + 7, DType::f32}, {data.data(), numel, DType::f32}};
+  const DoubleDouble want = sq_norm_cuda_body(list, 0, {0});  // one CUDA block does all chunks
+  for (const std::vector<int64_t>& order : {std::vector<int64_t>{0, 1}, {1, 0}, {2, 0, 1}, {7, 5, 0, 2, 4, 6, 1, 3}}) {
+    if (kThreadSanitizer && order.size() > 2) continue;
+    const DoubleDouble got = sq_norm_cuda_body(list, 0, order), again = sq_norm_cuda_body(list, 0, order, 2);
+    EXPECT_EQ(std::pair(got.high, got.low), std::pair(want.high, want.low));
+    EXPECT_EQ(std::pair(again.high, again.low), std::pair(want.high, want.low));  // the counter was left at 0
+    EXPECT_NE(sq_norm_cuda_body<BlockInAHurry>(list, 0, order).high, want.high);
+    EXPECT_TRUE(std::isnan(sq_norm_cuda_body<BlockThatWaits>(list, 0, order).high));
+  }
+}
+
+TEST(norm_cuda, a_launch_has_as_many_cuda_blocks_as_run_at_once) {
+  EXPECT_EQ(norm_grid(1, 132), 1);
+  EXPECT_EQ(norm_grid(528, 132), 528);
+  EXPECT_EQ(norm_grid(1 << 20, 132), 528);
+}
+
+TEST(norm_cuda, launches_that_may_run_at_once_count_apart) {
+  NormCounters counters(5);
+  const int streams[3] = {};
+  EXPECT_EQ(counters.take(nullptr, false), 0);
+  EXPECT_EQ(counters.take(&streams[0], false), 1);
+  EXPECT_EQ(counters.take(nullptr, false), 0);     // a stream's launches run one after the other
+  EXPECT_EQ(counters.take(&streams[0], true), 2);  // a graph's may run beside the stream's, and beside another graph's
+  EXPECT_EQ(counters.take(&streams[0], true), 3);
+  EXPECT_EQ(counters.take(&streams[0], false), 1);
+  EXPECT_EQ(counters.take(&streams[1], true), 4);
+  EXPECT_EQ(counters.take(&streams[1], false), NormCounters::kNone);
+  EXPECT_EQ(counters.take(&streams[2], true), NormCounters::kNone);
+  EXPECT_EQ(counters.take(nullptr, false), 0);
 }
 
 TEST(norm_cuda, what_is_not_finite_shows) {
@@ -162,9 +217,13 @@ TEST(norm_cuda, broken_twins_are_rejected) {
     if (dtype != DType::f32) {
       EXPECT_TRUE(rejected(sq_norm_cuda_body<BlockWithoutWait>(list)));
     }
-    if (!kThreadSanitizer) {  // there: planted_race.cpp
-      EXPECT_TRUE(some_run_is_rejected([&] { return rejected(sq_norm_cuda_body<BlockWithoutSync>(list)); }));
-    }
+  }
+  if (!kThreadSanitizer) {                                                      // there: planted_race.cpp
+    Buffer data = random_values(DType::f32, LanesF32::kStride * kBlock, 0, 5);  // so that all warps come at the same time
+    const std::vector<NormSegment> list = {{data.data(), LanesF32::kStride * kBlock, DType::f32}};
+    const DoubleDouble want = on_cpu(list);
+    EXPECT_TRUE(some_run_is_rejected(
+        [&] { return !(relative_difference(want, sq_norm_cuda_body<BlockWithoutSync>(list)) <= kGrouping); }));
   }
 }
 

@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from benchmarks.device import Device
 from shardcore._native import _C
 from tests.support.kernels import DTYPES, SIZES, make_hyper, tensor
 from tests.support.placement import bits, device_of, each_place, first_difference, moved, running_at
@@ -63,6 +64,57 @@ def test_ordered_sum(place, pieces_dtype, out_dtype):
             sq_there = _C.ordered_sum(pieces_there, *arguments, out_there, accumulate, own_there, world_size - 1)
         assert first_difference([out_there], [out]) is None
         assert _C.norm_from_sq(sq_there.cpu()) == _C.norm_from_sq(sq)
+
+
+@each_place
+@pytest.mark.parametrize("world_size", [8, 64, 256, 1024])
+def test_ordered_sum_of_many_pieces(place, world_size):
+    """More ranks than a GPU's lane has under way, in pieces that start on 16 bytes and odd ones."""
+    generator = torch.Generator().manual_seed(world_size)
+    device = device_of(place)
+    for dtype, numel in itertools.product(DTYPES, (4 * BLOCK, 1017)):
+        pieces, own = tensor(world_size * numel, dtype, generator), tensor(numel, dtype, generator)
+        out = torch.zeros(numel)
+        pieces_there, own_there, out_there = (moved(t, device) for t in (pieces, own, out))
+        sq = _C.ordered_sum(pieces, world_size, 1 / world_size, out, False, own, world_size // 2)
+        with running_at(place):
+            sq_there = _C.ordered_sum(pieces_there, world_size, 1 / world_size, out_there, False, own_there, world_size // 2)
+        assert first_difference([out_there], [out]) is None
+        assert _C.norm_from_sq(sq_there.cpu()) == _C.norm_from_sq(sq)
+        turned = pieces.view(world_size, numel).flip(0).reshape(-1)  # a twin: the same pieces in another order
+        _C.ordered_sum(turned, world_size, 1 / world_size, out, False, own, world_size - 1 - world_size // 2)
+        if dtype == torch.float32:  # sums of a few 16-bit numbers may be exact
+            assert first_difference([out_there], [out]) is not None
+
+
+@pytest.mark.gpu
+def test_norms_on_several_streams_and_in_graphs_at_once():
+    """Each counts its own CUDA blocks: replays of two graphs run beside each other and beside norms on three streams."""
+    lists = [[torch.randn(3_000_001 * (i + 1), device="cuda")] for i in range(5)]
+    want = [_C.sq_norm(tensors).cpu() for tensors in lists]
+    streams = [torch.cuda.Stream() for _ in lists]
+    graphs, outs = [torch.cuda.CUDAGraph() for _ in range(2)], [torch.empty(0)] * 5
+    torch.cuda.synchronize()
+    for i, graph in enumerate(graphs):
+        with torch.cuda.graph(graph, stream=streams[4]):  # captured on the stream that then runs the last list's norm
+            outs[i] = _C.sq_norm(lists[i])
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < len(graphs):
+                    outs[i].fill_(-1.0)
+                    graphs[i].replay()
+                else:
+                    outs[i] = _C.sq_norm(lists[i])
+        torch.cuda.synchronize()
+        for out, expected in zip(outs, want, strict=True):
+            assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_a_norm_is_one_launch():
+    tensors = [torch.ones(1_000_003, device="cuda"), torch.ones(77, device="cuda")]
+    assert Device("cuda").launches(lambda: _C.sq_norm(tensors)) == {"kernels": 1, "copies": 0}
 
 
 @each_place

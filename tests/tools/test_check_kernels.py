@@ -139,6 +139,13 @@ def test_what_cannot_be_followed_is_an_error():
         read_kernels("", sass())
 
 
+def test_a_call_may_leave_a_loop():
+    """nvcc may write a jump out of a loop within a loop as a call: both are one loop still."""
+    left = CODE.replace("@!P1 BRA {vector}", "@P2 CALL.REL.NOINC {after}\nBRA {vector}")
+    code = left.replace("@P1 BRA {after}", "@P1 BRA {vector}")
+    assert "1 loads of 2 bytes; expected at most 0" in found(code)[0]
+
+
 def test_barriers_lead_to_where_they_were_set():
     code = CODE.replace("BSYNC B0", "BRA {far}").replace("end: BRA {end}", "far: BSYNC B0")  # then the scalar loop follows
     assert found(code) == []
