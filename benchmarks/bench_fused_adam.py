@@ -170,7 +170,7 @@ def measure_group(
                 "ours": case.peer is None,
                 "kind": str(case.kind),
                 "bytes_per_element": case.kind.bytes_moved,
-                **rates(seconds[name], seconds["copy"], numel * case.kind.bytes_moved, 2 * options.copy_bytes),
+                **harness.rates(seconds[name], seconds["copy"], numel * case.kind.bytes_moved, 2 * options.copy_bytes),
                 "time_over_ours": asdict(harness.paired(seconds[name], ours)),
             }
         )
@@ -196,18 +196,6 @@ def timed(
     few = max(2, 2**15 // len(shapes))  # of a list so long that the host takes milliseconds
     repeats = options.repeats or min(100, max(5, 2**32 // numel_of(shapes)), few)
     return harness.interleave(calls, options.rounds, repeats=repeats, pause_s=options.pause, warmup=2, timer=device.timer)
-
-
-def rates(seconds: list[float], limit: list[float], moved: int, limit_moved: int) -> dict[str, object]:
-    """Return the seconds, GB/s (median) and the share of the limit (paired by round) of a case that moves ``moved`` bytes."""
-    shares = harness.paired(limit, seconds)
-    factor = moved / limit_moved
-    return {
-        "seconds": seconds,
-        "gb_per_second": moved / harness.spread(seconds).median / 1e9,
-        "share": asdict(harness.Spread(shares.median * factor, shares.low * factor, shares.high * factor)),
-        "limit_gb_per_second": limit_moved / harness.spread(limit).median / 1e9,
-    }
 
 
 def print_cases(result: Mapping[str, object], options: argparse.Namespace) -> None:
@@ -238,7 +226,7 @@ def measure_norm(device: Device, name: str, shapes: Shapes, options: argparse.Na
     seconds = timed(device, calls, shapes, options)
     rows = [["norm", "ms (median)", "GB/s", "share of reading [quartiles]"]]
     for engine, size in bytes_each.items():
-        case = rates(seconds[engine], seconds["read"], numel * size, options.copy_bytes)
+        case = harness.rates(seconds[engine], seconds["read"], numel * size, options.copy_bytes)
         result["cases"].append({"engine": engine, "ours": engine.startswith(OURS), "bytes_per_element": size, **case})
         share, ms = harness.Spread(**case["share"]), harness.spread(seconds[engine]).median * 1e3
         rows.append([engine, f"{ms:.3f}", f"{case['gb_per_second']:.0f}", str(share)])

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -42,6 +42,18 @@ def spread(samples: Sequence[float]) -> Spread:
 def paired(numerators: Sequence[float], denominators: Sequence[float]) -> Spread:
     """Return the spread of the ratios of samples from the same rounds."""
     return spread([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def rates(seconds: list[float], limit: list[float], moved: int, limit_moved: int) -> dict[str, object]:
+    """Return the seconds, GB/s (median) and the share of the limit (paired by round) of a case that moves ``moved`` bytes."""
+    shares = paired(limit, seconds)
+    factor = moved / limit_moved
+    return {
+        "seconds": seconds,
+        "gb_per_second": moved / spread(seconds).median / 1e9,
+        "share": asdict(Spread(shares.median * factor, shares.low * factor, shares.high * factor)),
+        "limit_gb_per_second": limit_moved / spread(limit).median / 1e9,
+    }
 
 
 def random_order(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:

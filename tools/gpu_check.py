@@ -106,6 +106,7 @@ def kernels() -> list[Step]:
     return [
         Step("tests", [*python, *gpu_tests("tests", f"--ignore={OFFLOAD}")], 180, read_tests),
         *(Step(tool, [*python, "tools.sanitize", tool], 90) for tool in ("memcheck", "racecheck", "initcheck")),
+        Step("ordered_sum", [*python, "benchmarks.bench_ordered_sum", *out], 60, read_figures("ordered_sum"), echo=True),
         Step(
             "benchmarks",
             [*python, "benchmarks.bench_fused_adam", "--rounds", "7", *out],

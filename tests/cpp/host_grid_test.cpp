@@ -66,6 +66,15 @@ TEST(host_grid, a_missing_barrier_gives_wrong_results_on_fibers) {
   }
 }
 
+TEST(host_grid, copies_of_16_bytes_want_addresses_that_are_multiples_of_it) {
+  alignas(16) static const char global[32] = {};
+  HostGrid::run(1, 32, [&](int64_t, int, const HostBlock& block) {
+    EXPECT_NO_THROW(block.copy16(block.shared<char>() + 16, global + 16));
+    EXPECT_THROW(block.copy16(block.shared<char>() + 8, global), std::logic_error);
+    EXPECT_THROW(block.copy16(block.shared<char>(), global + 4), std::logic_error);
+  });
+}
+
 TEST(host_grid, a_barrier_that_one_thread_leaves_out_is_an_error) {
   if (!runs(TeamKind::fibers)) return;
   const auto run = [](int absent, bool warp) {

@@ -273,7 +273,7 @@ def test_pytests_results_are_read(tmp_path):
 
 def test_the_kernels_part_runs_what_is_there():
     steps = {step.name: step for step in gpu_check.kernels()}
-    assert list(steps) == ["tests", "memcheck", "racecheck", "initcheck", "benchmarks"]
+    assert list(steps) == ["tests", "memcheck", "racecheck", "initcheck", "ordered_sum", "benchmarks"]
     for step in [gpu_check.build(), *steps.values()]:
         assert step.command[:2] == [sys.executable, "-m"]
         assert importlib.util.find_spec(step.command[2]) is not None
