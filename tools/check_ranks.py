@@ -1,19 +1,23 @@
 """Trains a small model over several ranks in every layout, and compares bits: torchrun --nproc-per-node N -m tools.check_ranks.
 
-On GPUs over NCCL (a GPU per rank), or with --device cpu over gloo. Layouts that add gradients in the same order have one hash
-of weights and states: all stages, tiers, prefetches and overlapped steps, flat or in nodes of --ranks-per-node, hybrid sharding
-or not. Then it times collectives of the size of a model's units. Rank 0 writes ranks.json into --out. Exit status: 0 all hashes
-are as they should be; 1 one is not, or a layout failed.
+On GPUs over NCCL, or, where there is one, all ranks on it over a stand-in for NCCL (tools/nccl_standin.py);
+with --device cpu over gloo, or the stand-in. Layouts that add gradients in the same order have one hash of weights and states:
+all stages, tiers, prefetches and overlapped steps, flat or in nodes of --ranks-per-node, hybrid sharding or not. Then it times
+collectives of the size of a model's units. Rank 0 writes ranks.json into --out. Exit status: 0 all hashes are as they should
+be; 1 one is not, or a layout failed. With --leave-out-backward only this: the last rank leaves out a backward, and each rank
+must raise an error that says so, well before the group's timeout of a minute.
 """
 
 import argparse
 import gc
 import hashlib
+import itertools
 import os
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardcore
 from benchmarks import harness
 from examples.machine import describe_machine
+from tools import nccl_standin
 
-WIDTH, DEPTH, STEPS = 256, 6, 4
+WIDTH, DEPTH, STEPS = 256, 6, 3
+LEAVE_OUT_S = 60.0  # the group's timeout
 MIB = 1 << 20
 
 
@@ -70,6 +76,8 @@ class Training:
         )
         if (mesh := layout.pop("mesh", None)) is not None:
             layout["process_group"] = init_device_mesh(device.type, mesh)
+        if (backend := layout.pop("backend", None)) is not None:
+            layout["process_group"] = dist.new_group(backend=backend)
         self.model, self.optimizer = shardcore.shard(model, adam, precision="bf16", clip_grad_norm=0.5, **layout)
         self.device = device
 
@@ -92,29 +100,30 @@ class Training:
         return digest.hexdigest()[:16]
 
 
-def layouts(world: int, per_node: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (order in which gradients are added, name, arguments of shard)."""
+def layouts(world: int, per_node: int, alone: str | None = None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (order in which gradients are added, name, arguments of shard). alone: a backend without gloo beside it."""
     cpu = {"optimizer": "cpu", "gradients": "cpu"}
-    for stage in range(4):
-        yield "flat", f"stage {stage}", {"stage": stage}
-        yield "flat", f"stage {stage}, overlapped step", {"stage": stage, "overlap_step": True}
-    for stage in (1, 2, 3):
-        yield "flat", f"stage {stage}, offload", {"stage": stage, "offload": dict(cpu)}
-        yield "flat", f"stage {stage}, offload, overlapped", {"stage": stage, "offload": dict(cpu), "overlap_step": True}
+    ways: list[tuple[str, str, range, dict[str, Any]]] = [("flat", "", range(4), {})]
+    if 1 < per_node < world:
+        ways += [
+            ("flat", f", weights kept by {per_node} ranks", range(3, 4), {"reshard_after_forward": per_node}),
+            ("nodes", f", nodes of {per_node}", range(4), {"ranks_per_node": per_node}),
+            ("nodes", ", hybrid", range(1, 4), {"mesh": (world // per_node, per_node)}),
+        ]
+    for order, way, stages, how in ways:
+        for stage, offload, overlap in itertools.product(stages, (False, True), (False, True)):
+            if stage > 0 or not offload:
+                name = f"stage {stage}{way}{', offload' * offload}{', overlapped' * overlap}"
+                tier = {"offload": dict(cpu)} if offload else {}
+                yield order, name, {"stage": stage, "overlap_step": overlap, **tier, **how}
     yield "flat", "stage 3, weights in host memory", {"stage": 3, "offload": {**cpu, "params": "cpu"}}
     yield "flat", "stage 3, nothing ahead", {"stage": 3, "prefetch": 0}
     yield "flat", "stage 3, three ahead", {"stage": 3, "prefetch": 3}
     yield "flat", "stage 3, weights kept", {"stage": 3, "reshard_after_forward": False}
     yield "flat", "stage 3, a user's collective in forward", {"stage": 3, "collective": True}
-    if 1 < per_node < world:
-        yield "flat", f"stage 3, weights kept by {per_node} ranks", {"stage": 3, "reshard_after_forward": per_node}
-        for stage in range(4):
-            yield "nodes", f"stage {stage}, nodes of {per_node}", {"stage": stage, "ranks_per_node": per_node}
-        nodes = {"ranks_per_node": per_node, "overlap_step": True}
-        yield "nodes", f"stage 2, nodes of {per_node}, overlapped", {"stage": 2, **nodes}
-        yield "nodes", f"stage 3, nodes of {per_node}, offload", {"stage": 3, "ranks_per_node": per_node, "offload": dict(cpu)}
-        for stage in (1, 2, 3):
-            yield "nodes", f"stage {stage}, hybrid", {"stage": stage, "mesh": (world // per_node, per_node)}
+    if alone is not None:
+        for stage in (0, 3):
+            yield "flat", f"stage {stage}, a group without gloo", {"stage": stage, "backend": alone}
 
 
 def run(device: torch.device, layout: dict[str, Any]) -> str:
@@ -132,6 +141,45 @@ def two_at_once(device: torch.device) -> str:
         first.step(step)
         second.step(step)
     return first.hash()
+
+
+def leave_out_backward(device: torch.device) -> bool:
+    """Let the last rank leave out a backward; returns whether this rank's error says so in time."""
+    training, rank, world = Training(device, {"stage": 2}), dist.get_rank(), dist.get_world_size()
+    training.step(0)
+    store, begun, said = dist.distributed_c10d._get_default_store(), time.perf_counter(), "no error"
+    try:
+        if rank < world - 1:
+            training.step(1)
+        else:
+            training.optimizer.step()
+        training.hash()
+    except RuntimeError as error:
+        said = str(error)
+    took = time.perf_counter() - begun
+    print(f"rank {rank} after {took:.1f} s: {said}", flush=True)
+    store.set(f"ended/{rank}", "")  # that another one ends would end a wait, too
+    store.wait([f"ended/{other}" for other in range(world)], timedelta(seconds=2 * LEAVE_OUT_S))
+    return said.startswith("ranks wait for different things") and took < LEAVE_OUT_S / 2
+
+
+def join(kind: str, standin: bool, timeout: timedelta | None) -> tuple[torch.device, str, str | None]:
+    """Join the default group; returns this rank's device, what carries its data, and a backend without gloo beside it."""
+    if kind == "cuda":
+        standin = torch.cuda.device_count() == 1 < int(os.environ["LOCAL_WORLD_SIZE"])
+        device = torch.device("cuda", 0 if standin else int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    if standin:
+        nccl_standin.install(kind)
+        dist.init_process_group(nccl_standin.backend(kind), timeout=timeout)
+        return device, nccl_standin.NAME, nccl_standin.backend(kind, alone=True)
+    if kind == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+        return device, "nccl", "nccl"
+    dist.init_process_group("gloo", timeout=timeout)
+    return device, "gloo", None
 
 
 def rates(device: torch.device, sizes_mib: tuple[int, ...]) -> list[dict[str, float]]:
@@ -160,27 +208,32 @@ def rates(device: torch.device, sizes_mib: tuple[int, ...]) -> list[dict[str, fl
     return found
 
 
-def main() -> int:
-    """Run on this rank."""
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--standin", action="store_true", help="with --device cpu: over the stand-in for NCCL")
+    parser.add_argument("--leave-out-backward", action="store_true", help="only this")
     parser.add_argument("--ranks-per-node", type=int, help="of the layouts in nodes (default: half of the ranks)")
     parser.add_argument("--only", default="", help="layouts whose name has this")
     parser.add_argument("--sizes", type=int, nargs="*", default=[32, 128, 512], help="MiB of the collectives that are timed")
     parser.add_argument("--out", type=Path, default=Path("build/check_ranks"))
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    """Run on this rank."""
+    options = make_parser().parse_args()
     torch.set_num_threads(1)
-    if options.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    timeout = timedelta(seconds=LEAVE_OUT_S) if options.leave_out_backward else None
+    device, over, alone = join(options.device, options.standin, timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
+    if options.leave_out_backward:
+        told = leave_out_backward(device)
+        os._exit(0 if told else 1)  # the group is aborted, which its own end might wait for
     hashes: dict[str, dict[str, str]] = {}
     problems: list[str] = []
-    wanted = [one for one in layouts(world, options.ranks_per_node or world // 2) if options.only in one[1]]
+    wanted = [one for one in layouts(world, options.ranks_per_node or world // 2, alone) if options.only in one[1]]
     for order, name, layout in [
         *wanted,
         *([("flat", "two models at once", None)] if options.only in "two models at once" else []),
@@ -206,11 +259,12 @@ def main() -> int:
     speeds = rates(device, tuple(options.sizes))
     if rank == 0:
         options.out.mkdir(parents=True, exist_ok=True)
-        result = {"world": world, "device": options.device, "hashes": hashes, "problems": problems, "rates": speeds}
-        harness.write_json(options.out / "ranks.json", {"machine": describe_machine(), **result})
+        result = {"world": world, "device": options.device, "over": over, "hashes": hashes, "problems": problems}
+        harness.write_json(options.out / "ranks.json", {"machine": describe_machine(), **result, "rates": speeds})
         for entry in speeds:
             print(", ".join(f"{key} {value}" for key, value in entry.items()))
-        print("\n".join(problems) or f"{sum(map(len, hashes.values()))} layouts of {world} ranks: one hash per order of adding")
+        count = sum(map(len, hashes.values()))
+        print("\n".join(problems) or f"{count} layouts of {world} ranks over {over}: one hash per order of adding")
     dist.barrier()
     dist.destroy_process_group()
     return 1 if problems else 0

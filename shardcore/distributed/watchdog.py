@@ -12,8 +12,9 @@ counts as stuck if all other ranks of its group wait for what it has not started
 leaves before all have entered it (`_SYMMETRIC`), called there, without `async_op` and by no other thread. What a rank wrote
 counts only while it keeps writing (`beat`), since its wait may have ended. Slow ranks and networks prove nothing: they get one
 log line per minute, and the group's timeout.
-Note [End]: a proof is written to the store first, for each of the waits, so that every rank can report it. Then gloo's
-connections are closed (a receive that times out does that), so that the waits raise; NCCL's communicator is aborted.
+Note [End]: a proof is written to the store first, for each of the waits, so that every rank can report it. Then NCCL's
+communicator is aborted, and gloo's connections, beside it too, are closed (a receive that times out does that), so that the
+waits raise.
 """
 
 import atexit
@@ -407,14 +408,15 @@ class _Watch:
         self._ended.add(wait.key)
         self._reasons[wait.key] = reason
         groups = [group, *filter(None, (part() for part in log.parts))]
-        if "nccl" in dist.get_backend_config(group):
+        config = dist.get_backend_config(group)
+        if "nccl" in config:
             sys.stderr.write(f"shardcore: rank {dist.get_rank()}: {reason}\n")
             sys.stderr.flush()
             for one in groups:
-                one.abort()
-            return
-        logger.error("%s", reason)
-        for one in groups:
+                one.abort()  # which ends no wait of gloo's
+        else:
+            logger.error("%s", reason)
+        for one in groups if "gloo" in config else []:
             here = dist.get_rank(one)
             for other in range(one.size()):  # of which some connections may be closed already
                 with suppress(RuntimeError):

@@ -20,7 +20,9 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _REMOVED} | _SET
 
 
-def finished(command: Sequence[str], folder: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def finished(
+    command: Sequence[str], folder: Path, env: dict[str, str] | None = None, timeout_s: float = 300
+) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder` to its end, and return what it printed; again where a thread of gloo's aborted a rank's end.
 
     ProcessGroupGloo's threads in torch 2.13 may drop a tensor's last reference while the interpreter ends, for which they take
@@ -29,7 +31,7 @@ def finished(command: Sequence[str], folder: Path, env: dict[str, str] | None = 
     """
     for _ in range(3):
         done = subprocess.run(
-            command, cwd=folder, env=env or environment(), capture_output=True, text=True, timeout=300, check=False
+            command, cwd=folder, env=env or environment(), capture_output=True, text=True, timeout=timeout_s, check=False
         )
         if "terminate called without an active exception" not in done.stderr:
             break

@@ -1,16 +1,12 @@
-"""tools/check_ranks.py over gloo ranks, and over a stand-in for NCCL: what it finds equal, and that it finds what is not."""
+"""tools/check_ranks.py over gloo ranks, and over the stand-in for NCCL: what it finds equal, and that it finds what is not."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.groups import as_on_nccl
-from tests.support.ranks import run_ranks
 from tests.support.scripts import finished, torchrun
-from tools import check_ranks
 
 # At stage 2 alone the learning rate is another one.
 BROKEN = """
@@ -43,21 +39,24 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
     assert (len(set(result["hashes"]["flat"].values())) == 1) != broken
 
 
-def _hashes_as_on_nccl(rank: int, world_size: int) -> dict[str, list[str]]:
-    device = torch.device("cpu")
-    found: dict[str, list[str]] = {}
-    with as_on_nccl():
-        for order, _, layout in check_ranks.layouts(world_size, 2):
-            found.setdefault(order, []).append(check_ranks.run(device, layout))
-        found["flat"].append(check_ranks.two_at_once(device))
-    return found
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
+    program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
+    done = finished([sys.executable, *torchrun(ranks), *program], tmp_path, timeout_s=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "ranks.json").read_text())
+    assert result["over"] == "nccl_standin"
+    hashes = {order: list(found.values()) for order, found in result["hashes"].items()}
+    assert {order: len(found) for order, found in hashes.items()} == ({"flat": 22} if ranks == 2 else {"flat": 26, "nodes": 26})
+    assert all(len(set(found)) == 1 for found in hashes.values())
+    assert len({found[0] for found in hashes.values()}) == len(hashes)
 
 
 @pytest.mark.slow
-def test_one_hash_over_layouts_on_groups_that_are_taken_for_nccl() -> None:
-    """Gloo's collectives run in the order in which they are started, as NCCL's do, over groups of the levels."""
-    first, *others = run_ranks(4, _hashes_as_on_nccl)
-    assert all(found == first for found in others)
-    assert [len(first[order]) for order in ("flat", "nodes")] == [21, 9]
-    assert [len(set(first[order])) for order in ("flat", "nodes")] == [1, 1]
-    assert first["flat"][0] != first["nodes"][0]
+def test_ranks_are_told_that_one_left_out_a_backward(tmp_path: Path) -> None:
+    """Where one waits for a GPU's collective, and the other for the host's."""
+    program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--leave-out-backward"]
+    done = finished([sys.executable, *torchrun(2), *program], tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("rank 1 for a step") == 2
