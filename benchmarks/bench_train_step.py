@@ -1,6 +1,6 @@
 """Time one training step of shardcore's stages beside DDP, FSDP2 and DeepSpeed (when installed), on CPU ranks or GPUs.
 
-On the CPU over gloo; with --device cuda over nccl (a rank each; without DeepSpeed, whose CPU Adam is meant here).
+On the CPU over gloo; with --device cuda over nccl, a rank each.
 
 All engines live in the same processes and take turns in a random order that the ranks share, a step each, or --steps in a
 row: as in training, caches then hold what this engine left, and a rank may be ahead of another until they next meet. A turn
@@ -13,8 +13,8 @@ engine). Engines:
     ZeroRedundancy       DistributedDataParallel + torch's ZeroRedundancyOptimizer (ZeRO stage 1) over AdamW
     FSDP2 2, 3           fully_shard on each block and the root + fused AdamW; weights kept after forward (2) or not
     FairScale            OSS over fused AdamW + ShardedDataParallel (ZeRO stages 1 and 2)
-    DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm, DeepSpeedCPUAdam
-    DeepSpeed 2 + offload   ZeRO-Offload: stage 2 with offload_optimizer on the cpu
+    DeepSpeed 1, 2, 3    ZeRO stages, contiguous gradients, overlap_comm; DeepSpeedCPUAdam, or on GPUs torch's fused AdamW
+    DeepSpeed 2 + offload   ZeRO-Offload: stage 2 with offload_optimizer on the cpu (not on GPUs: bench_offload_train)
     shardcore 0 to 3     the stages, each with the optimizer states in place and on the cpu tier ("+ offload")
 """
 
@@ -124,7 +124,10 @@ def deepspeed_step(model: nn.Module, stage: int, batch: int, offload: bool) -> S
         "steps_per_print": 10**9,
         "zero_optimization": zero,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), **OPTIONS), config=config)
+    params = list(model.parameters())
+    on_gpu = params[0].device.type == "cuda"
+    adam = torch.optim.AdamW(params, **OPTIONS, fused=True) if on_gpu else DeepSpeedCPUAdam(params, **OPTIONS)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=config)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = next_byte_loss(engine(tokens), targets)
@@ -164,7 +167,7 @@ def measure(rank: Rank, options: argparse.Namespace) -> tuple[dict[str, list[flo
     makers = {name: make for name, make in makers.items() if name == base or (name in options.engines and name != "torch")}
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
-        makers = {name: make for name, make in makers.items() if not name.startswith("DeepSpeed")}
+        makers = {name: make for name, make in makers.items() if name != "DeepSpeed 2 + offload"}
     model = build_gpt(options.preset, seed=0)
     steps = {name: make(copy.deepcopy(model).to(rank.device)) for name, make in makers.items()}
     finish = torch.cuda.synchronize if on_gpu else lambda: None

@@ -2,7 +2,8 @@
 
 It uses the torch, nvcc and pytest that are there and no network. It consists of parts (PARTS, each under PART_LIMIT_S); a part
 is a list of steps after one build for that GPU. A step that fails does not stop the next ones. Each part writes one JSON file,
-gpu_<part>_<device>.json (device, driver, commit, every step's status and figures), after every step, and pictures beside it.
+gpu_<part>_<device>.json (device, driver, commit, every step's status, clocks and figures), after every step, and pictures
+beside it.
 
 Exit status: 0 all steps passed; 1 a step failed, or was not done because a tool is missing; 2 no GPU: nothing was run.
 """
@@ -13,10 +14,11 @@ import os
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -145,17 +147,32 @@ def offload() -> list[Step]:
 
 
 def ranks() -> list[Step]:
-    """A rank on each GPU (of up to 8) over nccl: one hash over layouts, rates of collectives, a step beside its peers."""
+    """A rank on each GPU (of up to 8) over nccl: one hash over layouts, an error where one leaves out a backward, rates, peers.
+
+    With one GPU: 2 and 4 ranks on it over a stand-in for nccl, whose times say nothing.
+    """
     python, out = [sys.executable, "-m"], ["--out", "{folder}"]
-    count = max(1, min(8, torch.cuda.device_count()))
-    started = [*python, "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    steps = [Step("layouts", [*started, "-m", "tools.check_ranks", *out], 200, read_figures("ranks"), echo=True)]
-    if count > 1:
-        train = ["benchmarks.bench_train_step", "--device", "cuda", "--nproc", str(count), "--preset", "gpu", *out]
-        steps.append(Step("benchmark", [*python, *train], 220, read_figures("train_step"), echo=True))
-    return steps
+    count = min(8, torch.cuda.device_count())
+
+    def started(ranks: int, *options: str) -> list[str]:
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return [*python, *launch, "-m", "tools.check_ranks", *options]
+
+    least, most = (count, count) if count > 1 else (2, 4)
+    left_out = Step("left_out_backward", started(least, "--leave-out-backward"), 90, echo=True)
+    if count <= 1:
+        small = ["--sizes", "32", *out]
+        layouts = [Step(f"layouts_{n}", started(n, *small), 170, read_figures("ranks"), echo=True) for n in (least, most)]
+        return [*layouts, left_out]
+    train = ["benchmarks.bench_train_step", "--device", "cuda", "--nproc", str(count), "--preset", "gpu", *out]
+    return [
+        Step("layouts", started(most, *out), 200, read_figures("ranks"), echo=True),
+        left_out,
+        Step("benchmark", [*python, *train], 220, read_figures("train_step"), echo=True),
+    ]
 
 
+# What was never run comes first.
 PARTS: dict[str, Callable[[], list[Step]]] = {"ranks": ranks, "kernels": kernels, "sharding": sharding, "offload": offload}
 
 
@@ -184,11 +201,12 @@ def why_no_gpu() -> str | None:
 def describe_device() -> dict[str, object]:
     """Describe the GPU and its driver as JSON can hold them."""
     properties = torch.cuda.get_device_properties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
     try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        driver, *clocks = subprocess.run(
+            nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem"), capture_output=True, text=True, check=True
+        ).stdout.strip().split(", ")  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
-        driver = "unknown"
+        driver, clocks = "unknown", []
     return {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
@@ -196,7 +214,33 @@ def describe_device() -> dict[str, object]:
         "multiprocessors": properties.multi_processor_count,
         "count": torch.cuda.device_count(),
         "driver": driver,
+        "max_clocks_mhz": clocks,  # of the multiprocessors, of the memory
     }
+
+
+def nvidia_smi(fields: str, *options: str) -> list[str]:
+    """Return what prints these fields of the first GPU, without units."""
+    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0", *options]
+
+
+@contextlib.contextmanager
+def clocks_in(folder: Path) -> Iterator[dict[str, list[float]]]:
+    """Watch the GPU's clocks; the dict that is yielded has least, median and greatest in MHz at the end ({}: unknown)."""
+    found: dict[str, list[float]] = {}
+    log = folder / "clocks.txt"
+    with log.open("w") as out, contextlib.ExitStack() as stack:
+        try:
+            watch = subprocess.Popen(nvidia_smi("clocks.sm,clocks.mem", "--loop=2"), stdout=out, stderr=subprocess.DEVNULL)
+        except OSError:
+            yield found
+            return
+        stack.callback(watch.wait)
+        stack.callback(watch.kill)
+        yield found
+    rows = re.findall(r"^(\d+), (\d+)$", log.read_text(), re.MULTILINE)
+    for name, column in zip(("sm", "memory"), zip(*rows, strict=True), strict=False):
+        values = sorted(map(float, column))
+        found[name] = [values[0], statistics.median(values), values[-1]]
 
 
 def run_command(command: list[str], log: Path, environment: dict[str, str], limit_s: float) -> int | None:
@@ -220,14 +264,17 @@ def run_command(command: list[str], log: Path, environment: dict[str, str], limi
 
 
 def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: float) -> dict[str, object]:
-    """Run one step; returns its entry in the report: name, status (passed, failed, not done), detail, seconds, figures."""
+    """Run one step; returns its entry in the report: name, status (passed, failed, not done), detail, seconds, clocks,
+    figures.
+    """
     if left_s <= 0:
         return {"name": step.name, "status": "failed", "detail": "no time was left for it", "seconds": 0.0, "figures": {}}
     folder.mkdir(parents=True)
     log, limit_s, start = folder / "log.txt", min(step.limit_s, left_s), time.monotonic()
     seconds = f"{max(1.0, limit_s - ENDING_S):.0f}"
     command = [part.replace("{folder}", str(folder)).replace("{seconds}", seconds) for part in step.command]
-    code = run_command(command, log, environment, limit_s)
+    with clocks_in(folder) as clocks:
+        code = run_command(command, log, environment, limit_s)
     problem = {0: None, None: f"stopped after {limit_s:.0f} s", NOT_DONE: "a tool is missing"}.get(code, f"exit status {code}")
     figures: dict[str, object] = {}
     if step.read is not None:
@@ -246,6 +293,7 @@ def run_step(step: Step, folder: Path, environment: dict[str, str], left_s: floa
         "status": status,
         "detail": f"{problem}: {last_line}" if problem else last_line,
         "seconds": round(time.monotonic() - start, 1),
+        "clocks_mhz": clocks,
         "figures": figures,
     }
 

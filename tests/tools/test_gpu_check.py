@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import bench_copies, bench_offload_train
 from benchmarks.device import Device
-from tools import gpu_check
+from tools import check_ranks, gpu_check
 from tools.gpu_check import Step
 
 DEVICE = {"name": "NVIDIA Test 9000", "capability": "9.0", "memory_bytes": 1, "multiprocessors": 1, "count": 1, "driver": "1.2"}
@@ -33,6 +33,8 @@ def run(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(gpu_check, "why_no_gpu", lambda: None)
     monkeypatch.setattr(gpu_check, "describe_device", lambda: DEVICE)
     monkeypatch.setattr(gpu_check, "build_environment", lambda: {"TORCH_CUDA_ARCH_LIST": "9.0"})
+    clocks = "import time; print('300, 2619', '1980, 3201', '1000, 2619', sep='\\n', flush=True); time.sleep(60)"
+    monkeypatch.setattr(gpu_check, "nvidia_smi", lambda *fields: [sys.executable, "-c", clocks])
     monkeypatch.setattr(gpu_check, "INTERRUPT_S", 5)
     monkeypatch.setattr(gpu_check, "WORK", tmp_path / "work")
     out = tmp_path / "results"
@@ -86,6 +88,7 @@ def test_an_unknown_part_is_refused(monkeypatch, capsys):
 
 def test_the_report(run):
     says = "import os; print(os.environ['SHARDCORE_COMMIT'])"
+    says += "; import time; time.sleep(1)"  # its clocks are seen
     figure = python("figures", says, read=lambda folder: ({"of": (folder / "log.txt").read_text().strip()}, None))
     code, reports, printed = run({"kernels": [figure]})
     assert code == 0
@@ -93,7 +96,8 @@ def test_the_report(run):
     assert list(report) == ["report", "part", "passed", "device", "machine", "steps"]
     assert (report["report"], report["part"], report["passed"], report["device"]) == ("gpu_check", "kernels", True, DEVICE)
     assert report["machine"]["commit"] == "abc"
-    assert [list(step) for step in report["steps"]] == [["name", "status", "detail", "seconds", "figures"]] * 2
+    assert [list(step) for step in report["steps"]] == [["name", "status", "detail", "seconds", "clocks_mhz", "figures"]] * 2
+    assert report["steps"][1]["clocks_mhz"] == {"sm": [300.0, 1000.0, 1980.0], "memory": [2619.0, 2619.0, 3201.0]}
     assert statuses(report) == {"build": "passed", "figures": "passed"} or statuses(report) == {
         "ok": "passed",
         "figures": "passed",
@@ -269,6 +273,23 @@ def test_pytests_results_are_read(tmp_path):
     assert figures == {"passed": 1, "failed": ["test_it::test_bad"], "skipped": {"test_it::test_skipped": "no GPU"}}
     subprocess.run([*command, "-k", "skipped"], cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert gpu_check.read_tests(tmp_path)[1] == "no test passed"
+
+
+def test_the_ranks_part_runs_what_is_there(monkeypatch):
+    options = check_ranks.make_parser()
+    for gpus, names, counts in (
+        (1, ["layouts_2", "layouts_4", "left_out_backward"], ["2", "4", "2"]),
+        (16, ["layouts", "left_out_backward", "benchmark"], ["8", "8"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        steps = gpu_check.ranks()
+        assert [step.name for step in steps] == names
+        launched = [step.command for step in steps if "torch.distributed.run" in step.command]
+        assert [command[command.index("--nproc-per-node") + 1] for command in launched] == counts
+        for command in launched:
+            given = options.parse_args(command[command.index("tools.check_ranks") + 1 :])
+            assert given.device == "cuda"
+    assert next(iter(gpu_check.PARTS)) == "ranks"
 
 
 def test_the_kernels_part_runs_what_is_there():
