@@ -1,7 +1,8 @@
 """Time communication that a step leaves exposed, in percent of compute, on a simulated fabric.
 
 The fabric has nodes of GPUs that NICs join. The engine's own schedule of one rank runs in computed time (benchmarks/fabric.py):
-nothing is measured, so every run gives the same figures. FSDP2's documented schedule is computed beside it, on the same fabric.
+nothing is measured, so every run gives the same figures. FSDP2's documented schedule, and DeepSpeed's with its defaults and
+overlap_comm, are computed beside it, on the same fabric.
 
 In the model: a 7B model of 32 equal units, bfloat16 weights, one backward a step; 2 operations per parameter and token in
 forward, twice as many in backward, at 4e14 a second; Adam, and each collective, for as long as its bytes take; a latency of 20
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import harness, suite
-from benchmarks.fabric import Machine, simulate, simulate_fsdp2
+from benchmarks.fabric import Machine, simulate, simulate_deepspeed, simulate_fsdp2
 from examples.arguments import above_zero, positive
 
 LARGEST = 1024  # world; of a larger one, or one that is no power of two, the small model's padding would count
@@ -46,9 +47,13 @@ def rows(ranks_per_node: int) -> dict[str, Callable[..., dict[str, float]]]:
         "stage 3, ranks_per_node": sharded(stage=3, **nodes),
         'stage 3, reduction="nccl"': sharded(stage=3, reduction="nccl"),
         "FSDP2's schedule": simulate_fsdp2,
+        "DeepSpeed 3's schedule": lambda world, tokens, machine: simulate_deepspeed(world, tokens, machine, stage=3),
+        "stage 0, ranks_per_node": sharded(stage=0, **nodes),
+        "stage 1, overlap_step, ranks_per_node": sharded(stage=1, overlap_step=True, **nodes),
         "stage 2": sharded(stage=2),
         "stage 2, overlap_step": sharded(stage=2, overlap_step=True),
         "stage 2, overlap_step, ranks_per_node": sharded(stage=2, overlap_step=True, **nodes),
+        "DeepSpeed 2's schedule": simulate_deepspeed,
     }
 
 
@@ -77,15 +82,19 @@ def main() -> int:
     cases = rows(options.ranks_per_node)
     bar = harness.Bar(len(cases) * len(cells))
     for name, case in cases.items():
-        percents = []
+        percents: list[float] = []
+        by_kind: dict[str, list[float]] = {kind: [] for kind in ("gradients", "weights", "new weights")}
         for world, tokens in cells:
             bar.advance(name)
             seconds = {kind: taken for kind, taken in case(world, tokens, machine).items() if kind != "host"}
             compute = seconds.pop("compute")
             percents.append(100 * sum(seconds.values()) / compute)
+            for kind, found in by_kind.items():
+                found.append(100 * seconds.get(kind, 0.0) / compute)
             results.append({"case": name, "world": world, "tokens": tokens, "compute_s": compute, "exposed_s": seconds,
                             "percent": percents[-1]})  # fmt: skip
-        table.append([name, *(f"{percent:.1f}" for percent in percents)])
+        for label, found in [(name, percents), *((f"  {kind}", found) for kind, found in by_kind.items() if any(found))]:
+            table.append([label, *(f"{percent:.1f}" for percent in found)])
     bar.clear()
     print("ranks x tokens per rank and step; simulated, not measured")
     print(harness.table(table))

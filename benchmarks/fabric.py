@@ -8,6 +8,7 @@ what a network does beyond bytes, latency and the order of communicators is not 
 The model has the units of a large one, and a small fraction of its parameters: bytes and operations are multiplied.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -311,4 +312,46 @@ def simulate_fsdp2(world: int, tokens: int, machine: Machine = Machine(), large:
     for reduction in [*reductions, start("gradients", large.root)]:
         fabric.wait(reduction)
     fabric.compute(ADAM_BYTES * (large.units * large.unit + large.root) / world / machine.memory)
+    return {"compute": fabric.now - sum(fabric.exposed.values()), **fabric.exposed}
+
+
+def simulate_deepspeed(
+    world: int, tokens: int, machine: Machine = Machine(), large: Large = Large(), stage: int = 2, bucket: float = 5e8
+) -> dict[str, float]:
+    """Return what `simulate_fsdp2` does for DeepSpeed's schedule with its defaults and overlap_comm; none of its code runs.
+
+    Gradients are reduced in buckets of so many parameters, on the one communicator of all ranks: stage 2 adds them up on all
+    ranks, and gathers all weights after the step; stage 3 scatters them. It gathers the next 5e7 parameters (its
+    stage3_prefetch_bucket_size) when those before them begin to compute, the first ones of each pass when they are needed.
+    """
+    fabric = Fabric(machine, world, scale=1)
+    unit_seconds, head_seconds = _forward_seconds(machine, large, tokens)
+
+    def start(kind: str, numel: float) -> _Flight:
+        fabric.kind = kind
+        return fabric.ring("all ranks", 2 * numel)
+
+    pieces = math.ceil(large.unit / 5e7)
+    # What is gathered, and how long forward computes with it: the embedding, units, the head.
+    forward = [(large.root / 2, 0.0), *[(large.unit / pieces, unit_seconds / pieces)] * (pieces * large.units)]
+    forward.append((large.root / 2, head_seconds))
+    filled, reductions = 0.0, []
+    for passed in (forward, forward[::-1]):
+        coming = start("weights", passed[0][0]) if stage == 3 else None
+        for index, (numel, seconds) in enumerate(passed):
+            if coming is not None:
+                fabric.wait(coming)
+                coming = start("weights", passed[index + 1][0]) if index + 1 < len(passed) else None
+            fabric.compute(seconds if passed is forward else 2 * seconds)
+            if passed is not forward:
+                if filled + numel > bucket:
+                    reductions.append(start("gradients", filled * (1 if stage == 3 else 2)))
+                    filled = 0.0
+                filled += numel
+    for reduction in [*reductions, start("gradients", filled * (1 if stage == 3 else 2))]:
+        fabric.wait(reduction)
+    total = large.units * large.unit + large.root
+    fabric.compute(ADAM_BYTES * total / world / machine.memory)
+    if stage < 3:
+        fabric.wait(start("new weights", total))
     return {"compute": fabric.now - sum(fabric.exposed.values()), **fabric.exposed}

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from benchmarks.fabric import Fabric, Large, Machine, Part, simulate, simulate_fsdp2
+from benchmarks.fabric import Fabric, Large, Machine, Part, simulate, simulate_deepspeed, simulate_fsdp2
 from shardcore.distributed.comm import Comm
 
 
@@ -80,3 +80,18 @@ def test_fsdp2_by_hand():
     # The root, then the first unit, then nothing in forward: 3 + 4. In backward the head, as long as the last unit's gather,
     # hides it. At the end the last unit's reduction and the root's: 4 + 3.
     assert seconds == pytest.approx({"compute": 2 + 12 + 4 + 24, "weights": 3 + 4, "gradients": 4 + 3})
+
+
+# The model above, in buckets of 40: the first is full after both units' backward, the second at the end, as large.
+@pytest.mark.parametrize(
+    ("stage", "exposed_seconds"),
+    [
+        (2, {"gradients": 2 * (1 + 2 * 40 / 10), "new weights": 1 + 80 / 10}),
+        # In forward the embedding and the first unit are waited for, in backward the head.
+        (3, {"gradients": 2 * (1 + 40 / 10), "weights": 2 + 4 + 2}),
+    ],
+)
+def test_deepspeed_by_hand(stage, exposed_seconds):
+    machine = Machine(ranks_per_node=1, nic=10, latency=1, flops=10, memory=1e12)
+    seconds = simulate_deepspeed(2, 1, machine, Large(unit=30, root=20, units=2), stage, bucket=40)
+    assert seconds == pytest.approx({"compute": 2 + 12 + 4 + 24, **exposed_seconds})
