@@ -156,9 +156,10 @@ class Fabric:
             self.compute(self.scale * ADAM_BYTES * sum(span.numel for span in spans) / self.machine.memory)
 
         # Others gather what this rank does, and send zeros: with numbers that are not finite a step would be skipped.
-        def gather(full: torch.Tensor, own: torch.Tensor, group: Any, async_op: bool) -> _Flight:
-            full.view(-1, own.numel()).copy_(own.clone())
-            return self.ring(group, full.nbytes)
+        def gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: Any) -> _Flight:
+            for full, own in zip(fulls, owns, strict=True):
+                full.view(-1, own.numel()).copy_(own.clone())
+            return self.ring(group, sum(full.nbytes for full in fulls))
 
         def reduce_scatter(own: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> _Flight:
             own.zero_()

@@ -259,7 +259,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     raise_together(engine.comm, "load", problem, "the model is partly loaded: load another checkpoint before it is used")
     works: list[Any] = []
     for bucket in engine.buckets if engine.lifetimes.gathers_new_weights else ():
-        works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
+        works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
     engine.note_loaded()
     wait_all(works)
     if options is not None:

@@ -216,7 +216,7 @@ def load_model_state(engine: Engine, state: Mapping[str, Any]) -> None:
             values = state[name_of[managed.param]]
             set_owned(engine.store, bucket, managed, _reader(values))
         if engine.lifetimes.gathers_new_weights:
-            works += engine.comm.all_gather(bucket.weight, Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
+            works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
     engine.note_loaded()
     wait_all(works)
 

@@ -71,7 +71,7 @@ class FullTensors:
         full = torch.empty(bucket.layout.numel, dtype=owned.dtype, device=self._device)
         with scope("read", bucket.unit):
             bucket.owned_slice(full).copy_(owned)
-            return full, self._comm.all_gather(full, Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
+            return full, self._comm.all_gather([full], Traffic.READ, _name(bucket), self._comm.shard_ranks), owned.device
 
     def of_param(self, bucket: Bucket, managed: Managed, read: ReadPart) -> torch.Tensor:
         """Return a new tensor of a parameter's shape; nothing else of its bucket travels. Collective.

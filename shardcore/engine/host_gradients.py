@@ -193,7 +193,7 @@ class HostGrads:
             release(full)
         if len(self._replicas) > 1:
             name = f"the gradients of {bucket.unit or 'the root'}"
-            pending.gathers = self._comm.all_gather(pending.source, Traffic.BACKWARD, name, self._replicas, of=number)
+            pending.gathers = self._comm.all_gather([pending.source], Traffic.BACKWARD, name, self._replicas, of=[number])
         self._pending.append(pending)
         if not pending.gathers:
             self._start_copy(pending)

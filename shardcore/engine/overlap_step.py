@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -342,12 +343,16 @@ class OverlapStep:
             torch.cuda.current_stream(self.device).wait_event(update.event)
 
     def _wait_for_gather(self, last: _Update) -> None:
-        """Wait for a bucket's gather; start it, and those before it, if the worker does not. See Note [Who gathers]."""
-        for update in () if self._worker_gathers else self._pending.values():
-            if update.gathers is None:
-                self._wait_for_adam(update)
-                update.gathers = _gather(self.comm, update.bucket)
-            if update is last:
+        """Wait for a unit's gather; start it, and those before it, if the worker does not. See Note [Who gathers]."""
+        units = groupby(self._pending.values(), lambda update: update.bucket.unit)
+        for unit, updates in () if self._worker_gathers else [(unit, list(updates)) for unit, updates in units]:
+            if updates[0].gathers is None:
+                for update in updates:
+                    self._wait_for_adam(update)
+                works = gather_new_weights(self.comm, [update.bucket for update in updates])
+                for update in updates:
+                    update.gathers = works
+            if unit == last.bucket.unit:
                 break
         try:
             wait_all(last.gathers or ())
@@ -389,9 +394,12 @@ class OverlapStep:
                 self._unfinished += self._pending.values()
 
 
-def _gather(comm: Comm, bucket: Bucket) -> list[Started]:
-    with scope("gather", bucket.unit):
-        return comm.all_gather(bucket.weight, Traffic.STEP, f"the new weights of {bucket.unit or 'the root'}", comm.shard_ranks)
+def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
+    """Start to gather the new weights of some buckets of a unit."""
+    unit = buckets[0].unit
+    with scope("gather", unit):
+        name = f"the new weights of {unit or 'the root'}"
+        return comm.all_gather([bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks)
 
 
 @torch.no_grad()
@@ -433,7 +441,7 @@ def _update_all(
                 error = problem
             try:
                 if comm is not None:
-                    update.gathers = _gather(comm, update.bucket)
+                    update.gathers = gather_new_weights(comm, [update.bucket])
                 if error is None and update is updates[-1]:
                     next(events, None)  # lets the store end its step; closing the iterator earlier would wait as after an error
             except BaseException as problem:

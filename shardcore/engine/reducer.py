@@ -508,7 +508,7 @@ class Reducer:
                 with scope("gather_grad", bucket.unit):
                     number = self._reduce_scatter.gather_number(bucket)
                     name = f"the gradients of {bucket.unit or 'the root'}"
-                    self._gathers += self.comm.all_gather(grad, Traffic.BACKWARD, name, self._replicas, of=number)
+                    self._gathers += self.comm.all_gather([grad], Traffic.BACKWARD, name, self._replicas, of=[number])
         bucket.reduced = True
         if full is not bucket.grad:
             self._release_full(bucket, full)

@@ -18,6 +18,7 @@ from shardcore.distributed.compare import first_difference
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
+from shardcore.engine.overlap_step import gather_new_weights
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
 from shardcore.optim.clip import join, norm_part
 from shardcore.optim.options import check_options, hyper_of, json_value, lr_on_device
@@ -193,13 +194,16 @@ class Updater:
         if self._at_once:
             buckets, parts = [], [[span for part in parts for span in part]]
         left = deque(buckets if self._gathers else ())
+        updated: list[Bucket] = []  # of a unit that has more of them: all of its buckets are gathered at once
         works: dict[Bucket, list[Started]] = {}
 
         def gather_next() -> None:
-            with scope("gather", left[0].unit):
-                bucket = left.popleft()
-                name = f"the new weights of {bucket.unit or 'the root'}"
-                works[bucket] = self.comm.all_gather(bucket.weight, Traffic.STEP, name, self.comm.shard_ranks)
+            updated.append(left.popleft())
+            if left and left[0].unit == updated[0].unit:
+                return
+            buckets = updated.copy()
+            updated.clear()
+            works.update(dict.fromkeys(buckets, gather_new_weights(self.comm, buckets)))
 
         try:
             with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):

@@ -70,23 +70,26 @@ class Gatherer:
                 if arrived is not None:
                     arrived.wait()
 
-    def gather(self, bucket: Bucket, arrived: _C.CopyEvent | None) -> list[Any]:
-        """Start to gather `bucket.weight` once the shard is copied; returns what to `wait` for.
+    def gather(self, unit: Unit, arrivals: Iterable[_C.CopyEvent | None]) -> list[Any]:
+        """Start to gather a unit's weights once its shards are copied; returns what to `wait` for.
 
         See Note [Shards in host memory].
         """
+        copies = [arrived for arrived in arrivals if arrived is not None]
         if self._alone:
-            return [] if arrived is None else [arrived]
+            return copies
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if arrived is not None:
+            for arrived in copies:
                 arrived.wait()
-            name, number = f"the weights of {bucket.unit or 'the root'}", 2 * self._number[bucket]
-            return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, self._comm.shard_ranks, of=number)
+            return self._start(unit, f"the weights of {unit.name or 'the root'}", self._comm.shard_ranks, 0)
 
-    def gather_kept(self, bucket: Bucket, keepers: Sequence[int]) -> list[Any]:
-        """Start to gather `bucket.weight` from the parts that `keepers` kept, this rank's in place; see `gather`."""
-        name, number = f"the weights of {bucket.unit or 'the root'} that were kept", 2 * self._number[bucket] + 1
-        return self._comm.all_gather(bucket.weight, Traffic.WEIGHTS, name, keepers, of=number)
+    def gather_kept(self, unit: Unit, keepers: Sequence[int]) -> list[Any]:
+        """Start to gather a unit's weights from the parts that `keepers` kept, this rank's in place; see `gather`."""
+        return self._start(unit, f"the weights of {unit.name or 'the root'} that were kept", keepers, 1)
+
+    def _start(self, unit: Unit, name: str, ranks: Sequence[int], kept: int) -> list[Any]:
+        weights, numbers = [bucket.weight for bucket in unit.buckets], [2 * self._number[b] + kept for b in unit.buckets]
+        return self._comm.all_gather(weights, Traffic.WEIGHTS, name, ranks, of=numbers)
 
     def wait(self, gathers: Iterable[Any]) -> None:
         """Wait until weights are gathered: until done on the CPU, in stream order on CUDA."""
@@ -309,20 +312,17 @@ class Unsharder:
 
     def _gather(self, unit: Unit) -> None:
         """Start to gather a unit's weights, where it is open into the memory that they have."""
-        gathers: list[Any] = []
         with scope("gather", unit.name):
             try:
-                for start in self._bring(unit):
-                    gathers += start()
-                unit.gathers = gathers
+                unit.gathers = self._bring(unit)()
             except BaseException:
-                unit.gathers, unit.kept = gathers, None
+                unit.gathers, unit.kept = [], None
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
-    def _bring(self, unit: Unit) -> Sequence[Callable[[], list[Any]]]:
+    def _bring(self, unit: Unit) -> Callable[[], list[Any]]:
         """Give a unit memory with this rank's part in place, or on its way there; returns what starts to gather the rest."""
-        starts, arrivals = [], []
+        arrivals, kept = [], bool(unit.kept)
         for bucket in unit.buckets:
             if not self._gatherer.apart:
                 bucket.weight = bucket.owned_weight
@@ -333,13 +333,13 @@ class Unsharder:
                 part = unit.kept.pop(0)
                 self._kept_part(bucket).copy_(part)
                 self.pool.give(part)
-                starts.append(partial(self._gatherer.gather_kept, bucket, self._keepers))
             else:
                 arrivals.append(self._gatherer.bring(bucket))
-                starts.append(partial(self._gatherer.gather, bucket, arrivals[-1]))
         unit.kept = None
         self._gatherer.find_errors(arrivals)
-        return starts
+        return (
+            partial(self._gatherer.gather_kept, unit, self._keepers) if kept else partial(self._gatherer.gather, unit, arrivals)
+        )
 
     def _wait(self, unit: Unit) -> None:
         """Wait until a unit is unsharded; can be interrupted, and done again until its `gathers` are None."""

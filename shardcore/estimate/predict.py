@@ -251,13 +251,15 @@ class _Step:
                 so_far = sent.get(purpose, Transfer(purpose, 0, 0))
                 sent[purpose] = Transfer(purpose, so_far.collectives + len(parts), so_far.bytes + sum(parts))
 
-        def weights(buckets: Iterable[Bucket]) -> list[int]:
-            return [bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets]
+        def weights(units: Iterable[Unit], frozen: bool = True) -> list[int]:
+            """Return the bytes of each unit, whose buckets travel in one call."""
+            chosen = [[b for b in unit.buckets if frozen or b.group is not None] for unit in units]
+            return [sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets) for buckets in chosen]
 
         if not self.lifetimes.full_weight_resident:
-            freed = [bucket for unit in self._passing[:-1] for bucket in unit.buckets]  # backward begins with the last
-            add("gather weights in forward", sharing, weights(self.buckets) * micros)
+            add("gather weights in forward", sharing, weights(self.units) * micros)
             kept = ", of parts kept" if self.keepers else ""
+            freed = self._passing[:-1]  # backward begins with the last
             add(f"gather weights in backward{kept}", self.keepers or sharing, weights(freed) * micros)
         for bucket in self._order:
             numel, dtype = bucket.layout.numel, self._sent_dtype(bucket)
@@ -270,7 +272,7 @@ class _Step:
         add("agree on used parameters", world, [use_row_bytes(len(self._arrivals)) * world] * reductions)
         add("agree on the norm", world, [NORM_ROW_BYTES * world])
         if self.lifetimes.gathers_new_weights:
-            add("gather weights after the step", sharing, weights(b for b in self.buckets if b.group is not None))
+            add("gather weights after the step", sharing, weights(self.units, frozen=False))
         return tuple(sent.values())
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------

@@ -81,9 +81,9 @@ def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, An
         others = [other for other in dist.get_process_group_ranks(group) if other // 2 != rank // 2]
         off_node[-1] += part * len(others)
 
-    def counted_gather(full: torch.Tensor, own: torch.Tensor, **options: Any) -> Any:
-        count(options["group"], own.nbytes)
-        return all_gather(full, own, **options)
+    def counted_gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup) -> Any:
+        count(group, sum(own.nbytes for own in owns))
+        return all_gather(fulls, owns, group)
 
     def counted_exchange(received: torch.Tensor, sent: torch.Tensor, **options: Any) -> Any:
         count(options["group"], sent.nbytes // dist.get_world_size(options["group"]))

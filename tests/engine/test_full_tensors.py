@@ -59,9 +59,9 @@ def _under_way(rank: int, world_size: int, stage: int) -> dict[str, list[int]]:
         def wait(self) -> None:
             under_way.append(len(started) - len(under_way))
 
-    def seen(comm: Comm, whole: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        works = all_gather(comm, whole, *arguments, **options)
-        if not whole.is_floating_point():  # what ranks compare
+    def seen(comm: Comm, wholes: list[torch.Tensor], *arguments: Any, **options: Any) -> Any:
+        works = all_gather(comm, wholes, *arguments, **options)
+        if not wholes[0].is_floating_point():  # what ranks compare
             return works
         started.append("")
         return [Seen(), *works]

@@ -520,7 +520,7 @@ def _logged(patch: pytest.MonkeyPatch) -> list[str]:
         call: Callable[..., Any] = getattr(owner, attribute)
 
         def logged(*args: Any, **options: Any) -> Any:
-            log.append(f"{name} of {args[0].numel()}")
+            log.append(f"{name} of {[t.numel() for t in args[0]] if isinstance(args[0], list) else args[0].numel()}")
             return call(*args, **options)
 
         patch.setattr(owner, attribute, logged)

@@ -101,13 +101,14 @@ def live_tensors() -> dict[int, int]:
 def counting(method: Any, sent: Counter[str]) -> Any:
     """Return a method of Comm that adds what it sends to `sent`."""
 
-    def counted(comm: Comm, tensor: torch.Tensor, *rest: Any, **of: Any) -> Any:
+    def counted(comm: Comm, given: torch.Tensor | list[torch.Tensor], *rest: Any, **of: Any) -> Any:
         ranks = comm.world_size if isinstance(rest[-1], str | None) else len(rest[-1])
-        whole = max([tensor, *(item for item in rest if isinstance(item, torch.Tensor))], key=torch.Tensor.numel)
-        if ranks > 1 and whole.numel():
+        tensors = [item for item in (given, *rest) if isinstance(item, torch.Tensor)]
+        nbytes = max(tensor.nbytes for tensor in tensors) if tensors else sum(full.nbytes for full in given)
+        if ranks > 1 and nbytes:
             sent["collectives"] += 1
-            sent["bytes"] += whole.nbytes // ranks * (ranks - 1)
-        return method(comm, tensor, *rest, **of)
+            sent["bytes"] += nbytes // ranks * (ranks - 1)
+        return method(comm, given, *rest, **of)
 
     return counted
 

@@ -149,10 +149,11 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
         comm.uses_nccl, comm._backends = True, {"cpu": "gloo", "cuda": "nccl"}
 
     def counting(operation: Any) -> Any:
-        def count(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+        def count(output: torch.Tensor | list[torch.Tensor], *given: Any, **options: Any) -> Any:
+            outputs = output if isinstance(output, list) else [output]
             counted["collectives"] += 1
-            counted["bytes"] += output.nbytes // WORLD * (WORLD - 1)
-            return operation(output, given, **options)
+            counted["bytes"] += sum(each.nbytes for each in outputs) // WORLD * (WORLD - 1)
+            return operation(output, *given, **options)
 
         return count
 
