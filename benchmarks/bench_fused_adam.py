@@ -2,7 +2,8 @@
 
 Workloads: flat tensors from 1e6 to 1e9 elements, GPT-2 124M's 148 tensors, one rank's shard of Llama 7B over 8 ranks, and
 20,000 tensors of 100 elements. At each, the headline kinds of step; at one flat size, every combination of weight and gradient
-dtype, states and master. Then the norm of a list of gradients, as a share of what a kernel that only reads reaches.
+dtype, states and master. Then the norm of a list of gradients, as a share of what a kernel that only reads reaches; and the
+host's time for a step on an idle device, with gradients that lie where those of the last step did, and elsewhere.
 
 share = bytes that the step must move / its time, over the same for a large copy within device memory, in the same round. Small
 workloads can stay in the L2 cache and so be above 1. Times are from CUDA events around several steps in a row; where the host
@@ -10,7 +11,9 @@ is slower than the device, it is the host's time. Cases take turns in a random o
 """
 
 import argparse
+import itertools
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
@@ -235,6 +238,36 @@ def measure_norm(device: Device, name: str, shapes: Shapes, options: argparse.Na
     return result
 
 
+def measure_host(device: Device, name: str, shapes: Shapes, options: argparse.Namespace) -> dict[str, object]:
+    """Time the host's part of a step, in microseconds a tensor. On the CPU, where Adam is in it, over one element of each."""
+    threads = torch.get_num_threads()
+    if not device.is_cuda:
+        shapes = [(1,)] * len(shapes)
+        torch.set_num_threads(1)
+    params = [torch.nn.Parameter(weight) for weight in random_list(device, shapes, BF16.weight, 0.02, seed=0)]
+    lists = [random_list(device, shapes, BF16.grad, 1e-3, seed=seed) for seed in (1, 2)]
+    optimizer = shardcore.FusedAdam(params, **OPTIONS)
+    turns = itertools.cycle(lists)
+
+    def timer(call: Callable[[], None], repeats: int) -> float:
+        seconds = 0.0
+        for _ in range(repeats):
+            if device.is_cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            seconds += time.perf_counter() - start
+        return seconds
+
+    calls = {"the same": lambda: optimizer.step(grads=lists[0]), "elsewhere": lambda: optimizer.step(grads=next(turns))}
+    taken = harness.interleave(calls, options.rounds, repeats=10, pause_s=options.pause, warmup=2, timer=timer)
+    torch.set_num_threads(threads)
+    spreads = {where: harness.spread([s / len(shapes) * 1e6 for s in seconds]) for where, seconds in taken.items()}
+    print(f"\nhost time of {name}: {len(shapes):,} tensors, {options.rounds} rounds of 10 steps")
+    print(harness.table([["gradients", "us a tensor [quartiles]"], *([where, str(s)] for where, s in spreads.items())]))
+    return {"workload": name, "tensors": len(shapes), "us_per_tensor": {where: asdict(s) for where, s in spreads.items()}}
+
+
 def count_launches(device: Device, name: str, shapes: Shapes) -> dict[str, object]:
     """Count what one step, and one norm, of each engine launches over a list."""
     rows, result = [["one step of", "kernels", "copies"]], {"workload": name, "tensors": len(shapes), "engines": {}}
@@ -280,6 +313,7 @@ def main() -> int:
         "not_installed": sorted({peer.module.split(".")[0] for peer in PEERS if not peer.installed}),
         "workloads": (steps := []),
         "norm": (norms := []),
+        "host": (hosts := []),
         "launches": (launches := []),
     }
     try:  # whatever stops the run, what was measured is kept
@@ -289,6 +323,8 @@ def main() -> int:
             steps.append(measure(device, name, shapes, list(adam_kinds.every_kind()), options))
         for name, shapes in only(options, {f"norm of {name}": shapes for name, shapes in normed.items()}).items():
             norms.append(measure_norm(device, name.removeprefix("norm of "), shapes, options))
+        for name, shapes in only(options, {f"host time of {n}": s for n, s in lists.items() if len(s) > 1}).items():
+            hosts.append(measure_host(device, name.removeprefix("host time of "), shapes, options))
         for name, shapes in only(options, {f"launches of {n}": s for n, s in lists.items() if len(s) > 1}).items():
             launches.append(count_launches(device, name.removeprefix("launches of "), shapes))
     finally:

@@ -17,8 +17,8 @@ constexpr int min_blocks(int index) {
 
 template <int kForm>
 __global__ void __launch_bounds__(kAdamThreads, min_blocks(kForm))
-    adam_kernel(const AdamSegment* segments, const Chunk* chunks, const __grid_constant__ AdamScalarsArg scalars) {
-  adam_cuda_body<kForm>(segments, chunks, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
+    adam_kernel(const __grid_constant__ ChunkTable<AdamSegment> table, const __grid_constant__ AdamScalarsArg scalars) {
+  adam_cuda_body<kForm>(table, scalars, blockIdx.x, static_cast<int>(threadIdx.x), CudaWarp{});
 }
 
 __global__ void __launch_bounds__(kStepThreads)
@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(kStepThreads)
 
 }  // namespace
 
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
+void adam_cuda(const ChunkTable<AdamSegment>& table, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
                cudaStream_t stream) {
   choose_adam_body(form, [&](auto index) {
-    adam_kernel<decltype(index)::value><<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(segments, chunks, scalars);
+    adam_kernel<decltype(index)::value><<<grid_size("adam", num_chunks), kAdamThreads, 0, stream>>>(table, scalars);
   });
   SHARDCORE_CUDA_CHECK(cudaGetLastError());
 }

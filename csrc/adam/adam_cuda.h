@@ -10,9 +10,8 @@
 
 namespace shardcore {
 
-// All pointers are device memory. chunks: make_chunks(..., kAdamChunk) over the segments. num_chunks > 0.
-// form: adam_form_of them.
-void adam_cuda(const AdamSegment* segments, const Chunk* chunks, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
+// All pointers are device memory. table: of chunks of kAdamChunk; num_chunks of them, > 0. form: adam_form_of its segments.
+void adam_cuda(const ChunkTable<AdamSegment>& table, int64_t num_chunks, const AdamScalarsArg& scalars, int form,
                cudaStream_t stream);
 
 // A device step: decides once per block, then makes the scalars, one thread per parameter. hypers, counts, state, scalars and

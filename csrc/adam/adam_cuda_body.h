@@ -135,11 +135,11 @@ SHARDCORE_HD AdamScalars scalars_at(const AdamScalarsArg& scalars, int i) {
 
 // kForm: an index of kAdamForms.
 template <int kForm, typename Warp>
-SHARDCORE_HD void adam_cuda_body(const AdamSegment* segments, const Chunk* chunks, const AdamScalarsArg& scalars, int64_t block,
-                                 int thread, const Warp& warp) {
+SHARDCORE_HD void adam_cuda_body(const ChunkTable<AdamSegment>& table, const AdamScalarsArg& scalars, int64_t block, int thread,
+                                 const Warp& warp) {
   constexpr AdamForm form = kAdamForms[kForm];
-  const Chunk chunk = chunks[block];
-  const AdamSegment& segment = segments[chunk.tensor];
+  const Chunk chunk = chunk_at(table, block, kAdamChunk);
+  const AdamSegment& segment = table.segments[chunk.tensor];
   const AdamScalars s = scalars_at(scalars, segment.hyper_index);
   if (s.skip) return;
   const AdamChunkView t = adam_chunk_view<kForm>(segment, chunk.first, s);

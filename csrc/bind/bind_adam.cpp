@@ -144,7 +144,7 @@ class __attribute__((visibility("hidden"))) AdamStepper {
     }
     if (table_.num_chunks == 0) return;
     if (bytes.defined()) arg.table = static_cast<const AdamScalars*>(bytes.const_data_ptr());
-    adam_cuda(table_.segments(), table_.chunks(), table_.num_chunks, arg, adam_form_of(tabled_), stream);
+    adam_cuda(table_.get(), table_.num_chunks, arg, adam_form_of(tabled_), stream);
   }
 
   std::vector<AdamSegment> tabled_;  // what table_ was made from, and for which stream

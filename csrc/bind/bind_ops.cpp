@@ -193,7 +193,7 @@ void cast(const py::handle& dsts, const py::handle& srcs) {
   if (device.is_cuda()) {
     const c10::cuda::CUDAGuard guard(device);
     const DeviceTable<CastSegment> table(segments, kCastChunk, device);
-    if (table.num_chunks != 0) cast_cuda(table.segments(), table.chunks(), table.num_chunks, current_stream(device));
+    if (table.num_chunks != 0) cast_cuda(table.get(), table.num_chunks, current_stream(device));
   }
 #endif
 }

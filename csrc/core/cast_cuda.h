@@ -9,7 +9,7 @@
 
 namespace shardcore {
 
-// All pointers are device memory. chunks: make_chunks(..., kCastChunk). num_chunks > 0.
-void cast_cuda(const CastSegment* segments, const Chunk* chunks, int64_t num_chunks, cudaStream_t stream);
+// All pointers are device memory. table: of chunks of kCastChunk; num_chunks of them, > 0.
+void cast_cuda(const ChunkTable<CastSegment>& table, int64_t num_chunks, cudaStream_t stream);
 
 }  // namespace shardcore

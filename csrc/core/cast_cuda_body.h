@@ -13,9 +13,9 @@ constexpr int kCastThreads = 256;
 constexpr int64_t kCastChunk = 4 * 8 * kCastThreads;
 
 // CUDA block block_index: one chunk of one tensor.
-SHARDCORE_HD void cast_body(const CastSegment* segments, const Chunk* chunks, int64_t block_index, int thread) {
-  const Chunk chunk = chunks[block_index];
-  const CastSegment t = segments[chunk.tensor];
+SHARDCORE_HD void cast_body(const ChunkTable<CastSegment>& table, int64_t block_index, int thread) {
+  const Chunk chunk = chunk_at(table, block_index, kCastChunk);
+  const CastSegment t = table.segments[chunk.tensor];
   const int numel = static_cast<int>(t.numel - chunk.first < kCastChunk ? t.numel - chunk.first : kCastChunk);
   const int vector_numel = is_aligned16(t.src) && is_aligned16(t.dst) ? numel / 8 * 8 : 0;
   const char* const src = static_cast<const char*>(t.src) + chunk.first * itemsize(t.src_dtype);

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed

@@ -9,7 +9,6 @@
 #include "adam/adam_cpu.h"
 #include "adam/adam_cuda_body.h"
 #include "adam/make_scalars.h"
-#include "core/chunks.h"
 #include "core/executor.h"
 #include "core/tile.h"
 #include "cpp/common.h"
@@ -117,15 +116,14 @@ class AdamProblem {
   // The CUDA kernel of this form over all blocks and threads, the last block first. Block: what stands for CUDA's.
   template <typename Block = HostBlock>
   void run_cuda_body(const std::vector<AdamScalars>& scalars, int form) {
-    const auto chunks = make_chunks(
-        static_cast<int64_t>(segments_.size()), [&](int64_t i) { return segments_[static_cast<size_t>(i)].numel; }, kAdamChunk);
+    const HostTable table(segments_, kAdamChunk);
     AdamScalarsArg arg;
     if (!arg.take(scalars)) arg.table = scalars.data();
     choose_adam_body(form, [&](auto index) {
       const auto body = [&](int64_t block_index, int thread, const HostBlock& block) {
-        adam_cuda_body<decltype(index)::value>(segments_.data(), chunks.data(), arg, block_index, thread, Block(block));
+        adam_cuda_body<decltype(index)::value>(table.get(), arg, block_index, thread, Block(block));
       };
-      for (auto block = static_cast<int64_t>(chunks.size()) - 1; block >= first_chunk; --block) {
+      for (int64_t block = table.num_chunks() - 1; block >= first_chunk; --block) {
         HostGrid::run_block(block, kAdamThreads, body);
       }
     });

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <fstream>
@@ -21,6 +22,7 @@
 #include "core/int_pow.h"
 #include "core/thread_pool.h"
 #include "cpp/common.h"
+#include "cpp/host_grid.h"
 
 namespace shardcore::testing {
 namespace {
@@ -62,16 +64,41 @@ TEST(core, sums_of_not_finite_numbers_are_not_finite) {
   EXPECT_TRUE(std::isnan(dd_add(dd_add(DoubleDouble{}, static_cast<double>(kNan)), 1.0).high));
 }
 
-TEST(core, chunks_cover_every_element_once) {
-  const std::vector<int64_t> numels = {0, 1, 4, 5, 0, 0, 12, 3, 0};
-  const auto chunks = make_chunks(
-      9, [&](int64_t i) { return numels[static_cast<size_t>(i)]; }, 4);
-  std::vector<int64_t> covered(9);
-  for (const Chunk& chunk : chunks) {
-    EXPECT_EQ(chunk.first, covered[static_cast<size_t>(chunk.tensor)]);
-    covered[static_cast<size_t>(chunk.tensor)] += std::min<int64_t>(4, numels[static_cast<size_t>(chunk.tensor)] - chunk.first);
+struct Numel {
+  int64_t numel;
+};
+
+TEST(core, chunks_cover_every_element_once_whatever_the_list) {
+  for (const int64_t count : {1, 2, 7, 8, 9, 63, 64, 65, 511, 513, 1500}) {
+    const std::vector<int64_t> sizes = {0, 1, 4, 5, 0, 0, 12, 3, 0};
+    std::vector<Numel> list;
+    for (int64_t i = 0; i < count; ++i) list.push_back({sizes[static_cast<size_t>(i % 9)]});
+    const HostTable<Numel> table(list, 4);
+    std::vector<int64_t> covered(list.size());
+    for (int64_t index = 0; index < table.num_chunks(); ++index) {
+      const Chunk chunk = chunk_at(table.get(), index, 4);
+      const auto tensor = static_cast<size_t>(chunk.tensor);
+      ASSERT_EQ(chunk.first, covered[tensor]) << count << " tensors, chunk " << index;
+      covered[tensor] += std::min<int64_t>(4, list[tensor].numel - chunk.first);
+    }
+    for (size_t i = 0; i < list.size(); ++i) ASSERT_EQ(covered[i], list[i].numel) << count << " tensors, tensor " << i;
   }
-  EXPECT_EQ(covered, numels);
+}
+
+TEST(core, chunks_of_huge_tensors_are_found) {
+  constexpr int64_t kHuge = (int64_t{1} << 40) + 1;  // of 2^38 + 1 chunks
+  const std::vector<Numel> list = {{0}, {kHuge}, {0}, {1}, {kHuge}, {2}};
+  const HostTable<Numel> table(list, 4);
+  const int64_t chunks = (int64_t{1} << 38) + 1;
+  EXPECT_EQ(table.num_chunks(), 2 * chunks + 2);
+  const std::vector<std::array<int64_t, 3>> wanted = {
+      {0, 1, 0},          {chunks - 1, 1, kHuge - 1}, {chunks, 3, 0},        {chunks + 1, 4, 0},
+      {chunks + 2, 4, 4}, {2 * chunks, 4, kHuge - 1}, {2 * chunks + 1, 5, 0}};
+  for (const auto& [index, tensor, first] : wanted) {
+    const Chunk chunk = chunk_at(table.get(), index, 4);
+    EXPECT_EQ(chunk.tensor, tensor) << index;
+    EXPECT_EQ(chunk.first, first) << index;
+  }
 }
 
 TEST(core, block_walk_visits_every_block_once_however_split) {

@@ -115,11 +115,9 @@ DoubleDouble ordered_sum_cuda_body(const OrderedSum& op, int64_t first_chunk = 0
 }
 
 inline void cast_cuda_body(const std::vector<CastSegment>& segments, int64_t first_chunk = 0) {
-  const auto chunks = make_chunks(
-      static_cast<int64_t>(segments.size()), [&](int64_t i) { return segments[static_cast<size_t>(i)].numel; }, kCastChunk);
-  HostGrid::run_from(
-      first_chunk, static_cast<int64_t>(chunks.size()), kCastThreads,
-      [&](int64_t index, int thread, const HostBlock&) { cast_body(segments.data(), chunks.data(), index, thread); });
+  const HostTable table(segments, kCastChunk);
+  HostGrid::run_from(first_chunk, table.num_chunks(), kCastThreads,
+                     [&](int64_t index, int thread, const HostBlock&) { cast_body(table.get(), index, thread); });
 }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.

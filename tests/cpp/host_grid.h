@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/chunks.h"
 #include "cpp/host_team.h"
 
 namespace shardcore::testing {
@@ -160,6 +161,20 @@ class HostGrid {
     static std::map<std::pair<TeamKind, int>, std::unique_ptr<Room>> rooms;
     return rooms;
   }
+};
+
+// A list's table, in host memory. The segments must outlive it.
+template <typename Segment>
+class HostTable {
+ public:
+  HostTable(const std::vector<Segment>& segments, int64_t chunk_numel)
+      : segments_(segments), first_chunks_(first_chunks_of(segments, chunk_numel)) {}
+  ChunkTable<Segment> get() const { return {segments_.data(), first_chunks_.data(), static_cast<int32_t>(segments_.size())}; }
+  int64_t num_chunks() const { return first_chunks_.back(); }
+
+ private:
+  const std::vector<Segment>& segments_;
+  std::vector<int64_t> first_chunks_;
 };
 
 }  // namespace shardcore::testing

@@ -44,7 +44,7 @@ CALLS: list[int] = []  # how many tensors each call of the backend has gathered
 
 
 def _both(rank: int, world_size: int, layouts: list[str], lost: int = 0) -> list[tuple[str, str, list[int]]]:
-    """Return the hash on gloo, that on a group like NCCL's, and what this gathered in a step. lost: tensors left out of calls."""
+    """Return the hashes on gloo and on a group like NCCL's, and the tensors in each call of a step. lost: left out of each."""
     gather, found = comm_module._all_gather, []
 
     def counted(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: Any) -> Any:

@@ -95,6 +95,7 @@ def test_a_run_on_the_cpu(tmp_path, run_main):
             assert len(case["seconds"]) == 2
             assert case["share"]["low"] <= case["share"]["median"] <= case["share"]["high"]
     assert sum(case["ours"] for case in report["workloads"][2]["cases"]) == 63
+    assert [(h["workload"], h["us_per_tensor"].keys()) for h in report["host"]] == [("GPT-2", {"the same", "elsewhere"})]
     assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # known on a GPU only
 
 
