@@ -287,8 +287,8 @@ class OffloadPipeline:
     """Runs the steps of a tier, chunk by chunk: copies gradients in, runs Adam, copies weights out; no GIL (csrc/offload).
 
     ``places``: how many staging buffers for weights the chunks use in turn. events: what the last step did: (what, begin and
-    end in seconds of time.perf_counter, bytes or elements): copies as they were queued, "to_tier.synchronize" and the
-    like, "adam".
+    end in seconds of time.perf_counter, amount): copies as they were queued (bytes), "to_tier.synchronize" and the like (the
+    number of the copy in its direction), "adam" (elements).
     """
 
     events: list[tuple[str, float, float, int]]
@@ -310,15 +310,19 @@ class OffloadPipeline:
         hypers: Sequence[AdamHyper],
         num_threads: int = 0,
         weights_leave: bool = False,
+        arrivals: Sequence[CopyEvent | None] = (),
+        any_order: bool = False,
     ) -> None:
         """Begin a step, after the end of the last. grads: for each span of each chunk a tensor (at least the span's, 1-D).
 
         num_threads: 0: the step runs in the waits; else a thread of its own, with so many, itself included, on the caller's
         cores. Copies begin after the work queued on the current CUDA stream. weights_leave: first wait for copies to the
-        device in flight.
+        device in flight. arrivals: for each span the copy to the tier that brings its gradient, None if it is there; a chunk
+        waits for its own. any_order: chunks that copy nothing in may be updated from the last one on while the next one's
+        gradients are not there.
         """
     def wait_fetched(self, count: int) -> None:
-        """Wait until the copies in for the first `count` chunks are queued. RuntimeError if a copy failed."""
+        """Wait until the copies in for the first `count` chunks are queued, or these updated. RuntimeError if a copy failed."""
     def wait_updated(self, first: int, last: int) -> CopyEvent | None:
         """Wait, as wait_fetched, until chunks below `last` are updated; returns the event of the last copy of [first, last)."""
     def end(self) -> None:

@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -117,6 +118,14 @@ class PyCopyEvent {
     copies_->release();
   }
 
+  // The copy's number, if it is one to this tier.
+  int64_t arrival(const Where& where, const Copies& copies) const {
+    if (copies_.get() != &copies || direction_ != Direction::to_tier) {
+      value_error(where, "an event of another tier or direction; expected one of a copy to this tier");
+    }
+    return number_;
+  }
+
  private:
   CopyStream& stream() { return copies_->tier->stream(direction_); }
 
@@ -124,6 +133,8 @@ class PyCopyEvent {
   Direction direction_;
   int64_t number_;
 };
+
+using Arrivals = std::vector<std::optional<PyCopyEvent>>;
 
 // A tensor (numel,) over allocate(size_bytes), given back by release(data, size_bytes). MemoryError if there is no such memory.
 template <typename Allocate, typename Release>
@@ -274,8 +285,8 @@ class PyOffloadChunk {
 
   size_t size() const { return chunk_.spans.size(); }
 
-  // The chunk of a step, whose gradients are parts of grads[first...].
-  OffloadChunk with(const std::vector<at::Tensor>& grads, size_t first, size_t num_hypers) const {
+  // The chunk of a step, whose gradients are parts of grads[first...], which arrivals[first...] bring.
+  OffloadChunk with(const std::vector<at::Tensor>& grads, const Arrivals& arrivals, size_t first, size_t num_hypers) const {
     OffloadChunk chunk = chunk_;
     for (size_t i = 0; i < size(); ++i) {
       const Where where{"OffloadPipeline.begin", "grads", static_cast<int64_t>(first + i)};
@@ -291,6 +302,10 @@ class PyOffloadChunk {
         value_error({where.op, "hypers"}, num_hypers, " items; expected ", span.segment.hyper_index + 1, " or more");
       }
       span.grad = static_cast<const char*>(grad.const_data_ptr()) + grad_starts_[i] * grad.element_size();
+      if (first + i < arrivals.size() && arrivals[first + i]) {
+        const Where event{where.op, "arrivals", where.index};
+        chunk.arrival = std::max(chunk.arrival, arrivals[first + i]->arrival(event, *copies_));
+      }
     }
     return chunk;
   }
@@ -328,20 +343,22 @@ class PyOffloadPipeline {
   }
 
   void begin(const py::sequence& chunks, std::vector<at::Tensor> grads, const py::handle& hypers, int num_threads,
-             bool weights_leave) {
+             bool weights_leave, const Arrivals& arrivals, bool any_order) {
     constexpr const char* op = "OffloadPipeline.begin";
     OffloadPipeline::Step step;
     step.scalars = scalars_of(op, hypers_of(hypers));
     step.weights_leave = weights_leave;
+    step.any_order = any_order;
     step.stream = copies_->current_stream();
     py::tuple kept(chunks);
     size_t count = 0;
     for (const py::handle chunk : kept) count += chunk.cast<const PyOffloadChunk&>().size();
     check_count(op, "grads", grads.size(), "spans", count);
+    if (!arrivals.empty()) check_count(op, "arrivals", arrivals.size(), "spans", count);
     size_t first = 0;
     for (const py::handle item : kept) {
       const auto& chunk = item.cast<const PyOffloadChunk&>();
-      step.chunks.push_back(chunk.with(grads, first, step.scalars.size()));
+      step.chunks.push_back(chunk.with(grads, arrivals, first, step.scalars.size()));
       first += chunk.size();
     }
     pipeline_.end();  // with the GIL: at once, if all was waited for
@@ -422,7 +439,8 @@ void bind_offload(py::module_& module) {
            py::arg("exp_avg_scales"), py::arg("exp_avg_sq_scales"), py::arg("weights"), py::arg("grad_starts"),
            py::arg("grads_come"), py::arg("place"))
       .def("begin", &PyOffloadPipeline::begin, py::arg("chunks"), py::arg("grads"), py::arg("hypers"),
-           py::arg("num_threads") = 0, py::arg("weights_leave") = false)
+           py::arg("num_threads") = 0, py::arg("weights_leave") = false, py::arg("arrivals") = Arrivals{},
+           py::arg("any_order") = false)
       .def("wait_fetched", &PyOffloadPipeline::wait_fetched, py::arg("count"))
       .def("wait_updated", &PyOffloadPipeline::wait_updated, py::arg("first"), py::arg("last"))
       .def("end", &PyOffloadPipeline::end)

@@ -19,22 +19,24 @@ using Clock = std::chrono::steady_clock;
 
 double seconds(Clock::time_point time) { return std::chrono::duration<double>(time.time_since_epoch()).count(); }
 
+bool weight_comes(const OffloadSpan& span) { return span.weight != nullptr && span.segment.master_kind != Master::f32; }
+
 }  // namespace
 
 struct OffloadPipeline::State {
   State(std::shared_ptr<HostTier> its_tier, std::vector<int64_t> last_copies)
       : tier(std::move(its_tier)), place_copy(std::move(last_copies)) {}
 
-  // Used by the thread that runs the step, one at a time; it alone writes `fetched` and `updated`.
+  // Used by the thread that runs the step, one at a time; it alone writes `fetched`, `updated` and `taken`.
   const std::shared_ptr<HostTier> tier;
   Step step;
-  std::vector<int64_t> place_copy;  // the last copy from the tier of each place
+  std::vector<int64_t> place_copy;  // the last copy from the tier of each place; 0: it is free
   std::vector<int64_t> arrival;     // the last copy to the tier of each chunk; 0: none
 
   mutable std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  int64_t fetched = 0, updated = 0;  // chunks
-  std::vector<int64_t> chunk_copy;   // the last copy from the tier of each chunk; 0: none
+  int64_t fetched = 0, updated = 0, taken = 0;  // chunks; taken: updated from the end, without being fetched
+  std::vector<int64_t> chunk_copy;              // the last copy from the tier of each chunk; 0: none
   std::vector<OffloadEvent> events;
   std::exception_ptr error;
   bool running = false, abandoned = false, quit = false;  // running: on the thread
@@ -44,9 +46,11 @@ struct OffloadPipeline::State {
   pid_t pid = 0;  // that started the thread; 0: none
 
   int64_t count() const { return static_cast<int64_t>(step.chunks.size()); }
+  int64_t left() const { return count() - taken; }
 
   void begin(Step next);
   void advance(Executor& executor);
+  bool takes_last() const;
   void fetch(int64_t number);
   void update(int64_t number, Executor& executor);
   void work();
@@ -55,50 +59,66 @@ struct OffloadPipeline::State {
 
   int64_t copy(Direction direction, void* dst, const void* src, int64_t size_bytes);
   void wait_for(Direction direction, int64_t number);
+  void wait_for_place(const OffloadChunk& chunk);
   void note(const char* what, Clock::time_point begin, int64_t amount);
 };
 
 void OffloadPipeline::State::begin(Step next) {
   const std::lock_guard<std::mutex> lock(mutex);
   step = std::move(next);
-  arrival.assign(step.chunks.size(), 0);
+  arrival.clear();
   chunk_copy.assign(step.chunks.size(), 0);
   events.clear();
-  size_t most = 0;  // three copies per span, two waits and Adam per chunk: reserved, so that recording an event cannot fail
-  for (const OffloadChunk& chunk : step.chunks) most += 3 + 3 * chunk.spans.size();
+  size_t most = 0;  // three copies per span, three waits and Adam per chunk: reserved, so that recording an event cannot fail
+  for (const OffloadChunk& chunk : step.chunks) {
+    arrival.push_back(chunk.arrival);
+    most += 4 + 3 * chunk.spans.size();
+    for (const OffloadSpan& span : chunk.spans) step.any_order = step.any_order && !span.grad_comes && !weight_comes(span);
+  }
   events.reserve(most);
-  fetched = updated = 0;
+  fetched = updated = taken = 0;
   error = nullptr;
   abandoned = false;
 }
 
-// Fetches the next chunk, or updates it: each is fetched before the one before it is updated. Throws CopyError.
+// Fetches the next chunk, or updates one: each is fetched before the one before it is updated. Throws CopyError.
 void OffloadPipeline::State::advance(Executor& executor) {
-  const bool fetches = fetched < std::min(updated + 2, count());
-  if (fetches) {
+  int64_t* advanced = &updated;
+  if (fetched < std::min(updated + 2, left())) {
+    advanced = &fetched;
     fetch(fetched);
+  } else if (takes_last()) {
+    advanced = &taken;
+    update(left() - 1, executor);
   } else {
     update(updated, executor);
   }
   const std::lock_guard<std::mutex> lock(mutex);
-  ++(fetches ? fetched : updated);
+  ++*advanced;
   changed.notify_all();
 }
 
+// Whether the last chunk that is left comes sooner than the next one, which is not there yet.
+bool OffloadPipeline::State::takes_last() const {
+  if (!step.any_order || left() <= fetched) return false;
+  const int64_t next = arrival[static_cast<size_t>(updated)], last = arrival[static_cast<size_t>(left() - 1)];
+  return last < next && !tier->stream(Direction::to_tier).query(next);
+}
+
 void OffloadPipeline::State::fetch(int64_t number) {
-  if (number == 0 && step.weights_leave) tier->synchronize();
+  if (number == 0 && step.weights_leave) {
+    CopyStream& leaving = tier->stream(Direction::from_tier);
+    leaving.synchronize(leaving.queued());
+  }
   const OffloadChunk& chunk = step.chunks[static_cast<size_t>(number)];
-  bool place_is_free = false;
   for (const OffloadSpan& span : chunk.spans) {
     const AdamSegment& t = span.segment;
     int64_t& last = arrival[static_cast<size_t>(number)];
-    if (span.weight != nullptr && !std::exchange(place_is_free, true)) {
-      wait_for(Direction::from_tier, place_copy[static_cast<size_t>(chunk.place)]);
-    }
+    if (span.weight != nullptr) wait_for_place(chunk);
     if (span.grad_comes) {
       last = copy(Direction::to_tier, const_cast<void*>(t.grad), span.grad, t.numel * itemsize(t.grad_dtype));
     }
-    if (span.weight != nullptr && t.master_kind != Master::f32) {
+    if (weight_comes(span)) {
       last = copy(Direction::to_tier, t.param, span.weight, t.numel * itemsize(t.param_dtype));
     }
   }
@@ -110,6 +130,7 @@ void OffloadPipeline::State::update(int64_t number, Executor& executor) {
   std::vector<AdamSegment> segments;
   int64_t numel = 0;
   for (const OffloadSpan& span : chunk.spans) {
+    if (span.weight != nullptr) wait_for_place(chunk);  // one from the end is not fetched; it may share a fetched one's
     segments.push_back(span.segment);
     if (!span.grad_comes) segments.back().grad = span.grad;
     numel += span.segment.numel;
@@ -138,7 +159,14 @@ void OffloadPipeline::State::wait_for(Direction direction, int64_t number) {
   if (number == 0) return;
   const auto begin = Clock::now();
   tier->stream(direction).synchronize(number);
-  note(direction == Direction::to_tier ? "to_tier.synchronize" : "from_tier.synchronize", begin, 0);
+  note(direction == Direction::to_tier ? "to_tier.synchronize" : "from_tier.synchronize", begin, number);
+}
+
+// Waits until no weights leave the chunk's place any more.
+void OffloadPipeline::State::wait_for_place(const OffloadChunk& chunk) {
+  int64_t& last = place_copy[static_cast<size_t>(chunk.place)];
+  wait_for(Direction::from_tier, last);
+  last = 0;
 }
 
 void OffloadPipeline::State::note(const char* what, Clock::time_point begin, int64_t amount) {
@@ -174,7 +202,7 @@ void OffloadPipeline::State::work() {
 
 bool OffloadPipeline::State::is_over() const {
   const std::lock_guard<std::mutex> lock(mutex);
-  return abandoned || updated == count();
+  return abandoned || updated == left();
 }
 
 // Ends the thread, which makes nothing.
@@ -220,11 +248,11 @@ void OffloadPipeline::begin(Step step, int num_threads) {
 }
 
 void OffloadPipeline::wait_fetched(int64_t count, Executor& executor) {
-  advance_to([count](const State& state) { return state.fetched >= std::min(count, state.count()); }, executor);
+  advance_to([count](const State& state) { return state.fetched >= std::min(count, state.left()); }, executor);
 }
 
 void OffloadPipeline::wait_updated(int64_t count, Executor& executor) {
-  advance_to([count](const State& state) { return state.updated >= count; }, executor);
+  advance_to([count](const State& state) { return state.updated >= std::min(count, state.left()); }, executor);
 }
 
 void OffloadPipeline::advance_to(const std::function<bool(const State&)>& reached, Executor& executor) {
@@ -250,7 +278,7 @@ void OffloadPipeline::end() noexcept {
   std::unique_lock<std::mutex> lock(state_->mutex);
   state_->abandoned = true;
   state_->changed.wait(lock, [this] { return !state_->running; });
-  if (state_->updated < state_->count()) state_->tier->stream(Direction::to_tier).drain();
+  if (state_->updated < state_->left()) state_->tier->stream(Direction::to_tier).drain();
   state_->step = {};
 }
 

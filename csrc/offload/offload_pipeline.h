@@ -4,6 +4,10 @@
 // Each chunk is fetched before the one before it is updated, so that its copies overlap that update. A place for weights is
 // used again when its last copy from the tier is done; one for gradients when Adam is done with its chunk, which the order of
 // chunks ensures.
+//
+// Gradients that are copied to the tier outside of the step may be on their way when it begins: each chunk waits for its own
+// alone. Where nothing else is copied in, and the order is free, chunks from the end are updated while the next one's gradients
+// are not there: backward makes those of the last chunks first.
 #pragma once
 
 #include <cstdint>
@@ -28,14 +32,15 @@ struct OffloadSpan {
 
 struct OffloadChunk {
   std::vector<OffloadSpan> spans;
-  int place = 0;  // the number of its places for weights
+  int place = 0;        // the number of its places for weights
+  int64_t arrival = 0;  // of gradients in the tier: the copy to it that brings the last of them; 0: they are there
 };
 
 // Events, in seconds of std::chrono::steady_clock.
 struct OffloadEvent {
   const char* what;
   double begin_s, end_s;
-  int64_t amount;  // bytes of a copy, elements of Adam
+  int64_t amount;  // bytes of a copy, elements of Adam, the number of the copy that was waited for
 };
 
 // One step at a time. begin, the waits and end are called from one thread at a time.
@@ -52,12 +57,13 @@ class OffloadPipeline {
     std::vector<AdamScalars> scalars;
     void* stream = nullptr;      // the compute stream that copies begin after; see CopyStream
     bool weights_leave = false;  // copies of the chunks' weights may still be on their way to the device: wait for them first
+    bool any_order = false;      // else chunks are updated in their order
   };
 
   // num_threads: 0: the step runs in the waits, on the waiting thread, with its executor; else on a thread of its own, which
   // starts with the first such step, takes over the caller's affinity, and has a pool of so many threads, itself included.
   void begin(Step step, int num_threads);
-  // Wait until so many chunks of the step are fetched, or updated and their weights on their way. Throw what went wrong before.
+  // Wait until the first `count` chunks are fetched, or updated and their weights on their way. Throw what went wrong before.
   void wait_fetched(int64_t count, Executor& executor);
   void wait_updated(int64_t count, Executor& executor);
   // The number of the last copy from the tier of chunks [first, last), which are updated; 0: none.

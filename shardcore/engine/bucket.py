@@ -233,6 +233,7 @@ class Bucket:
         updates the other `host_numel`, whose states are in host memory.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad` has `device_numel`.
+    arrival: the copy that brings `host_grad`; None once it is known to be there.
     sq_norm: its squared norm (high, low) over this rank's shard; None: that of `grad` as it is, not taken yet.
     wire: (layout.numel,), the local gradient while it is collected: in `dtype`, or float32 sums over micro-steps.
     resident: the wire buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
@@ -272,6 +273,7 @@ class Bucket:
         self.files: WeightFiles | None = None
         self.grad: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
+        self.arrival: _C.CopyEvent | None = None
         self.wire: torch.Tensor | None = None
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False

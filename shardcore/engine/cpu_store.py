@@ -248,7 +248,7 @@ class CpuStore:
             kept.append(self._part(spans, turn))
             turn += len(kept[-1].chunks)
         chunks = [chunk for part in kept for chunk in part.chunks]
-        grads = [_grad_of(bucket)[0] for part in kept for bucket in part.buckets]
+        buckets = [bucket for part in kept for bucket in part.buckets]
         before_change = self._before_change
         alone = before_change is None and not self._files
         threads = own_thread_count() if alone else 0  # 0: Adam runs in the waits below
@@ -259,7 +259,15 @@ class CpuStore:
                 self.copies.synchronize()
             for files in self._files:
                 files.begin([spans for part in kept for spans in part.cut])
-            self._pipeline.begin(chunks, grads, hypers, threads, weights_leave=not self._weights)
+            self._pipeline.begin(
+                chunks,
+                [_grad_of(bucket)[0] for bucket in buckets],
+                hypers,
+                threads,
+                weights_leave=not self._weights,
+                arrivals=[bucket.arrival for bucket in buckets],
+                any_order=alone,
+            )
             last = 0
             for index, part in enumerate(kept):
                 first, last = last, last + len(part.chunks)

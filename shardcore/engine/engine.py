@@ -46,9 +46,10 @@ class Plan:
     """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward, prefetch: see shard. device_memory_limit: of
-    states, where the ratio is to be chosen. options: shard's, which are equal on all ranks. host: what offload keeps in host
-    memory, if anything; store: what the step works on. threads: of the workers.
+    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward, prefetch: see shard. gradients_in_flight: bytes of
+    those that are being offloaded. device_memory_limit: of states, where the ratio is to be chosen. options: shard's, which are
+    equal on all ranks. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the
+    workers.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Plan:
     reshard_after_forward: bool | int
     prefetch: int
     offloads_gradients: bool
+    gradients_in_flight: int
     device_memory_limit: int | None
     options: Mapping[str, Any]
     host: CpuStore | SplitStore | None = None
@@ -139,7 +141,7 @@ class Engine:
             )
         grad_offload: GradOffload | None = None
         if plan.host is not None and plan.offloads_gradients:
-            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads)
+            grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads, plan.gradients_in_flight)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
             self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit)
@@ -411,7 +413,7 @@ class Engine:
         for get_ready in (
             *late,
             self._check_step,
-            self.reducer.host_grads.synchronize,
+            self.reducer.host_grads.settle,
         ):  # checks, while the last gradients travel
             try:
                 get_ready()

@@ -4,15 +4,20 @@ The last `host_numel` elements of each bucket's owned range are offloaded. The f
 (`Bucket.grad`), where its kernels read them.
 
 Note [Copying]: the host copy has the dtype that the gradient has on the device: grad_dtype, or its own dtype where nothing is
-summed. At most IN_FLIGHT gradients that are being copied hold device memory. Before another one is allocated, the stream waits
-for the oldest copy, whose memory returns to the pool. So allocations depend only on the order of buckets, never on timing.
+summed. Gradients that are being copied hold device memory: IN_FLIGHT of them, and more as long as all have no more bytes than
+`offload={"gradients_in_flight": ...}`. Before another one is allocated, the stream waits for the oldest copy, whose memory
+returns to the pool. So allocations depend only on the order of buckets, never on timing. The last ones are on their way when
+backward ends, and their memory returns when the next one begins.
+Note [Early steps]: the norm is taken before a gradient is copied, so a step is decided while the last ones travel, and waits
+for each where it is used (`Bucket.arrival`). Norms of sums are taken on the host: then `settle` waits for all.
 Note [Adding]: on the device `ordered_sum` computes `out + float32(scale * sum)`, rounded once. To add on the host, the product
 `scale * sum` is copied in float32, whatever grad_dtype is, and `ordered_sum` adds it as a sum of one piece, so the bits are the
 same. A worker thread waits for each copy and adds it, in the order of the copies, while backward and later work continue. The
-same pass computes the squared norm of the sum. A staging buffer is used again once its content is added. `synchronize` waits
-for everything.
+same pass computes the squared norm of the sum. A staging buffer is used again once its content is added, so of these
+gradients IN_FLIGHT are on their way at most. `synchronize` waits for everything.
 Note [Failed copies]: an error in a copy or an addition does not end the backward, since other ranks would wait for this one.
-`synchronize` raises it later, at a step or a read, which then fails on every rank.
+`settle` and `synchronize` raise it later, at a step or a read, which then fails on every rank. An error in a copy that was on
+its way when the step was decided is the step's, which fails halfway.
 """
 
 from collections import deque
@@ -29,7 +34,7 @@ from shardcore.engine.bucket import Bucket, BufferPool, ReducePolicy
 from shardcore.engine.overlap_step import Worker, WorkerThreads
 from shardcore.engine.reduce_scatter import Parts
 
-IN_FLIGHT = 2
+IN_FLIGHT = 2  # gradients, whatever their size
 T = TypeVar("T")
 
 
@@ -51,6 +56,17 @@ def host_grad_bytes(buckets: Sequence[Bucket], policy: ReducePolicy, alone: bool
     return kept + grad_staging_bytes(buckets, policy)
 
 
+def copies_to_await(in_flight: Sequence[int], coming: int, limit_bytes: int) -> int:
+    """Return how many of the oldest copies must be over before another gradient, of `coming` bytes, takes device memory.
+
+    in_flight: the bytes of those on their way; limit_bytes: of all together, unless they are IN_FLIGHT or fewer.
+    """
+    count = 0
+    while len(in_flight) - count >= IN_FLIGHT and sum(in_flight[count:]) + coming > limit_bytes:
+        count += 1
+    return count
+
+
 def sq_norm_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the squared norm (high, low) on `device` of tensors that may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -69,12 +85,13 @@ def _sum_of(squares: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 class GradOffload:
     """What HostGrads needs. copies: allocates host memory and copies to it; buckets: whose gradients are offloaded.
 
-    threads: of the worker that adds.
+    threads: of the worker that adds. in_flight_bytes: see copies_to_await.
     """
 
     copies: _C.HostTier
     buckets: Sequence[Bucket]
     threads: WorkerThreads
+    in_flight_bytes: int
 
 
 @dataclass
@@ -84,7 +101,7 @@ class _Pending:
     source: (owned_numel,) on the device; `release` is called with it once it is copied.
     adds: add to the host's gradient instead of replacing it: with torch's `add_` if as_it_is, else with ordered_sum.
     gathers: collectives that complete `source` with the pieces of replicas.
-    copied: the event of the copy; None before it is `started`, and if starting it failed.
+    copied: the event of the copy; None before it is started, and if starting it failed.
     """
 
     bucket: Bucket
@@ -93,7 +110,6 @@ class _Pending:
     adds: bool
     as_it_is: bool
     gathers: list[Started]
-    started: bool = False
     copied: _C.CopyEvent | None = None
 
 
@@ -140,7 +156,9 @@ class HostGrads:
         self._adding: list[Future[torch.Tensor] | None] = [None] * IN_FLIGHT  # the last addition from each staging buffer
         # Squared norms of the latest sums: of the elements on the host, and of those on the device.
         self._squares: dict[Bucket, tuple[Future[torch.Tensor], torch.Tensor | None]] = {}
-        self._pending: deque[_Pending] = comm.keep_alive(deque())
+        self._gathering: deque[_Pending] = comm.keep_alive(deque())  # whose copies begin when all pieces are here
+        self._leaving: deque[_Pending] = deque()  # being copied
+        self._in_flight_bytes = 0 if offload is None else offload.in_flight_bytes
         self._last: _C.CopyEvent | None = None
         self._failure: tuple[str, BaseException] | None = None  # see Note [Failed copies]
 
@@ -181,26 +199,44 @@ class HostGrads:
         or added as torch would. number: see ReduceScatter.gather_number.
         """
         adds = bucket.reduced
-        self._keep_in_flight(IN_FLIGHT - 1)  # before more device memory is taken
+        dtype = full.dtype if as_it_is else torch.float32 if adds else self._policy.grad_dtype
+        self.start_all()
+        in_flight = [pending.source.nbytes for pending in self._leaving]
+        self._release(copies_to_await(in_flight, bucket.owned_numel * dtype.itemsize, self._in_flight_bytes))
         if as_it_is:
             pending = _Pending(bucket, full, release, adds, as_it_is, [])
             if not adds:  # else the norm of the sum is taken when it is added
                 bucket.sq_norm = _C.sq_norm([full])
         else:
-            source = self._pool.take(bucket.owned_numel, torch.float32 if adds else self._policy.grad_dtype)
+            source = self._pool.take(bucket.owned_numel, dtype)
             pending = _Pending(bucket, source, self._pool.give, adds, as_it_is, [])
             bucket.sq_norm = last.add_up(factor, bucket.reduced_slice(source))
             release(full)
         if len(self._replicas) > 1:
             name = f"the gradients of {bucket.unit or 'the root'}"
             pending.gathers = self._comm.all_gather([pending.source], Traffic.BACKWARD, name, self._replicas, of=[number])
-        self._pending.append(pending)
-        if not pending.gathers:
+            self._gathering.append(pending)
+        else:
             self._start_copy(pending)
+
+    def start_all(self) -> None:
+        """Start the copies that wait for pieces of replicas."""
+        while self._gathering:
+            wait_all(self._gathering[0].gathers)
+            self._start_copy(self._gathering.popleft())
 
     def drain(self) -> None:
         """Wait for all copies (in the order of the current stream on CUDA) and release their device memory."""
-        self._keep_in_flight(0)
+        self.start_all()
+        self._release(len(self._leaving))
+
+    def settle(self) -> None:
+        """Make `Bucket.sq_norm` known, and raise what has failed so far, as `synchronize`. See Note [Early steps]."""
+        if self._squares or self._failure is not None:
+            self.synchronize()
+        elif self._last is not None:
+            self._watch("keeping", self._last.query)
+            self._raise_failure()
 
     def synchronize(self) -> None:
         """Wait on the host until all gradients are copied and added, so that they can be read. Can be interrupted and repeated.
@@ -211,16 +247,19 @@ class HostGrads:
             self._wait_for_copies()
             for adding in filter(None, self._adding):
                 self._watch("adding", adding.result)
+        self._raise_failure()
+        for bucket, (on_host, on_device) in self._squares.items():
+            squares = [on_host.result()] if on_device is None else [on_host.result(), on_device]
+            bucket.sq_norm = _sum_of(squares, self._pool.device)
+        self._squares.clear()
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             doing, error = self._failure
             raise RuntimeError(
                 f"backward: {doing} gradients in host memory failed ({type(error).__name__}: {error}); expected it to succeed "
                 "(zero_grad() forgets them; where copies go on failing, make the model anew and load its last saved state)"
             ) from error
-        for bucket, (on_host, on_device) in self._squares.items():
-            squares = [on_host.result()] if on_device is None else [on_host.result(), on_device]
-            bucket.sq_norm = _sum_of(squares, self._pool.device)
-        self._squares.clear()
 
     def discard(self) -> None:
         """Wait as `synchronize` does, then drop squared norms and errors: the gradients are not needed."""
@@ -232,17 +271,19 @@ class HostGrads:
 
     def abort(self) -> None:
         """Drop the gradients that are being copied, after their backward has failed."""
-        for pending in self._pending:
-            if not pending.started and not self._comm.broken:
-                wait_all(pending.gathers)
+        for pending in self._gathering if not self._comm.broken else ():
+            wait_all(pending.gathers)
         self.discard()
-        for pending in self._pending:
+        for pending in (*self._leaving, *self._gathering):
             pending.release(pending.source)
-        self._pending.clear()
+        self._leaving.clear()
+        self._gathering.clear()
 
     def _wait_for_copies(self) -> None:
         if self._last is not None:
             self._watch("keeping", self._last.synchronize)
+        for bucket in self._memory:
+            bucket.arrival = None
 
     def _watch(self, doing: str, call: Callable[[], T]) -> T | None:
         """Return what `call` returns, or keep its error for `synchronize`."""
@@ -275,13 +316,10 @@ class HostGrads:
             self._staging[self._turn] = self._empty(size)
         return self._staging[self._turn][:size].view(dtype)
 
-    def _keep_in_flight(self, count: int) -> None:
-        for pending in self._pending:
-            if not pending.started:
-                wait_all(pending.gathers)
-                self._start_copy(pending)
-        while len(self._pending) > count:
-            pending = self._pending.popleft()
+    def _release(self, count: int) -> None:
+        """Wait for the oldest copies and release their device memory."""
+        for _ in range(count):
+            pending = self._leaving.popleft()
             if pending.copied is not None:
                 with self._comm.clock.part("exposed_offload"):
                     self._watch("keeping", pending.copied.wait)
@@ -296,13 +334,15 @@ class HostGrads:
             target = bucket.host_grad = self._host_view(bucket, source.dtype)
         copies = self._copies
         assert copies is not None
-        pending.started = True
+        self._leaving.append(pending)
         pending.copied = copied = self._watch("keeping", lambda: copies.to_tier(target, source[cut:]))
         self._last = copied or self._last
         if pending.adds:
             if copied is not None:
                 self._start_adding(pending, copied, target)
-        elif cut:
+            return
+        bucket.arrival = copied
+        if cut:
             if bucket.grad is None or bucket.grad.dtype != source.dtype:
                 bucket.replace_grad(self._pool.keep(cut, source.dtype), self._pool)
             assert bucket.grad is not None

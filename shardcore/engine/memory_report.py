@@ -87,6 +87,7 @@ def memory_report(model: nn.Module) -> MemoryReport:
 
 def report_now(engine: Engine) -> MemoryReport:
     """Return what `engine` keeps, while an overlapped step may still run."""
+    engine.reducer.host_grads.drain()
     param_grads = engine.reducer.param_grads
     return MemoryReport(
         tuple(

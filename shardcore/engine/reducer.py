@@ -293,6 +293,7 @@ class Reducer:
         self.settle()
         if self.overlap_step is not None:
             self.overlap_step.finish()
+        self.host_grads.drain()
         self.accept_user_grads("backward")
         if self.param_grads is not None:
             self.param_grads.drop()
@@ -413,7 +414,7 @@ class Reducer:
             self._late_params.clear()
             self._drain()
         self._wait_gathers()
-        self.host_grads.drain()
+        self.host_grads.start_all()
         self.comm.end_backward()
         self._local_sums = False
         self.show_grads()

@@ -23,7 +23,7 @@ from shardcore.distributed.topology import Topology, topology_of
 from shardcore.engine import build, nvme_weights
 from shardcore.engine.bucket import LIFETIMES, Bucket, BufferPool, Lifetimes, ReducePolicy, allocate, give_full, take_full
 from shardcore.engine.cpu_store import staging_bytes
-from shardcore.engine.host_gradients import IN_FLIGHT, grad_staging_bytes, host_grad_dtype
+from shardcore.engine.host_gradients import copies_to_await, grad_staging_bytes, host_grad_dtype
 from shardcore.engine.memory_report import MemoryReport, memory_lines
 from shardcore.engine.nvme_states import DiskUse, disk_use
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
@@ -156,6 +156,7 @@ def predict(
         wanted.prefetch,
         world_size == 1 and not wanted.loss_scaler().active,
         {bucket for bucket in updated if bucket.host_numel} if tiers.gradients is not None else set(),
+        tiers.gradients_in_flight,
     )
     step.fill_pools()
     lines = memory_lines(
@@ -202,7 +203,7 @@ class _Step:
     """A training step of this rank: what it sends, and the buffers that it takes and gives back.
 
     keepers: see keepers_of. prefetch: units gathered ahead. alone: gradients are neither summed over ranks nor unscaled.
-    offloaded: the buckets whose gradients are.
+    offloaded: the buckets whose gradients are; in_flight_bytes: see copies_to_await.
     """
 
     comm: Comm
@@ -214,6 +215,7 @@ class _Step:
     prefetch: int
     alone: bool
     offloaded: Collection[Bucket]
+    in_flight_bytes: int
 
     def __post_init__(self) -> None:
         topology, rank = self.comm.topology, self.comm.rank
@@ -331,7 +333,7 @@ class _Step:
                 self._launch(waiting.popleft())
         for bucket, full, _ in self._reduce_scatter.drain():
             self._finish(bucket, full)
-        self._let_leave(0)
+        self._let_leave(len(self._leaving))
         for bucket in self._order if reducing and self.lifetimes.owns_everything else ():
             if bucket.grad is not None and bucket.grad.dtype != bucket.dtype:  # param.grad has a buffer of its own
                 self._give(bucket, self._take(bucket, bucket.dtype))
@@ -361,19 +363,20 @@ class _Step:
         bucket.reduced = True
 
     def _leave(self, bucket: Bucket, local: torch.Tensor, unchanged: bool) -> None:
-        self._let_leave(IN_FLIGHT - 1)
+        dtype = local.dtype if unchanged else torch.float32 if bucket.reduced else self.policy.grad_dtype
+        in_flight = [source.nbytes for _, source, _ in self._leaving]
+        self._let_leave(copies_to_await(in_flight, bucket.owned_numel * dtype.itemsize, self.in_flight_bytes))
         if unchanged:
             self._leaving.append((bucket, local, partial(self._give, bucket)))
         else:
-            dtype = torch.float32 if bucket.reduced else self.policy.grad_dtype
             self._leaving.append((bucket, self.pool.take(bucket.owned_numel, dtype), self.pool.give))
             self._give(bucket, local)
         if len(self._replicas) == 1:
             self._keep_rest()
 
-    def _let_leave(self, keep: int) -> None:
+    def _let_leave(self, count: int) -> None:
         self._keep_rest()
-        while len(self._leaving) > keep:
+        for _ in range(count):
             _, source, give = self._leaving.popleft()
             give(source)
 

@@ -55,6 +55,10 @@ TEST(offload_pipeline, every_form_has_the_bits_of_adam_where_all_lies) {
         EXPECT_EQ(result_of(problem, soonest(), {num_threads, grads_come, weights_travel}), expected);
       }
     }
+    for (const bool weights_travel : {true, false}) {
+      EXPECT_EQ(result_of(problem, latest(), {num_threads, false, weights_travel, true}), expected);
+      EXPECT_EQ(result_of(problem, soonest(), {num_threads, false, weights_travel, true}), expected);
+    }
   }
 }
 
@@ -65,6 +69,7 @@ TEST(offload_pipeline, a_wait_that_is_left_out_changes_the_bits) {
   for (const int num_threads : {0, 1}) {  // with more, what is left out is a data race, too
     EXPECT_NE(result_of(problem, latest(), {num_threads}, {5, 0}), expected) << "the chunk has come";
     EXPECT_NE(result_of(problem, latest(), {num_threads}, {0, -1}), expected) << "the place is free";
+    EXPECT_NE(result_of(problem, latest(), {num_threads, false, false, true}, {5, 0}), expected) << "gradients are there";
   }
 }
 
@@ -90,6 +95,29 @@ TEST(offload_pipeline, what_comes_next_travels_while_adam_works) {
   EXPECT_EQ(offloaded.steps.last_copy(2, 3), 6);
   EXPECT_EQ(offloaded.steps.last_copy(2, 2), 0);
   for (const OffloadEvent& event : offloaded.steps.events()) EXPECT_LE(event.begin_s, event.end_s);
+}
+
+TEST(offload_pipeline, adam_works_on_gradients_that_are_there_while_others_arrive) {
+  TensorSpec with_master{300, DType::bf16, DType::bf16};
+  with_master.master = Master::f32;
+  AdamProblem problem(std::vector<TensorSpec>(12, with_master), 14);  // six chunks in three places
+  const auto expected = expected_of(problem);
+  EXPECT_EQ(result_of(problem, latest(), {0, false, true, true}), expected);
+  EXPECT_EQ(result_of(problem, latest(), {1, false, true, true}), expected);
+  Offloaded offloaded(problem, latest(), {0, false, true, true});
+  SerialExecutor executor;
+  offloaded.begin(0);
+  offloaded.steps.wait_updated(1, executor);
+  std::vector<std::string> names;
+  for (const bool place_was_used : {false, false, false, true, true}) {  // the chunks 5, 4, 3 and 2, and then the first
+    names.emplace_back("to_tier.synchronize");
+    if (place_was_used) names.emplace_back("from_tier.synchronize");
+    for (const char* name : {"adam", "from_tier", "from_tier"}) names.emplace_back(name);
+  }
+  EXPECT_EQ(offloaded.names(), names);
+  offloaded.steps.wait_updated(6, executor);
+  EXPECT_EQ(offloaded.steps.last_copy(5, 6), 2) << "was updated first";
+  EXPECT_EQ(offloaded.steps.last_copy(0, 1), 10);
 }
 
 int64_t adams(const Offloaded& offloaded) {

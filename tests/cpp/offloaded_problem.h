@@ -84,6 +84,7 @@ struct Form {
   int num_threads = 0;         // 0: in the waits
   bool grads_come = true;      // else they lie there
   bool weights_travel = true;  // else they lie there
+  bool grads_arrive = false;   // they are on their way there when a step begins, those of the last chunk first
 };
 
 // A problem's segments, each in a chunk with the next; what travels does so between the problem's memory and places.
@@ -131,6 +132,8 @@ class Offloaded {
     next.chunks = chunks_;
     next.scalars = scalars_of_step(step);
     next.weights_leave = !form_.weights_travel;
+    next.any_order = true;
+    if (form_.grads_arrive) send_gradients(next.chunks);
     steps.begin(std::move(next), form_.num_threads);
   }
 
@@ -151,9 +154,23 @@ class Offloaded {
   }
 
  private:
+  void send_gradients(std::vector<OffloadChunk>& chunks) {
+    sent_.clear();
+    for (auto chunk = chunks.rbegin(); chunk != chunks.rend(); ++chunk) {
+      for (const OffloadSpan& span : chunk->spans) {
+        const int64_t size_bytes = span.segment.numel * itemsize(span.segment.grad_dtype);
+        auto* const grad = static_cast<uint8_t*>(const_cast<void*>(span.grad));
+        sent_.emplace_back(grad, grad + size_bytes);
+        std::fill(grad, grad + size_bytes, uint8_t{0});
+        chunk->arrival = tier_->copy(Direction::to_tier, grad, sent_.back().data(), size_bytes, nullptr);
+      }
+    }
+  }
+
   const Form form_;
   const std::shared_ptr<HostTier> tier_;
   std::deque<std::vector<uint8_t>> places_{5};  // two for gradients, three for weights
+  std::deque<std::vector<uint8_t>> sent_;       // gradients of the last step
   std::vector<OffloadChunk> chunks_;
   SerialExecutor executor_;
 

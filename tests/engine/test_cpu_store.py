@@ -50,10 +50,10 @@ def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, over
         return hash_of_training(*train(rank, run)[:2])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_ranks_gather_was_copied_from_the_tier(overlap: bool) -> None:
+@pytest.mark.parametrize(("offload", "overlap"), [(CPU_TIER, False), (CPU_TIER, True), (GRADS, False), (GRADS, True)])
+def test_what_ranks_gather_was_copied_from_the_tier(offload: dict[str, Any], overlap: bool) -> None:
     """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
-    assert run_ranks(2, _with_late_copies, 1, CPU_TIER, overlap) == run_ranks(2, _with_late_copies, 1, None, False)
+    assert run_ranks(2, _with_late_copies, 1, offload, overlap) == run_ranks(2, _with_late_copies, 1, None, False)
 
 
 def test_a_wait_for_the_last_weights_that_is_left_out_changes_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:

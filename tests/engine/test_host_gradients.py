@@ -1,7 +1,9 @@
 """Gradients in host memory: they leave in backward, are added there by a thread, and give the same bits."""
 
+import itertools
 import threading
 from concurrent.futures import wait
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.engine import host_gradients as host_grads
+from shardcore.engine.state_store import StepError
+from tests.support.choice import some
 from tests.support.models import Reused, Run, batch_of, hash_of, hash_of_training, loss_of, stepped, train
 from tests.support.ranks import run_ranks
-from tests.support.tiers import GRADS, Watched, Wrapped, tier_with
+from tests.support.tiers import FORMS, GRADS, Watched, Wrapped, hashes_of, small_chunks, tier_with
 
 
 def _one_bucket(**options: Any) -> tuple[Any, Any]:
@@ -132,6 +136,89 @@ def test_the_norm_is_taken_before_a_gradient_leaves(monkeypatch: pytest.MonkeyPa
     assert log.count("norm") == len(optimizer._engine.buckets)
 
 
+# --- steps on gradients that travel -----------------------------------------------------------------------------------
+
+EARLY = GRADS | {"gradients_in_flight": 1 << 30}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_adam_works_on_gradients_that_are_there_while_the_last_travel(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are made only when someone waits for them. Clipping needs the norm of all."""
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, late=True)
+    shard = {"offload": EARLY, "overlap_step": overlap, "clip_grad_norm": 0.1}
+    model, optimizer, _ = train(0, Run(steps=1, precision="bf16", shard=shard))
+    buckets = optimizer._engine.buckets
+    loss_of(model, batch_of(1, 0, 0)).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    events = [event for event in optimizer._engine.store._pipeline.events if event[0] in ("to_tier.synchronize", "adam")]
+    assert [what for what, *_ in events] == ["to_tier.synchronize", "adam"] * (len(events) // 2)
+    copies = [number for what, _, _, number in events if what != "adam"]
+    assert copies == sorted(copies), "in the order of arrival"
+    assert sorted(set(copies)) == list(range(copies[0], copies[0] + len(buckets)))
+    assert copies.count(copies[-1]) == buckets[0].owned_numel // 256, "all others before the last gradient is there"
+
+
+FEW_FORMS = [
+    *(("fp32", 1, False), ("masters", 2, True), ("masters", 3, False), ("split 8-bit", 3, True)),
+    *(("bf16 states", 1, True), ("stochastic", 2, False)),
+]
+
+
+@pytest.mark.parametrize(("form", "stage", "overlap"), some(itertools.product(FORMS, (1, 2, 3), (False, True)), FEW_FORMS))
+def test_steps_on_gradients_that_travel_have_the_same_bits(
+    form: str, stage: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision, adam = FORMS[form]
+    run = Run(0, 2, 1, precision, shard={"clip_grad_norm": 0.5}, adam={"lr": 1e-2} | adam)
+    expected = hashes_of(0, 1, [run])
+    small_chunks(monkeypatch)
+    tier_with(monkeypatch, late=True)
+    offload = EARLY | ({"params": "cpu"} if stage == 3 else {})
+    run = replace(run, stage=stage, shard=run.shard | {"offload": offload, "overlap_step": overlap})
+    assert hashes_of(0, 1, [run]) == expected
+
+
+class _Unwaited(Wrapped):
+    """A tier whose pipeline takes every gradient for there."""
+
+    def pipeline(self, pipeline: Any) -> Any:
+        class Pipeline(Wrapped):
+            def begin(self, *arguments: Any, arrivals: Any, **options: Any) -> None:
+                pipeline.begin(*arguments, **options)
+
+        return Pipeline(pipeline)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_that_does_not_wait_for_a_gradient_changes_the_hash(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(steps=3, precision="bf16", shard={"overlap_step": overlap})
+    expected = hash_of_training(*train(0, run)[:2])
+    run.shard["offload"] = EARLY
+    for wrap, same in ((Wrapped, True), (_Unwaited, False)):
+        with monkeypatch.context() as patch:
+            tier_with(patch, wrap, late=True)
+            assert (hash_of_training(*train(0, run)[:2]) == expected) == same
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_error_of_a_gradient_that_travels_is_the_step_s(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(steps=0, precision="bf16", shard={"offload": EARLY, "overlap_step": overlap})
+    log: list[str] = []
+    with monkeypatch.context() as patch:
+        tier_with(patch, lambda tier: Watched(tier, log))
+        train(0, run)
+    tier_with(monkeypatch, late=True, failing_copy=len(log) - log.count("to_tier.synchronize") + 4)  # of the last gradient
+    model, optimizer, _ = train(0, run)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    if overlap:
+        optimizer.step()
+    for call in (optimizer.synchronize if overlap else optimizer.step, optimizer.step):
+        with pytest.raises(StepError, match=r"HostTier.to_tier: copy \d+ of \d+ bytes failed \(a planted fault\)"):
+            call()
+
+
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
@@ -188,16 +275,21 @@ def test_a_wait_for_a_gradient_that_is_left_out_changes_the_hash(call: str, monk
     assert hash_of_training(*train(0, run)[:2]) != expected
 
 
-def test_a_gradient_leaves_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("limit", "most"), [(None, 2), (2 * 4 * 3072, 2), (3 * 4 * 3072, 3), (1 << 20, 4)])
+def test_a_gradient_leaves_while_backward_goes_on(limit: int | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two on their way, and more if they fit the limit; for the last ones the next backward waits."""
     log: list[str] = []
     tier_with(monkeypatch, lambda tier: Watched(tier, log))
-    model, _, _ = train(0, Run(steps=2, shard={"offload": GRADS}))
+    model, optimizer, _ = train(0, Run(steps=2, shard={"offload": GRADS | {"gradients_in_flight": limit}}))
+    assert [bucket.owned_numel for bucket in optimizer._engine.buckets] == [1024, 3072, 3072, 3072]
     for index, block in enumerate(model.blocks):
         block.norm.weight.register_hook(lambda _, index=index: log.append(f"block {index}"))  # the unit's last gradient but one
     log.clear()
     loss_of(model, batch_of(0, 0, 0)).backward()
     waited = "to_tier.wait"
-    assert log == ["block 2", "to_tier", "block 1", "to_tier", "block 0", waited, "to_tier", waited, "to_tier", waited, waited]
+    third, fourth = [waited] * (most < 3), [waited] * (most < 4)
+    assert log[:most] == [waited] * most, "for those of the backward before"
+    assert log[most:] == ["block 2", "to_tier", "block 1", "to_tier", "block 0", *third, "to_tier", *fourth, "to_tier"]
 
 
 class _Rounding:

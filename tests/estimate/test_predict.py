@@ -41,6 +41,7 @@ CASES = [
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "ratio": 0.37}}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "gradients": "cpu"}}),
     Run(precision="fp32", accumulate=2, shard={"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.37}}),
+    Run(precision="bf16", shard={"offload": LEAVING | {"gradients_in_flight": 1 << 20}}),
     Run(precision="bf16", shard={"offload": {"optimizer": "cpu", "params": "cpu"}}),
     Run(precision="fp32", shard={"offload": LEAVING | {"params": "cpu"}}),
 ]
@@ -276,19 +277,24 @@ def _no_padding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("shardcore.layout.BLOCK", 1)
 
 
+def _two_leave(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(_Step._leave.__globals__, "copies_to_await", lambda in_flight, coming, limit: max(0, len(in_flight) - 1))
+
+
 TWINS = {
-    "one state of one unit": (_forget_state, 0),
-    "a reduction in flight": (_one_in_flight, 2),
-    "a received gradient": (_no_received, 2),
-    "gathered weights": (_no_gathers, 3),
-    "padding": (_no_padding, 1),
+    "one state of one unit": (_forget_state, 0, None),
+    "a reduction in flight": (_one_in_flight, 2, None),
+    "a received gradient": (_no_received, 2, None),
+    "gathered weights": (_no_gathers, 3, None),
+    "padding": (_no_padding, 1, None),
+    "gradients that leave": (_two_leave, 2, LEAVING | {"gradients_in_flight": 1 << 20}),
 }
 
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_prediction_that_forgets_a_buffer_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget, stage = TWINS[twin]
-    run = Run(stage=stage, precision="bf16")
+    forget, stage, offload = TWINS[twin]
+    run = Run(stage=stage, precision="bf16", shard={"offload": offload})
     measured = run_ranks(2, _order_of_use, run)[0]
     assert differences(predicted(0, 2, run), measured) == []
     forget(monkeypatch)

@@ -275,6 +275,9 @@ class Case:
     def written(self) -> list[torch.Tensor]:
         return [*self.chunk["weights"], *self.chunk["exp_avgs"], *self.chunk["exp_avg_sqs"]]
 
+    def left(self) -> Any:
+        return self.tier.to_tier(self.chunk["params"][0], self.chunk["weights"][0])
+
     def step(self, num_threads: int = 0, **changes: Any) -> None:
         self.pipeline.begin([self.pipeline.chunk(**self.chunk | changes)], self.grads, self.hypers, num_threads)
         left = self.pipeline.wait_updated(0, 1)
@@ -322,6 +325,8 @@ def test_chunks_that_no_copy_could_serve_are_refused(change: Any, error: type[Ex
     (lambda c: {"grads": [c.grads[0], c.grads[1][:500]]}, ValueError, r"grads\[1\] has 500 elements; expected 522 or more"),
     (lambda c: {"grads": [c.grads[0].half()] * 2}, TypeError, r"grads\[0\] has dtype Half; expected that of the chunk's grads"),
     (lambda c: {"hypers": []}, ValueError, "hypers has 0 items; expected 1 or more"),
+    (lambda c: {"arrivals": [None]}, ValueError, r"arrivals has 1 items; expected 2 \(one for each of spans\)"),
+    (lambda c: {"arrivals": [None, Case().left()]}, ValueError, r"arrivals\[1\] has an event of another tier or direction; "),
 ])  # fmt: skip
 def test_a_step_that_brings_something_else_is_refused(change: Any, error: type[Exception], message: str) -> None:
     case = Case()

@@ -100,8 +100,9 @@ class WatchedPipeline:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline, name)
 
-    def begin(self, *arguments: Any, **options: Any) -> None:
-        self._pipeline.begin(*arguments, **options)
+    def begin(self, *arguments: Any, arrivals: Any = (), **options: Any) -> None:
+        arrivals = [event._event if isinstance(event, WatchedEvent) else event for event in arrivals]
+        self._pipeline.begin(*arguments, arrivals=arrivals, **options)
         self._told = 0
 
     def _tell(self) -> None:
@@ -134,6 +135,9 @@ class WatchedEvent:
 
     def wait(self) -> None:
         self._wait("wait")
+
+    def query(self) -> bool:
+        return bool(self._event.query())
 
 
 GRADS = CPU_TIER | {"gradients": "cpu"}
