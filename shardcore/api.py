@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import keepers_of
+from shardcore.estimate import fit, probe
+from shardcore.estimate.predict import Prediction, predict_rank
 from shardcore.optim import AdamOptimizer, CPUAdam
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.interface import engine_of
@@ -141,7 +144,7 @@ def shard(
     stage: int = 2,
     *,
     units: UnitPolicy = "auto",
-    offload: Mapping[str, Any] | None = None,
+    offload: Mapping[str, Any] | str | None = None,
     precision: str | None = None,
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
@@ -171,13 +174,17 @@ def shard(
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
             least number of parameters per unit.
-        offload: None, or a dict. {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
+        offload: None, a dict, or "auto". {"optimizer": "cpu"} keeps masters and states in host memory and runs Adam there;
             {"optimizer": "nvme", "path": DIR} keeps them in files, read and written chunk by chunk, which have the last
             committed step at any instant: "resume": True goes on from it, False begins anew over it; "durable": False keeps one
             copy, which is gone with the process; a list of directories uses all of their disks. Beside either
             "gradients": "cpu" (stages 1 to 3; with "gradients_in_flight": bytes of device memory for those being copied),
             "params": "cpu" or, with states in files, "nvme" (stage 3), "ratio": the share that the CPU updates, 0 to 1 or
-            "auto" with "device_memory_limit": bytes, "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int.
+            "auto": measured, with at most "device_memory_limit" bytes of states on the device (default: as many as the peak of
+            the first steps leaves room for), "pin_memory": bool, "pin_memory_limit": bytes, "cpu_threads": int. "auto" chooses
+            None or what goes into host memory, with the ratio "auto": what takes the fewest milliseconds of all that fits, with
+            a tenth of the device left for activations. It measures free memory, the link and Adam for at most a second, and
+            logs a table of what it considered. On the CPU it is None.
         precision: "bf16", "fp16" or "fp32" converts all weights; None leaves each in its dtype. 16-bit weights get float32
             masters, which start from the weights as given.
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
@@ -216,7 +223,7 @@ def shard(
         ValueError, TypeError: On every rank, with nothing changed, for bad arguments and where ranks disagree.
         NotImplementedError: For what is not built yet.
         OSError: For files that cannot be read.
-        MemoryError: Where the ranks of a machine would take more host memory than it has free.
+        MemoryError: Where the ranks of a machine would take more host memory than it has free, or nothing fits for "auto".
         RuntimeError: On every rank, if one cannot take memory (nothing is changed), or fails in `materialize` or in a copy (the
             model is partly made: build it anew).
     """
@@ -244,7 +251,7 @@ def shard(
         broadcast=broadcast,
         materialize=materialize,
     )
-    plan, filler = _plan(model, given, options, process_group, ranks_per_node)
+    plan, filler, options = _plan(model, given, options, process_group, ranks_per_node)
     _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
@@ -281,8 +288,11 @@ def _plan(
     options: ShardOptions,
     process_group: dist.ProcessGroup | DeviceMesh | None,
     ranks_per_node: int | None,
-) -> tuple[Plan, FromInit | FromFiles | None]:
-    """Check everything on every rank and compare it; nothing changes. Returns the plan, and what gives values to weights."""
+) -> tuple[Plan, FromInit | FromFiles | None, ShardOptions]:
+    """Check everything on every rank and compare it; nothing changes.
+
+    Returns the plan, what gives values to weights, and the options, with an offload that is not "auto".
+    """
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
@@ -298,6 +308,13 @@ def _plan(
     filler = None
     entries: list[Any] = []
     needed = 0
+    figures: Any = None  # of this rank, where it is to choose
+    if options.chooses_offload:
+        try:
+            figures = _figures(_rank_device(comm, model, given, options.offload))
+        except Exception as error:
+            figures, problem = _FAILED, problem or error
+    every = comm.gather_json(figures)
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
         build.check_model(model, alone=comm.world_size == 1)
@@ -305,6 +322,8 @@ def _plan(
         adam = accept_optimizer(given, options.offload) if trains else given
         build.check_ownership(model, given)
         device = _rank_device(comm, model, adam, options.offload)
+        if options.chooses_offload:
+            options = replace(options, offload=_choose(comm, model, adam, options, every))
         specs = plan_units(model, options.units)
         kept = build.kept_params(model, options.keep_fp32)
         builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
@@ -329,6 +348,7 @@ def _plan(
             options.prefetch,
             tiers.gradients is not None,
             tiers.gradients_in_flight,
+            tiers.auto,
             tiers.device_memory_limit,
             options.compared(),
         )
@@ -343,7 +363,50 @@ def _plan(
         agree(comm, problem or short, entries)
     finally:
         problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
-    return plan, filler
+    return plan, filler, options
+
+
+_FAILED, _ON_CPU = "failed", "cpu"  # in place of a rank's figures
+
+
+def _figures(device: torch.device) -> Any:
+    return _ON_CPU if device.type == "cpu" else probe.measure(device)
+
+
+def _choose(
+    comm: Comm, model: nn.Module, adam: AdamOptimizer, options: ShardOptions, figures: Sequence[Any]
+) -> Mapping[str, Any] | None:
+    """Return the offload for "auto", the same on all ranks, whose figures these are. Not collective; raises MemoryError."""
+    if isinstance(adam, NoOptimizer):
+        raise ValueError('shard: offload is "auto" without an optimizer; expected None, or {"params": "cpu"} at stage 3')
+    if None in figures:
+        raise ValueError(f'shard: offload is "auto", but not on rank {figures.index(None)}; expected the same on every rank')
+    if _FAILED in figures:  # `agree` says why
+        return None
+    if _ON_CPU in figures:
+        if comm.rank == 0:
+            logger.info('shard: offload="auto" chose None: this rank computes on the CPU, whose memory is the host\'s')
+        return None
+    machine, rates = probe.agreed(figures)
+
+    def predicted(stage: int, offload: Mapping[str, Any] | None) -> Prediction:
+        return predict_rank(model, adam, replace(options, offload=offload), comm.topology)
+
+    found = fit.fit(machine, rates, comm.world_size, predicted, options.stage)
+    best = fit.chosen_of(found)
+    said = (
+        f"{machine.device / 2**30:.1f} GiB of device memory ({machine.activations / 2**30:.1f} left for activations) and "
+        f"{machine.host / 2**30:.1f} GiB of host memory per rank, {rates.to_host / 1e9:.1f} GB/s to it and "
+        f"{rates.from_host / 1e9:.1f} back, Adam there {rates.adam / 1e9:.2f}e9 elements/s\n{fit.table(found)}"
+    )
+    if best is None:
+        raise MemoryError(
+            f'shard: offload is "auto", and nothing fits {said}\nexpected more memory or ranks, a higher stage, smaller '
+            'states, or {"optimizer": "nvme", "path": DIR}'
+        )
+    if comm.rank == 0:
+        logger.info('shard: offload="auto" chose %s, by %s', best.argument, said)
+    return best.argument
 
 
 def _host_bytes(plan: Plan, tiers: OffloadOptions) -> int:
@@ -541,12 +604,12 @@ def _gpus_of(model: nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in [*model.parameters(), *model.buffers()] if tensor.is_cuda}
 
 
-def _rank_device(comm: Comm, model: nn.Module, optimizer: AdamOptimizer, offload: Mapping[str, Any] | None) -> torch.device:
+def _rank_device(comm: Comm, model: nn.Module, optimizer: object, offload: Mapping[str, Any] | str | None) -> torch.device:
     """Return where this rank computes: the model's CUDA device, the local rank's, or the CPU where no GPU is to be used."""
     cuda = _gpus_of(model)
     if len(cuda) > 1:
         raise ValueError(f"shard: the model is spread over {sorted(map(str, cuda))}; expected one device")
-    on_host = isinstance(optimizer, CPUAdam) and offload is None
+    on_host = isinstance(optimizer, CPUAdam) and (offload is None or isinstance(offload, str))
     if cuda:
         device = cuda.pop()
     elif comm.group is not None:

@@ -21,6 +21,7 @@ from shardcore.checkpoint.consolidate import bytes_of, consolidate
 from shardcore.distributed import machine
 from shardcore.engine import disk
 from shardcore.estimate import command as estimate
+from shardcore.estimate.fit import columns
 from shardcore.launch import command as launch
 from shardcore.metrics import report
 from shardcore.options import DTYPES
@@ -84,7 +85,7 @@ def _info(disks: Sequence[str]) -> int:
         facts[folder] = f"{disk.about(engine, Path(folder))}: {_rates(rates)}"
     if len(measured) > 1:
         facts["all of them"] = f'{_rates(disk.striped(list(measured.values())))} (offload={{"path": [DIR, ...]}})'
-    print(_columns([[name, value] for name, value in facts.items()]))
+    print(columns([[name, value] for name, value in facts.items()]))
     return 0
 
 
@@ -97,12 +98,6 @@ def _suites(checkout: Path) -> dict[str, str]:
     paths = sorted(checkout.glob(f"benchmarks/{_PREFIX}*.py")) if (checkout / "pyproject.toml").exists() else []
     texts = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in paths}
     return {path.stem.removeprefix(_PREFIX): text.partition("\n")[0] for path, text in texts.items()}
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Align all columns to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -149,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     if parsed.command == "estimate":
         try:
-            return estimate.run(parsed, _columns)
+            return estimate.run(parsed)
         except (ValueError, TypeError, OSError) as error:
             estimator.error(str(error))
     if parsed.command == "consolidate":
@@ -171,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "make setup, then python -m shardcore bench there)"
         )
     if parsed.suite is None:
-        print(_columns(list(suites.items())))
+        print(columns(list(suites.items())))
         return 0
     if parsed.suite not in suites:
         bench.error(f"argument SUITE: {parsed.suite}; expected {', '.join(suites)}")

@@ -31,26 +31,26 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """The options of shard, under its names and as given; `check` refuses what cannot be followed."""
+    """The options of shard, under its names and as given, with its defaults; `check` refuses what cannot be followed."""
 
-    stage: int
-    units: UnitPolicy
-    offload: Mapping[str, Any] | None
-    precision: str | None
-    loss_scale: LossScale | float | None
-    keep_fp32: Sequence[Any]
-    cast_inputs: bool
-    grad_dtype: str
-    reduce_dtype: str | None
-    clip_grad_norm: float | None
-    accumulate: int
-    sync_each: bool | None
-    overlap_step: bool
-    reshard_after_forward: bool | int
-    prefetch: int
-    reduction: str
-    broadcast: bool
-    materialize: Materialize | None
+    stage: int = 2
+    units: UnitPolicy = "auto"
+    offload: Mapping[str, Any] | str | None = None
+    precision: str | None = None
+    loss_scale: LossScale | float | None = None
+    keep_fp32: Sequence[Any] = ()
+    cast_inputs: bool = True
+    grad_dtype: str = "fp32"
+    reduce_dtype: str | None = None
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    sync_each: bool | None = None
+    overlap_step: bool = False
+    reshard_after_forward: bool | int = True
+    prefetch: int = 1
+    reduction: str = "ordered"
+    broadcast: bool = True
+    materialize: Materialize | None = None
 
     def check(self, shard_world_size: int, backend_sums: bool) -> None:
         """Raise TypeError, ValueError or NotImplementedError for an option that cannot be followed.
@@ -135,10 +135,15 @@ class ShardOptions:
         """What `precision` converts weights to; None leaves them as they are."""
         return None if self.precision is None else DTYPES[self.precision]
 
+    @property
+    def chooses_offload(self) -> bool:
+        """Whether `offload` is "auto", and has to be replaced by what is chosen."""
+        return isinstance(self.offload, str) and self.offload == "auto"
+
     @cached_property
     def tiers(self) -> "OffloadOptions":
-        """What `offload` asks for."""
-        return offload_options(self.offload, self.stage)
+        """What `offload` asks for; nothing as long as it is "auto"."""
+        return offload_options(None if self.chooses_offload else self.offload, self.stage)
 
     def reduce_policy(self, world_size: int) -> ReducePolicy:
         """How gradients are reduced over this many ranks."""
@@ -171,9 +176,10 @@ class OffloadOptions:
 
     optimizer: the tier of states and masters ("cpu", or "nvme": in files under the directories `path`), or None: beside the
     weights. ratio: the share of them (and of the step) that is there; the rest stays on the device. auto: it starts as 1 and is
-    chosen after a few steps, so that at most device_memory_limit bytes of states stay. gradients: the tier of reduced
-    gradients, or None: on the device; gradients_in_flight: how many bytes of them may hold device memory while they are copied;
-    two gradients always may. params: the same of the shards of weights; "nvme": in a file under `path`, as states.
+    chosen after a few steps, so that at most device_memory_limit bytes of states stay (None: as many as the measured peak
+    leaves room for). gradients: the tier of reduced gradients, or None: on the device; gradients_in_flight: how many bytes of
+    them may hold device memory while they are copied; two gradients always may. params: the same of the shards of weights;
+    "nvme": in a file under `path`, as states.
     pin_memory: whether host memory that a GPU reads or writes is page-locked; pin_memory_limit: at most so many bytes of it on
     this rank, None as the system allows. cpu_threads: of the worker of an overlapped step, None for what the machine's other
     ranks leave. durable: whether files under `path` have the last committed step at any instant; resume: whether to go on from
@@ -195,12 +201,12 @@ class OffloadOptions:
     gradients_in_flight: int = 0
 
 
-def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOptions:
+def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> OffloadOptions:
     """Return what shard's `offload` asks for at this stage; raise for anything else."""
     if offload is None:
         return OffloadOptions()
     if not isinstance(offload, Mapping):
-        raise TypeError(f'shard: offload is {offload!r}; expected None or {{"optimizer": "cpu"}}')
+        raise TypeError(f'shard: offload is {offload!r}; expected None, "auto" or {{"optimizer": "cpu"}}')
     known = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
         if key not in known:
@@ -232,10 +238,10 @@ def offload_options(offload: Mapping[str, Any] | None, stage: int) -> OffloadOpt
             f'shard: offload["pin_memory_limit"] is {limit} but "pin_memory" is False; expected None, or True to pin'
         )
     auto, keeps = offload.get("ratio") == "auto", _bytes_of(offload, "device_memory_limit")
-    if auto != (keeps is not None):
+    if keeps is not None and not auto:
         raise ValueError(
-            f'shard: offload["device_memory_limit"] is {keeps} with the ratio {offload.get("ratio", 1.0)!r}; expected with '
-            '"auto" the bytes of states that may stay on the device, else None'
+            f'shard: offload["device_memory_limit"] is {keeps} with the ratio {offload.get("ratio", 1.0)!r}; expected None, or '
+            'the ratio "auto"'
         )
     gradients, params = offload.get("gradients"), offload.get("params")
     for key, value, tiers in (("gradients", gradients, ("cpu",)), ("params", params, ("cpu", "nvme"))):

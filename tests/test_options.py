@@ -1,5 +1,7 @@
 """What `shard`'s options do to weights, gradients and ranks, beyond the defaults."""
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.options import ShardOptions
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -231,3 +234,15 @@ def _pair(rank: int, world_size: int) -> str:
 
 def test_a_process_group_of_some_ranks() -> None:
     assert set(run_ranks(4, _subgroup)) == set(run_ranks(2, _pair))
+
+
+def test_the_defaults_of_shard_are_those_of_its_options() -> None:
+    """`estimate.predict` takes them from there."""
+    of_shard = {name: parameter.default for name, parameter in inspect.signature(shardcore.shard).parameters.items()}
+    assert {field.name: field.default for field in fields(ShardOptions)}.items() <= of_shard.items()
+    assert of_shard.keys() - {field.name for field in fields(ShardOptions)} == {
+        "model",
+        "optimizer",
+        "process_group",
+        "ranks_per_node",
+    }

@@ -290,10 +290,14 @@ def shard_options(settings: Config) -> dict[str, Any]:
         elif settings.stage > 0:
             tiers["gradients"] = "cpu"  # as in ZeRO-Offload
             overlap_step = settings.stage == 3  # at 1 and 2 new weights are gathered, before which NCCL's ranks must not read
-    tiers |= settings.shardcore.get("offload", {})
+    own_tiers = settings.shardcore.get("offload", {})
+    offload: Any = own_tiers  # "auto"
+    if own_tiers != "auto":
+        tiers |= own_tiers
+        offload = tiers if settings.offload or settings.params or own_tiers else None
     return {
         "stage": settings.stage,
-        "offload": tiers if settings.offload or settings.params or settings.shardcore.get("offload") else None,
+        "offload": offload,
         "precision": "fp16" if settings.fp16 else "bf16" if settings.bf16 else "fp32",
         "loss_scale": settings.loss_scale,
         "reduce_dtype": settings.communication_data_type,
@@ -309,6 +313,10 @@ def shard_options(settings: Config) -> dict[str, Any]:
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:
+    if (values.get("shardcore") or {}).get("offload") == "auto":
+        for section in (_STATES, _WEIGHTS):
+            if values.get(f"{section}.device") is not None:
+                yield ValueError(f'{OP}: config has shardcore.offload "auto" and {section}; expected one of them')
     if "optimizer" not in values and (values.get("shardcore") or {}).get("optimizer"):
         yield ValueError(
             f"{OP}: config shardcore.optimizer is given without optimizer; expected both (or optimizer=FusedAdam(...))"

@@ -150,8 +150,10 @@ def _own(where: str, value: Any) -> dict[str, Any]:
     known: dict[str, Sequence[str]] = {"": (*OF_SHARD, "offload", "optimizer"), "offload": OF_OFFLOAD, "optimizer": OF_ADAM}
     for name, keys in known.items():
         path, section = f"{where}.{name}" if name else where, value.get(name, {}) if name else value
+        if name == "offload" and section == "auto":
+            continue
         if not isinstance(section, Mapping):
-            raise TypeError(has(path, section, "an object with keys"))
+            raise TypeError(has(path, section, "an object with keys" + ', or "auto"' * (name == "offload")))
         for key in section:
             if key not in keys:
                 raise ValueError(f"{OP}: config {path}.{key} is not supported; expected one of {', '.join(keys)}")
@@ -256,7 +258,7 @@ KEYS: dict[str, Key] = {
     "shardcore": _honoured(
         _own,
         f"what DeepSpeed has no key for: {', '.join(OF_SHARD)} of shard (mesh: [replicate, shard], sizes of a DeviceMesh); "
-        f"offload.({', '.join(OF_OFFLOAD)}); optimizer.({', '.join(OF_ADAM)}) of FusedAdam",
+        f'offload: "auto", or offload.({", ".join(OF_OFFLOAD)}); optimizer.({", ".join(OF_ADAM)}) of FusedAdam',
     ),
     "train_batch_size": _honoured(_count, "samples per optimizer step over all ranks"),
     "train_micro_batch_size_per_gpu": _honoured(_count, "samples per backward on one rank"),

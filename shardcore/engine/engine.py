@@ -47,9 +47,9 @@ class Plan:
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
     reduced and losses scaled. max_norm, overlap_step, reshard_after_forward, prefetch: see shard. gradients_in_flight: bytes of
-    those that are being offloaded. device_memory_limit: of states, where the ratio is to be chosen. options: shard's, which are
-    equal on all ranks. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the
-    workers.
+    those that are being offloaded. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the
+    device (None: what fits). options: shard's, equal on all ranks. host: what offload keeps in host memory, if anything; store:
+    what the step works on. threads: of the workers.
     """
 
     model: nn.Module
@@ -66,6 +66,7 @@ class Plan:
     prefetch: int
     offloads_gradients: bool
     gradients_in_flight: int
+    chooses_ratio: bool
     device_memory_limit: int | None
     options: Mapping[str, Any]
     host: CpuStore | SplitStore | None = None
@@ -143,8 +144,9 @@ class Engine:
         if plan.host is not None and plan.offloads_gradients:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads, plan.gradients_in_flight)
         self.ratio_tuner: RatioTuner | None = None
-        if isinstance(plan.host, SplitStore) and plan.device_memory_limit is not None:
-            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit)
+        if isinstance(plan.host, SplitStore) and plan.chooses_ratio:
+            limit, overlaps = plan.device_memory_limit, self.overlap_step is not None
+            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, limit, overlaps)
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,

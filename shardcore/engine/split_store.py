@@ -11,9 +11,12 @@ the last weights are back; a forward takes `forward_s`. So the CPU's share may b
 is the least that hides the CPU's part. The least of all ranks' shares counts. What the device then keeps must fit the limit
 that was given, else the CPU takes more than it can hide. No share changes a bit, so a measurement may choose it.
 Neither Adam nor the link is timed alone: what counts is what both take here, overlapped as they are, with all ranks at work.
+Without an overlapped step nothing is hidden, and the device keeps as much as the limit allows. If none was given it is what the
+peak of the measured steps left of the device's memory, on the rank with the least, but for a part of it (SPARE).
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -32,7 +35,8 @@ from shardcore.optim.state_format import Kept
 logger = logging.getLogger("shardcore")
 
 MEASURED_STEPS = 3  # the first is not counted: it allocates memory, and caches are cold
-_STEPS_OF_ONE = 64  # shares are multiples of 1 / 64
+STEPS_OF_ONE = 64  # shares are multiples of 1 / 64
+SPARE = 10  # a tenth of the device's memory is left free
 
 
 def device_numel(bucket: Bucket, ratio: float) -> int:
@@ -72,7 +76,8 @@ class SplitStore:
         nodes: Sequence[int] = (),
     ) -> None:
         """Allocate zero states for `buckets` where `split` says. See CpuStore."""
-        self._buckets, self._device, self._weights_on_host = list(buckets), device, weights_on_host
+        self._buckets, self._device = list(buckets), device
+        self._grads_on_host, self._weights_on_host = grads_on_host, weights_on_host
         self.timed = False  # a step ends when its last weights have arrived
         self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
@@ -106,6 +111,13 @@ class SplitStore:
     def device_bytes(self, ratio: float) -> int:
         """Return the bytes of states that stay on the device with this ratio."""
         return sum(bucket.state_format.nbytes(device_numel(bucket, ratio)) for bucket in self._buckets)
+
+    def taken_bytes(self, ratio: float) -> int:
+        """Return the bytes that the device takes with this ratio beyond those with 1."""
+        counts = [(bucket, device_numel(bucket, ratio)) for bucket in self._buckets]
+        grads = sum(count for _, count in counts) * torch.float32.itemsize if self._grads_on_host else 0
+        scratch = max((count * bucket.dtype.itemsize for bucket, count in counts), default=0) if self._weights_on_host else 0
+        return self.device_bytes(ratio) + grads + scratch
 
     def resplit(self, ratio: float) -> None:
         """Move states to the device, which has none so far, so that `ratio` of them stay in host memory."""
@@ -211,10 +223,19 @@ class SplitStore:
 
 def choose_ratio(affordable: float, limit_bytes: int, device_bytes: Callable[[float], int]) -> float:
     """Return the largest share of at most `affordable` that keeps at most `limit_bytes` on the device, else the least."""
-    steps = int(min(1.0, max(0.0, affordable)) * _STEPS_OF_ONE)
-    while steps < _STEPS_OF_ONE and device_bytes(steps / _STEPS_OF_ONE) > limit_bytes:
+    steps = int(min(1.0, max(0.0, affordable)) * STEPS_OF_ONE)
+    while steps < STEPS_OF_ONE and device_bytes(steps / STEPS_OF_ONE) > limit_bytes:
         steps += 1
-    return steps / _STEPS_OF_ONE
+    return steps / STEPS_OF_ONE
+
+
+def room_above_peak(device: torch.device) -> float:
+    """Return the bytes of a device that the peak of torch's allocator leaves, but for the spare part; no limit on the CPU."""
+    if device.type != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
+    return max(0.0, free + idle - total // SPARE)
 
 
 class RatioTuner:
@@ -223,9 +244,13 @@ class RatioTuner:
     chosen: the ratio, until `resplit` moves states to it. updated: the last step updated the weights.
     """
 
-    def __init__(self, comm: Comm, device: torch.device, store: SplitStore, limit_bytes: int) -> None:
-        """Choose for all ranks of `comm`, which keep at most `limit_bytes` of the states of `store` on their device."""
+    def __init__(self, comm: Comm, device: torch.device, store: SplitStore, limit_bytes: int | None, overlaps: bool) -> None:
+        """Choose for all ranks of `comm`, which keep at most `limit_bytes` of the states of `store` on their device.
+
+        limit_bytes: None for what the steps that are measured leave free. overlaps: a forward can hide a step.
+        """
         self._comm, self._device, self._store, self._limit_bytes = comm, device, store, limit_bytes
+        self._overlaps, self._room = overlaps, math.inf
         store.timed = True
         self.chosen: float | None = None
         self.updated = False
@@ -254,6 +279,7 @@ class RatioTuner:
         if not self.updated:  # the last step was skipped, on every rank
             return
         self.updated = False
+        self._room = min(self._room, room_above_peak(self._device))
         spent_s = self._store.seconds()
         took_s, self._before_s = spent_s - self._before_s, spent_s
         if self.measures:
@@ -263,10 +289,14 @@ class RatioTuner:
             self._choose()
 
     def _choose(self) -> None:
-        times = torch.tensor([self._forward_s, self._step_s], dtype=torch.float64, device="cpu")
-        rows = self._comm.all_gather_cpu(times, Traffic.STEP, "a step").tolist()
-        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s in rows)  # 0: the step failed
-        self.chosen = choose_ratio(affordable, self._limit_bytes, self._store.device_bytes)
+        measured = torch.tensor([self._forward_s, self._step_s, self._room], dtype=torch.float64, device="cpu")
+        rows = self._comm.all_gather_cpu(measured, Traffic.STEP, "a step").tolist()
+        affordable = min(forward_s / step_s if step_s > 0 else 1.0 for forward_s, step_s, _ in rows)  # 0: the step failed
+        limit, size_of = self._limit_bytes, self._store.device_bytes
+        if limit is None:
+            size_of = self._store.taken_bytes
+            limit = int(min(size_of(0.0), *(room for *_, room in rows)))
+        self.chosen = choose_ratio(affordable if self._overlaps else 0.0, limit, size_of)
         if self._comm.rank == 0:
             logger.info(
                 'offload: "auto" chose the ratio %g: forwards of the ranks take %s ms, steps on the CPU %s; the device keeps '
@@ -274,7 +304,7 @@ class RatioTuner:
                 self.chosen,
                 *(", ".join(f"{1e3 * row[i]:.1f}" for row in rows) for i in (0, 1)),
                 self._store.device_bytes(self.chosen),
-                self._limit_bytes,
+                limit,
                 "" if self.chosen <= affordable else "; the CPU's part is longer than a forward",
             )
 

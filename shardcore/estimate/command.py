@@ -3,9 +3,10 @@
 import argparse
 import importlib
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardcore.engine import disk
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.nvme_states import RATED_TBW
 from shardcore.estimate import fit
+from shardcore.estimate.fit import columns
 from shardcore.estimate.predict import Prediction, predict
 from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--units", default="auto", metavar="N", help='"auto", or the least parameters of a unit')
     parser.add_argument(
-        "--fit", action="store_true", help="choose stage and offload for a machine of the memory that the next options say"
+        "--fit", action="store_true", help="choose stage (without --stage) and offload for a machine that the next options say"
     )
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU")
     parser.add_argument("--activations", type=float, metavar="GIB", help="left free on it (default: a tenth)")
@@ -77,16 +79,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host-memory", type=float, metavar="GIB", help="of a machine, which up to 8 ranks or --ranks-per-node share"
     )
     parser.add_argument("--disk-space", type=float, default=0.0, metavar="GIB", help="of its NVMe (default: none)")
+    for name, default, of in (
+        ("--link", 25.0, "GB/s between a GPU and host memory, each way (default: %(default)s, of PCIe 4)"),
+        ("--network", 50.0, "GB/s that a rank sends to others (default: %(default)s)"),
+        ("--adam", 1.0, "elements that Adam updates on a rank's cores, in 1e9/s (default: %(default)s)"),
+    ):
+        parser.add_argument(name, type=_rate, default=default, metavar="RATE", help=of)
     parser.add_argument("--json", action="store_true", help="bytes, as JSON, instead of a table in GiB")
 
 
-def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]], str]) -> int:
-    """Print the estimate; `columns` aligns a table. ValueError, TypeError or OSError for what cannot be estimated."""
+def run(options: argparse.Namespace) -> int:
+    """Print the estimate. ValueError, TypeError or OSError for what cannot be estimated."""
     if options.disk is not None and options.offload != "nvme":
         raise ValueError(f"estimate: --disk with --offload {options.offload}; expected --offload nvme, which uses a disk")
     model = build(options.model)
     if options.fit:
-        return _fit(model, options, columns)
+        return _fit(model, options)
     if any((options.device_memory, options.activations, options.host_memory, options.disk_space)):
         raise ValueError("estimate: memory of a machine is given without --fit; expected --fit, which chooses what fits it")
     least = 3 if options.offload_params is not None else 1 if options.offload_gradients is not None else 0
@@ -125,16 +133,16 @@ def run(options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]]
     return 0
 
 
-def _fit(model: nn.Module, options: argparse.Namespace, columns: Callable[[Sequence[Sequence[str]]], str]) -> int:
+def _fit(model: nn.Module, options: argparse.Namespace) -> int:
     """Print what was considered for a machine, and how shard is called for what fits; returns 1 if nothing does."""
     if options.device_memory is None or options.host_memory is None:
         raise ValueError("estimate: --fit without --device-memory or --host-memory; expected both, in GiB")
-    chosen = {"--stage": options.stage, "--offload": options.offload, "--offload-gradients": options.offload_gradients}
+    chosen = {"--offload": options.offload, "--offload-gradients": options.offload_gradients}
     chosen |= {"--offload-params": options.offload_params, "--disk": options.disk, "--json": options.json or None}
     chosen |= {"--ratio": options.ratio, "--keep": options.keep, "--hybrid": options.hybrid or None}
     for name, value in chosen.items():
         if value is not None:
-            raise ValueError(f"estimate: {name} with --fit; expected --fit alone, which chooses stage and offload")
+            raise ValueError(f"estimate: {name} with --fit; expected --fit alone, which chooses what to offload")
     if len(options.world_size) > 1:
         raise ValueError(f"estimate: --world-size has {len(options.world_size)} numbers with --fit; expected one")
     (world_size,) = options.world_size
@@ -147,31 +155,34 @@ def _fit(model: nn.Module, options: argparse.Namespace, columns: Callable[[Seque
     def predicted(stage: int, offload: Any) -> Prediction:
         return _predict(model, options, world_size, stage, offload)
 
-    found = fit.fit(machine, world_size, predicted)
-    rows = [["stage", "offload", "GiB on device", "on cpu", "on nvme", "fits"]]
-    for one in found:
-        tiers, use = one.prediction.resting.by_tier, one.prediction.disk
-        held = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if use is None else use.space]
-        named = " + ".join(f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path") or "none"
-        rows.append([str(one.stage), named, *map(_gib, held), one.lacks or "yes"])
+    rates = fit.Rates(*(1e9 * rate for rate in (options.link, options.link, options.adam, options.network)))
+    found = fit.fit(machine, rates, world_size, predicted, options.stage)
+    best = fit.chosen_of(found)
     print(f"{options.model}: {found[0].prediction.numel:,} parameters over {world_size} rank(s); GiB of one, with")
     print(f"{spare:.1f} GiB of its device left for activations; {machine.ranks} rank(s) share host memory and disk")
-    print(columns(rows))
-    if found[-1].lacks:
+    print(fit.table(found))
+    if best is None:
         print("nothing fits: more ranks, host memory or --disk-space, --master split, --state-dtype 8bit")
         return 1
     usual = {"grad_dtype": "fp32", "accumulate": 1, "ranks_per_node": None, "prefetch": 1, "units": "auto"}
     asked = {name: getattr(options, name) for name, value in usual.items() if getattr(options, name) != value}
     if "units" in asked:
         asked["units"] = _units(options)
-    if found[-1].stage != 3:
+    if best.stage != 3:
         asked.pop("prefetch", None)
-    print("\n" + fit.call_of(found[-1], {"precision": options.precision, **asked}))
+    print("\n" + fit.call_of(best, {"precision": options.precision, **asked}))
     forms = {"master": options.master, "state_dtype": options.state_dtype}
     reduced = [f"{name}={value!r}" for name, value in forms.items() if value != "fp32"]
     if reduced:
         print(f"of optimizer = shardcore.FusedAdam(model.parameters(), {', '.join(reduced)}, ...)")
     return 0
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0.0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text}; expected a number above 0")
+    return rate
 
 
 def disk_row(prediction: Prediction, rates: disk.Rates | None) -> list[str]:

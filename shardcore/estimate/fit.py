@@ -1,17 +1,23 @@
-"""Which stage and offload fit a machine: the first, in the order of the bytes that a step moves, whose memory is there.
+"""What to keep where: of all that fits a machine, what takes the fewest milliseconds. `shard` asks it for `offload="auto"`.
 
-Nothing offloaded moves least, then states in host memory, then gradients and weights, too; then states on NVMe, and last
-weights. A lower stage sends less between ranks. How long a step takes is not predicted: links, cores and tokens decide that.
+A step's milliseconds are those of its messages, of its copies between device and host memory and of Adam on the CPU, one after
+the other: an upper bound, of which forward and backward hide a part that tokens decide. Adam on the device counts as nothing.
+Where the CPU has states, the device keeps the greatest share of them that fits. Files come last, whatever they take.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from shardcore.engine.split_store import STEPS_OF_ONE
 from shardcore.estimate.predict import Prediction
 
 _CPU, _NVME = {"optimizer": "cpu"}, {"optimizer": "nvme", "path": "DIR"}
 _GRADIENTS, _PARAMS = {"gradients": "cpu"}, {"params": "cpu"}
+
+Predict = Callable[[int, Mapping[str, Any] | None], Prediction]  # of a stage and an offload
 
 
 @dataclass(frozen=True)
@@ -26,56 +32,144 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """Per second and rank: bytes from the device to host memory and back, elements of Adam on the CPU, bytes sent to ranks."""
+
+    to_host: float
+    from_host: float
+    adam: float
+    network: float = math.inf
+
+    def milliseconds(self, prediction: Prediction) -> float:
+        """Return how long the parts of a step take that depend on what is kept where."""
+        copies = prediction.copies
+        of_host = copies.to_host / self.to_host + copies.from_host / self.from_host + copies.updated / self.adam
+        return 1e3 * (of_host + prediction.sent_bytes / self.network)
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """Arguments of shard, what they take, and why that does not fit ("": it does)."""
+    """Arguments of shard, what they take, and why that does not fit ("": it does).
+
+    ratio: the least share of states on the CPU that fits; 1.0 if none does, and where they are in files or on the device.
+    measures: host memory has room for all of them at first, so that the ratio may be "auto".
+    """
 
     stage: int
     offload: Mapping[str, str] | None
+    ratio: float
+    measures: bool
     prediction: Prediction
+    milliseconds: float
     lacks: str
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether it needs one."""
+        return self.offload is not None and self.offload["optimizer"] == "nvme"
 
-def candidates(world_size: int) -> Iterator[tuple[int, Mapping[str, str] | None]]:
-    """Yield stages and offloads, those that move least first. One rank shards nothing, so there stages 2 and 3 are equal."""
+    @property
+    def argument(self) -> dict[str, Any] | None:
+        """The `offload` of shard."""
+        if self.offload is None or self.on_disk:
+            return None if self.offload is None else dict(self.offload)
+        return {**self.offload, "ratio": "auto" if self.measures else self.ratio}
+
+
+def candidates(world_size: int, stage: int | None) -> Iterator[tuple[int, Mapping[str, str] | None]]:
+    """Yield stages and offloads of a stage, None: of 2 and 3. One rank shards nothing, so there 2 is like 3."""
+    stages = [stage] if stage is not None else [2, 3] if world_size > 1 else [2]
     for offload in (None, _CPU, _CPU | _GRADIENTS):
-        yield 2, offload
-        if world_size > 1:
-            yield 3, offload
-    yield 3, _CPU | _GRADIENTS | _PARAMS
-    for offload in (_NVME, _NVME | _GRADIENTS):
-        yield (3 if world_size > 1 else 2), offload
-    yield 3, _NVME | _GRADIENTS | _PARAMS
-    yield 3, _NVME | _GRADIENTS | {"params": "nvme"}
+        yield from ((one, offload) for one in stages if one > 0 or offload in (None, _CPU))
+    if stage in (None, 3):
+        yield 3, _CPU | _GRADIENTS | _PARAMS
+    yield stages[-1], _NVME
+    if stages[-1] > 0:
+        yield stages[-1], _NVME | _GRADIENTS
+    if stage in (None, 3):
+        yield 3, _NVME | _GRADIENTS | _PARAMS
+        yield 3, _NVME | _GRADIENTS | {"params": "nvme"}
 
 
-def fit(machine: Machine, world_size: int, predict: Callable[[int, Mapping[str, str] | None], Prediction]) -> list[Candidate]:
-    """Return what was considered, in order; the last one fits, if any does. predict: of a stage and an offload."""
-    found = []
-    for stage, offload in candidates(world_size):
-        if offload is not None and offload["optimizer"] == "nvme" and not machine.disk:
+def fit(machine: Machine, rates: Rates, world_size: int, predict: Predict, stage: int | None = None) -> list[Candidate]:
+    """Return what was considered, in order. stage: the only one, None for 2 and 3; see `chosen_of`."""
+    found: list[Candidate] = []
+    for at, offload in candidates(world_size, stage):
+        if offload is not None and offload["optimizer"] == "nvme" and (not machine.disk or chosen_of(found) is not None):
             break
-        prediction = predict(stage, offload)
+        if any(one.offload is None and one.stage <= at and not one.lacks for one in found):
+            continue  # this one moves more
+        if offload is None or offload["optimizer"] == "nvme":
+            ratio, measures, prediction = 1.0, False, predict(at, offload)
+        else:
+            ratio, measures, prediction = _least_ratio(machine, partial(_with_ratio, predict, at, offload))
         lacks = _lacks(machine, prediction)
-        found.append(Candidate(stage, offload, prediction, lacks))
-        if not lacks:
-            break
+        found.append(Candidate(at, offload, ratio, measures, prediction, rates.milliseconds(prediction), lacks))
     return found
 
 
+def chosen_of(found: Sequence[Candidate]) -> Candidate | None:
+    """Return the one that fits and takes the fewest milliseconds, the earlier one of equals; None if nothing fits."""
+    return min((one for one in found if not one.lacks), key=lambda one: one.milliseconds, default=None)
+
+
+def _least_ratio(machine: Machine, predict: Callable[[float], Prediction]) -> tuple[float, bool, Prediction]:
+    """Return the least share on the CPU that the device's memory allows (else 1), whether 1 fits, and the prediction for it.
+
+    The bytes are nearly linear in the share, so that few predictions find it.
+    """
+    least, found, most = 1.0, predict(1.0), predict(0.0)
+    measures, low, high = not _lacks(machine, found), _on_device(machine, found), _on_device(machine, most)
+    if low <= machine.device and low < high:
+        steps = max(0, int((high - machine.device) / (high - low) * STEPS_OF_ONE))
+        while _on_device(machine, found := predict(steps / STEPS_OF_ONE)) > machine.device:
+            steps += 1
+        least = steps / STEPS_OF_ONE
+    return least, measures, found
+
+
+def _with_ratio(predict: Predict, stage: int, offload: Mapping[str, str], ratio: float) -> Prediction:
+    return predict(stage, {**offload, "ratio": ratio})
+
+
+def _on_device(machine: Machine, prediction: Prediction) -> int:
+    return prediction.resting.by_tier.get("device", 0) + machine.activations
+
+
 def _lacks(machine: Machine, prediction: Prediction) -> str:
-    tiers = prediction.resting.by_tier
     wanted = {
-        "device": (tiers.get("device", 0) + machine.activations, machine.device),
-        "host": (tiers.get("cpu", 0) * machine.ranks, machine.host),
+        "device": (_on_device(machine, prediction), machine.device),
+        "host": (prediction.resting.by_tier.get("cpu", 0) * machine.ranks, machine.host),
         "disk": (0 if prediction.disk is None else prediction.disk.space * machine.ranks, machine.disk),
     }
     over = [f"{name} {need / 2**30:.1f} of {there / 2**30:.1f} GiB" for name, (need, there) in wanted.items() if need > there]
     return ", ".join(over)
 
 
+def table(found: Sequence[Candidate]) -> str:
+    """Return what was considered as a table, in GiB of one rank and milliseconds per step."""
+    chosen = chosen_of(found)
+    rows = [["stage", "offload", "ratio", "GiB on device", "on cpu", "on nvme", "ms", "fits"]]
+    for one in found:
+        tiers, use = one.prediction.resting.by_tier, one.prediction.disk
+        held = [tiers.get("device", 0), tiers.get("cpu", 0), 0 if use is None else use.space]
+        named = " + ".join(f"{what} {where}" for what, where in (one.offload or {}).items() if what != "path") or "none"
+        ratio = "-" if one.offload is None else f"{one.ratio:.2f}"
+        spent = f"{one.milliseconds:.0f}" + " and the disk" * one.on_disk
+        fits = one.lacks or ("yes, chosen" if one is chosen else "yes")
+        rows.append([str(one.stage), named, ratio, *(f"{count / 2**30:.2f}" for count in held), spent, fits])
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Align all columns to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
 def call_of(candidate: Candidate, options: Mapping[str, Any]) -> str:
     """Return how shard is called for it."""
     given = {"stage": candidate.stage, **options}
     if candidate.offload is not None:
-        given |= {"offload": dict(candidate.offload), "overlap_step": True}
+        given |= {"offload": candidate.argument, "overlap_step": True}
     return f"shardcore.shard(model, optimizer, {', '.join(f'{name}={value!r}' for name, value in given.items())})"

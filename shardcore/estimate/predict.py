@@ -6,7 +6,6 @@ Units, buckets, layouts and states are those of `shard`, on the meta device. Mes
 Not predicted: activations, the model's buffers, and temporary memory of shard() and state_dict().
 """
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.api import shard
 from shardcore.distributed.clock import Clock
 from shardcore.distributed.comm import Comm, Started
 from shardcore.distributed.topology import Topology, topology_of
@@ -33,6 +31,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
+from shardcore.optim import AdamOptimizer
 from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
@@ -48,11 +47,20 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Bytes that a rank copies from its device to host memory and back in a step, and how many elements the CPU updates."""
+
+    to_host: int = 0
+    from_host: int = 0
+    updated: int = 0
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The memory and the messages of one rank, once its buffer pools have grown in the first steps.
 
     resting: memory between steps, after zero_grad. Nothing is freed within a step: this is also the peak. transfers: per step.
-    disk: where states are on disk.
+    disk: where states are on disk. copies: per step, padding included.
     """
 
     numel: int
@@ -60,6 +68,7 @@ class Prediction:
     resting: MemoryReport
     transfers: tuple[Transfer, ...]
     disk: DiskUse | None = None
+    copies: Copies = Copies()
 
     @property
     def sent_bytes(self) -> int:
@@ -109,12 +118,12 @@ def predict(
     Assumes that each parameter is used once per backward, in the order of `model.parameters()`, and units in module order. The
     ratio "auto" is predicted as 1, its start. Raises ValueError or TypeError as shard does.
     """
-    known = {name: parameter.default for name, parameter in inspect.signature(shard).parameters.items()}
+    known = [*(field.name for field in fields(ShardOptions) if field.name != "stage"), "process_group", "ranks_per_node"]
     for name in options:
         if name not in known:
-            raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(list(known)[3:])}")
-    chosen = known | options | {"stage": stage}
-    if chosen["process_group"] is not None:
+            raise TypeError(f"predict: got the option {name!r}; expected one of shard's: {', '.join(known)}")
+    process_group, per_node = options.pop("process_group", None), options.pop("ranks_per_node", None)
+    if process_group is not None:
         raise ValueError(
             "predict: process_group was given; expected world_size, and ranks_per_node with hybrid=True for a mesh"
         )
@@ -122,16 +131,21 @@ def predict(
         raise ValueError(f"predict: world_size is {world_size}; expected at least 1")
     if not 0 <= rank < world_size:
         raise ValueError(f"predict: rank is {rank} of {world_size}; expected 0 <= rank < world_size")
-    per_node = chosen["ranks_per_node"]
     if hybrid and per_node is None:
         raise ValueError("predict: hybrid is True without ranks_per_node; expected the number of ranks that share weights")
-    comm = _Rank(rank, topology_of(world_size, per_node, per_node if hybrid else None))
-    wanted = ShardOptions(**{field.name: chosen[field.name] for field in fields(ShardOptions)})
-    wanted.check(len(comm.shard_ranks), backend_sums=True)
-    adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
-    accept_optimizer(adam, wanted.offload)
-    build.check_ownership(model, adam)
+    wanted = ShardOptions(stage=stage, **options)
+    if wanted.chooses_offload:
+        raise ValueError('predict: offload is "auto"; expected what it chooses, or `shardcore estimate --fit`, which does')
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]) if optimizer is None else optimizer
+    adam = accept_optimizer(given, wanted.offload)
+    build.check_ownership(model, given)
+    return predict_rank(model, adam, wanted, topology_of(world_size, per_node, per_node if hybrid else None), rank)
 
+
+def predict_rank(model: nn.Module, adam: AdamOptimizer, wanted: ShardOptions, topology: Topology, rank: int = 0) -> Prediction:
+    """Return what `predict` does, of these options of shard and an optimizer that accept_optimizer returned."""
+    comm, stage, world_size = _Rank(rank, topology), wanted.stage, topology.world_size
+    wanted.check(len(comm.shard_ranks), backend_sums=True)
     specs = plan_units(model, wanted.units)
     kept = build.kept_params(model, wanted.keep_fp32)
     builder = build.Builder(comm, LIFETIMES[stage], wanted.dtype, kept, _META)
@@ -171,7 +185,7 @@ def predict(
     )
     numel = sum(param.numel() for param in model.parameters())
     disk = None if tiers.path is None else disk_use(buckets, tiers.durable, buckets if tiers.params == "nvme" else ())
-    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk)
+    return Prediction(numel, len(specs), MemoryReport(tuple(lines)), step.transfers(), disk, step.copies(tiers))
 
 
 class _States(DeviceStore):
@@ -276,6 +290,27 @@ class _Step:
         if self.lifetimes.gathers_new_weights:
             add("gather weights after the step", sharing, weights(self.units, frozen=False))
         return tuple(sent.values())
+
+    def copies(self, tiers: OffloadOptions) -> Copies:
+        """Return what a step copies, once the order of units is known."""
+        if tiers.optimizer is None:
+            return Copies()
+        micros, to_host, from_host, updated = self.policy.accumulate, 0, 0, 0
+        freed = {bucket for unit in self._passing[:-1] for bucket in unit.buckets} if not self.keepers else ()
+        for bucket in self.buckets:
+            here, there = (bucket.device_numel, bucket.host_numel) if bucket.group is not None else (0, 0)
+            updated += there
+            later = torch.float32.itemsize * (micros - 1) if bucket in self.offloaded and not self._adds_locally else 0
+            to_host += there * (host_grad_dtype(bucket, self.policy, self.alone).itemsize + later)
+            if tiers.params is None:  # the CPU's share of new weights comes back
+                from_host += there * bucket.dtype.itemsize
+                to_host += there * bucket.dtype.itemsize * bucket.state_format.reads_weights
+            else:  # shards are read where they are gathered, and the device's share of new ones leaves
+                gathers = micros * (2 if bucket in freed else 1)
+                from_host += bucket.owned_numel * bucket.dtype.itemsize * gathers
+                from_host += here * bucket.dtype.itemsize * bucket.state_format.reads_weights
+                to_host += here * bucket.dtype.itemsize
+        return Copies(to_host, from_host, updated)
 
     # --- buffers, in the order of Unsharder, Reducer, ReduceScatter and HostGrads --------------------------------------------
 

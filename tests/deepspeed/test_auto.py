@@ -53,6 +53,10 @@ def test_paths_that_the_configuration_lacks_are_not_added() -> None:
     assert resolve({"bf16": {"enabled": True}}, VALUES) == ({"bf16": {"enabled": True}}, [])
 
 
+def test_the_auto_of_shard_is_left_to_it() -> None:
+    assert resolve({"shardcore": {"offload": "auto"}}, VALUES) == ({"shardcore": {"offload": "auto"}}, [])
+
+
 def test_what_has_no_value_and_what_differs_is_named_at_once() -> None:
     config = {"train_batch_size": 32, "zero_optimization": {"stage": 1, "sub_group_size": "auto"}}
     with pytest.raises(ValueError, match=r"has 2 problems:\s+train_batch_size has 32; expected 16, as the training") as error:

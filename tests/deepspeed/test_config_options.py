@@ -45,6 +45,7 @@ CPU = {"device": "cpu"}
                 "offload": {"optimizer": "cpu", "gradients": None, "ratio": 1.0, "params": None, "pin_memory": True},
             },
         ),
+        ({"zero_optimization": {"stage": 3}, "shardcore": {"offload": "auto"}}, {"offload": "auto", "overlap_step": False}),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 0}),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0.9}}, {"prefetch": 1}),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}, {"prefetch": 1}),
@@ -59,3 +60,12 @@ def test_a_configuration_becomes_options(changes: dict[str, Any], expected: dict
         *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward"),
         *("prefetch", "overlap_step"),
     }
+
+
+def test_offload_is_chosen_or_given() -> None:
+    for section in ("offload_optimizer", "offload_param"):
+        config = ds_config(zero_optimization={"stage": 3, section: CPU}, shardcore={"offload": "auto"})
+        with pytest.raises(ValueError, match=f'"auto" and zero_optimization.{section}; expected one of them'):
+            read_config(config)
+    with pytest.raises(TypeError, match=r"shardcore.offload has 'cpu'; expected an object with keys, or \"auto\""):
+        read_config(ds_config(shardcore={"offload": "cpu"}))

@@ -4,10 +4,11 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
 import shardcore
 from shardcore.engine.cpu_store import CpuStore
-from shardcore.engine.split_store import MEASURED_STEPS, RatioTuner, SplitStore, choose_ratio
+from shardcore.engine.split_store import MEASURED_STEPS, RatioTuner, SplitStore, choose_ratio, room_above_peak
 from shardcore.engine.state_store import DeviceStore
 from tests.support.models import Run, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
@@ -37,7 +38,7 @@ def _chosen(rank: int, world_size: int, stage: int, offload: Any, limit: int) ->
         patch.setattr(SplitStore, "seconds", lambda store: calls.append(1) or len(calls) * 0.5 * (rank + 1))
         resplit = SplitStore.resplit
         patch.setattr(SplitStore, "resplit", lambda store, ratio: (ratios.append(ratio), resplit(store, ratio))[1])
-        shard = {"offload": offload | {"device_memory_limit": limit}, "clip_grad_norm": 0.5}
+        shard = {"offload": offload | {"device_memory_limit": limit}, "clip_grad_norm": 0.5, "overlap_step": True}
         model, optimizer, _ = train(rank, Run(stage, MEASURED_STEPS + 3, 2, "bf16", shard=shard))
     report = shardcore.memory_report(model)
     kept = sum(line.bytes for line in report.lines if line.kind in ("master", "states") and line.tier == "device")
@@ -83,10 +84,47 @@ def test_a_slow_link_keeps_more_on_the_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RatioTuner, "end_forward", lambda tuner: setattr(tuner, "_forward_s", 0.02))
     shares = []
     monkeypatch.setattr(SplitStore, "resplit", lambda store, ratio: shares.append(ratio))
-    for overlap in ({}, {"overlap_step": True}):
-        train(0, Run(steps=MEASURED_STEPS + 1, shard={"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9} | overlap))
-    assert all(0 < share <= 12 / 64 for share in shares), shares
-    assert len(shares) == 2
+    for overlap in (False, True):
+        shard = {"offload": {"optimizer": "cpu"} | AUTO, "units": 10**9, "overlap_step": overlap}
+        train(0, Run(steps=MEASURED_STEPS + 1, shard=shard))
+    nothing_hidden, share = shares
+    assert nothing_hidden == 0
+    assert 0 < share <= 12 / 64
+
+
+def _fills_the_room(rank: int, world_size: int, tiers: dict[str, Any]) -> tuple[float, int, int, int]:
+    """Rank r's device has (r + 1) * 20,000 bytes left at its peak. Returns the ratio, and what its device takes more by it."""
+    shares = []
+    shard = {"offload": tiers | {"ratio": "auto"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.engine.split_store.room_above_peak", lambda device: (rank + 1) * 20_000.0)
+        resplit = SplitStore.resplit
+        patch.setattr(SplitStore, "resplit", lambda store, ratio: (shares.append(ratio), resplit(store, ratio))[1])
+        kept = []
+        for steps in (MEASURED_STEPS, MEASURED_STEPS + 3):
+            model, optimizer, _ = train(rank, Run(3, steps, 1, "bf16", shard=shard))
+            kept.append(shardcore.memory_report(model).by_tier["device"])
+    store = optimizer._engine.store
+    return shares[0], kept[1] - kept[0], store.taken_bytes(shares[0]), store.taken_bytes(shares[0] - 1 / 64)
+
+
+@pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, GRADS, GRADS | PARAMS])
+def test_without_a_limit_the_device_takes_what_the_peak_left_on_the_rank_with_the_least(tiers: dict[str, Any]) -> None:
+    """Gradients and scratch that follow the states to the device count, too."""
+    first, second = run_ranks(2, _fills_the_room, tiers)
+    assert first == second
+    ratio, more, taken, one_share_more = first
+    assert 0 < ratio < 1
+    assert more <= taken <= 20_000 < one_share_more
+
+
+def test_the_room_above_the_peak_leaves_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert room_above_peak(torch.device("cpu")) == float("inf")
+    for name, value in (("mem_get_info", (500, 1000)), ("memory_reserved", 300), ("max_memory_allocated", 250)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert room_above_peak(torch.device("cuda", 0)) == 450
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20, 1000))
+    assert room_above_peak(torch.device("cuda", 0)) == 0
 
 
 def test_an_overlapped_step_is_no_part_of_the_forward_that_is_timed() -> None:

@@ -1,5 +1,7 @@
-"""What `shardcore estimate --fit` chooses for machines of given memory."""
+"""What `shardcore estimate --fit` and `offload="auto"` choose for machines of given figures."""
 
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -7,54 +9,88 @@ import torch
 
 from examples.llama import llama_7b, llama_70b
 from shardcore import cli
-from shardcore.estimate import fit, predict
+from shardcore.estimate import Prediction, fit, predict
 
 GIB = 2**30
 CPU, NVME = {"optimizer": "cpu"}, {"optimizer": "nvme", "path": "DIR"}
-GRADIENTS = {"gradients": "cpu"}
+GRADIENTS, PARAMS = {"gradients": "cpu"}, {"params": "cpu"}
 CARDS = {"24 GB": 22.3, "80 GB": 74.5, "141 GB": 131.3}
+RATES = fit.Rates(25e9, 25e9, 1e9, 50e9)
 
 
-def chosen(build: Any, card: str, host_gib: float, disk_gib: float = 0.0, world: int = 1) -> list[fit.Candidate]:
+@cache
+def model_of(build: Any) -> torch.nn.Module:
     with torch.device("meta"):
-        model = build()
+        return build()
+
+
+@cache
+def predicted(build: Any, world: int, stage: int, *offload: Any) -> Prediction:
+    return predict(model_of(build), None, stage, world_size=world, precision="bf16", offload=dict(offload) or None)
+
+
+def considered(
+    build: Any, card: str, host_gib: float, disk_gib: float, world: int, stage: int | None, rates: fit.Rates = RATES
+) -> list[fit.Candidate]:
     device = int(CARDS[card] * GIB)
     machine = fit.Machine(device, device // 10, int(host_gib * GIB), int(disk_gib * GIB), min(world, 8))
-    predicted = lambda stage, offload: predict(model, None, stage, world_size=world, precision="bf16", offload=offload)  # noqa: E731
-    return fit.fit(machine, world, predicted)
+    of = lambda stage, offload: predicted(build, world, stage, *(offload or {}).items())  # noqa: E731
+    return fit.fit(machine, rates, world, of, stage)
 
 
 @pytest.mark.parametrize(
-    ("build", "card", "host_gib", "disk_gib", "world", "expected"),
+    ("build", "card", "host_gib", "disk_gib", "world", "stage", "expected"),
     [
-        (llama_7b, "141 GB", 64, 0, 1, (2, None)),
-        (llama_7b, "80 GB", 128, 0, 1, (2, CPU)),
-        (llama_7b, "24 GB", 128, 0, 1, (2, CPU | GRADIENTS)),
-        (llama_7b, "24 GB", 64, 200, 1, (2, NVME | GRADIENTS)),
-        (llama_7b, "24 GB", 64, 0, 1, None),
-        (llama_70b, "80 GB", 2000, 0, 8, (3, CPU)),
-        (llama_70b, "80 GB", 64, 4000, 8, (3, NVME)),
-        (llama_70b, "80 GB", 64, 0, 64, (3, None)),
+        (llama_7b, "141 GB", 64, 0, 1, None, (2, None)),
+        (llama_7b, "80 GB", 128, 0, 1, None, (2, CPU | GRADIENTS)),
+        (llama_7b, "80 GB", 128, 0, 1, 0, (0, CPU)),
+        (llama_7b, "80 GB", 35, 0, 1, None, (2, CPU)),  # too little for gradients beside the states, and for all states
+        (llama_7b, "24 GB", 128, 0, 1, None, (3, CPU | GRADIENTS | PARAMS)),
+        (llama_7b, "24 GB", 128, 0, 1, 2, (2, CPU | GRADIENTS)),
+        (llama_7b, "24 GB", 64, 200, 1, None, (2, NVME | GRADIENTS)),
+        (llama_7b, "24 GB", 64, 0, 1, None, None),
+        (llama_7b, "24 GB", 64, 0, 8, None, (3, None)),
+        (llama_70b, "80 GB", 2000, 0, 8, None, (3, CPU | GRADIENTS | PARAMS)),
+        (llama_70b, "80 GB", 64, 4000, 8, None, (3, NVME)),
+        (llama_70b, "80 GB", 64, 0, 64, None, (3, None)),
     ],
 )
-def test_the_first_that_fits(build: Any, card: str, host_gib: float, disk_gib: float, world: int, expected: Any) -> None:
-    *others, last = chosen(build, card, host_gib, disk_gib, world)
-    assert all(one.lacks for one in others)
-    assert (None if last.lacks else (last.stage, last.offload)) == expected
+def test_the_fewest_milliseconds_that_fit(
+    build: Any, card: str, host_gib: float, disk_gib: float, world: int, stage: int | None, expected: Any
+) -> None:
+    found = considered(build, card, host_gib, disk_gib, world, stage)
+    best = fit.chosen_of(found)
+    assert (None if best is None else (best.stage, best.offload)) == expected
+    if best is not None and best.offload is not None and not best.on_disk:
+        assert best.argument == {**best.offload, "ratio": best.ratio if host_gib == 35 else "auto"}, "which starts as 1"
+    assert fit.table(found).count("chosen") == (best is not None)
+    for one in found:
+        assert one.lacks or best is None or one.milliseconds >= best.milliseconds
+        device = one.prediction.resting.by_tier["device"] + int(CARDS[card] * GIB) // 10
+        assert ("device" in one.lacks) == (device > CARDS[card] * GIB)
+
+
+def test_rates_decide_between_placements_that_fit() -> None:
+    """Of a slow link the fewest bytes count, of a slow CPU the fewest elements there."""
+    for rates, expected in ((replace(RATES, to_host=2e9, from_host=2e9), CPU | GRADIENTS), (replace(RATES, adam=1e8), None)):
+        best = fit.chosen_of(considered(llama_7b, "80 GB", 128, 0, 1, 3, rates))
+        assert best is not None
+        assert best.offload == (expected or CPU | GRADIENTS | PARAMS)
+        assert best.argument == {**best.offload, "ratio": "auto"}
 
 
 def test_a_byte_too_few_is_too_few() -> None:
-    def found(device: int, host: int, disk: int) -> list[fit.Candidate]:
+    def found(device: int, host: int) -> fit.Candidate:
         predicted = lambda stage, offload: predict(model, None, stage, world_size=4, precision="bf16", offload=offload)  # noqa: E731
-        return fit.fit(fit.Machine(device, 1000, host, disk, 2), 4, predicted)
+        return fit.fit(fit.Machine(device, 1000, host, 0, 2), RATES, 4, predicted, 3)[1]
 
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, device="meta") for _ in range(6)))
-    tight = predict(model, None, 3, world_size=4, precision="bf16", offload=CPU).resting.by_tier
+    tight = predict(model, None, 3, world_size=4, precision="bf16", offload=CPU | {"ratio": 0.5}).resting.by_tier
     device, host = tight["device"] + 1000, 2 * tight["cpu"]
-    fits = found(device, host, 0)[-1]
-    assert (fits.stage, fits.offload, fits.lacks) == (3, CPU, "")
-    assert found(device - 1, 10 * host, 0)[-1].offload == CPU | GRADIENTS
-    assert found(device, host - 1, 0)[-1].lacks.startswith("host")
+    fits = found(device, host)
+    assert (fits.stage, fits.offload, fits.ratio, fits.lacks) == (3, CPU, 0.5, "")
+    assert found(device - 1, 10 * host).ratio > 0.5
+    assert found(device, host - 1).lacks.startswith("host")
 
 
 def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,14 +98,16 @@ def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--host-memory", "128"]) == 0
     said = capsys.readouterr().out
     assert said.endswith(
-        "shardcore.shard(model, optimizer, stage=2, precision='bf16', offload={'optimizer': 'cpu', 'gradients': 'cpu'}, "
-        "overlap_step=True)\n"
+        "shardcore.shard(model, optimizer, stage=3, precision='bf16', offload={'optimizer': 'cpu', 'gradients': 'cpu', "
+        "'params': 'cpu', 'ratio': 'auto'}, overlap_step=True)\n"
     )
     assert "device 102.6 of 22.3 GiB" in said
+    assert cli.main([*command, "--host-memory", "128", "--stage", "2", "--link", "10"]) == 0
+    assert "stage=2, precision='bf16', offload={'optimizer': 'cpu', 'gradients': 'cpu', 'ratio'" in capsys.readouterr().out
     assert cli.main([*command, "--host-memory", "16", "--state-dtype", "8bit"]) == 1
     assert "nothing fits: more ranks" in capsys.readouterr().out
     asked = ["--grad-dtype", "bf16", "--units", "1000", "--prefetch", "2", "--accumulate", "4", "--state-dtype", "8bit"]
-    assert cli.main([*command, "--host-memory", "128", *asked]) == 0
+    assert cli.main([*command, "--host-memory", "128", "--stage", "2", *asked]) == 0
     call, optimizer = capsys.readouterr().out.splitlines()[-2:]
     assert "stage=2, precision='bf16', grad_dtype='bf16', accumulate=4, units=1000, offload=" in call, (
         "nothing is gathered ahead"
@@ -78,10 +116,13 @@ def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["estimate", "examples.llama:llama_7b", "--host-memory", "16"])
     assert "without --fit; expected --fit" in capsys.readouterr().err
-    for wrong in (["--stage", "2"], ["--offload", "cpu"], ["--json"], ["--ratio", "0.5"], ["--hybrid"]):
+    for wrong in (["--offload", "cpu"], ["--json"], ["--ratio", "0.5"], ["--hybrid"]):
         with pytest.raises(SystemExit):
             cli.main([*command, "--host-memory", "16", *wrong])
         assert "with --fit; expected --fit alone" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--host-memory", "16", "--link", "0"])
+    assert "expected a number above 0" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(command)
     assert "without --device-memory or --host-memory" in capsys.readouterr().err

@@ -338,3 +338,30 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
     ):
         with pytest.raises(error, match=message):
             predict(model, **{"world_size": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "offload"),
+    [
+        (2, 1, {"optimizer": "cpu", "ratio": 0.25}),
+        (2, 2, LEAVING | {"ratio": 0.5}),
+        (3, 1, LEAVING | {"ratio": 0.5, "params": "cpu"}),
+        (3, 2, {"params": "cpu"}),
+    ],
+)
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_copies_to_and_from_host_memory(stage: int, accumulate: int, offload: Any, master: str) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))  # whole blocks: nothing is padded
+    options = {"precision": "bf16", "accumulate": accumulate, "units": 1, "offload": offload}
+    adam = lambda: shardcore.FusedAdam(model.parameters(), lr=1e-2, master=master)  # noqa: E731
+    ours = predict(model, adam(), stage, world_size=1, **options).copies
+    model, optimizer = shardcore.shard(model, adam(), stage, **options)
+    for _ in range(3):
+        before = optimizer._engine.store.moved_bytes
+        for _ in range(accumulate):
+            model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = optimizer._engine.store.moved_bytes
+    assert (ours.to_host, ours.from_host) == tuple(moved[way] - before[way] for way in ("to_host", "from_host"))
+    assert ours.updated == (0 if "optimizer" not in offload else round(offload["ratio"] * 4 * 64 * 64))
