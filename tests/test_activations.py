@@ -175,3 +175,24 @@ def test_ranks_with_the_same_inputs_keep_a_part_each(offload_to_cpu: bool) -> No
     for same, (plain, parts) in run_ranks(3, _with_parts, offload_to_cpu):
         assert same
         assert parts <= plain - inputs * (7 / 8 if offload_to_cpu else 2 / 3) + 64 * 24 * 4
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(Block(1024, 4096), nn.Dropout(0.1)) for _ in range(12))).cuda().bfloat16()
+    model = copy.deepcopy(plain)
+    apply_activation_checkpointing(model, offload_to_cpu=True)
+    x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16)
+    peaks = []
+    for _ in range(3):
+        found = []
+        for one in (plain, model):
+            torch.cuda.reset_peak_memory_stats()
+            torch.manual_seed(1)
+            one.zero_grad()
+            one(x).float().square().mean().backward()
+            found.append(hash_of(param.grad for param in one.parameters() if param.grad is not None))
+            peaks.append(torch.cuda.max_memory_allocated())
+        assert found[0] == found[1]
+    assert peaks[-1] < peaks[-2] - 11 * x.nbytes

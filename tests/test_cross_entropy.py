@@ -13,21 +13,21 @@ from tests.support.activations import Live
 ROWS, FEATURES, CLASSES = 51, 32, 101
 
 
-def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(3, ROWS // 3, FEATURES), torch.randn(CLASSES, FEATURES), torch.randn(CLASSES)
     target = torch.randint(0, CLASSES, (3, ROWS // 3))
     target[0, :5] = -100
-    hidden, weight, bias = (tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias))
-    return hidden, weight, target, bias
+    hidden, weight, bias = (tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias))
+    return hidden, weight, target.to(device), bias
 
 
-def errors(dtype: torch.dtype, reduction: str, chunk: int) -> list[float]:
+def errors(dtype: torch.dtype, reduction: str, chunk: int, device: str = "cpu") -> list[float]:
     """Return the largest error of the loss and of each gradient, as a share of the largest value."""
-    hidden, weight, target, bias = inputs(dtype)
+    hidden, weight, target, bias = inputs(dtype, device)
     given = [hidden, weight, bias]
     loss = chunked_cross_entropy(hidden, weight, target, bias, reduction=reduction, chunk_bytes=4 * ROWS * chunk)
-    upstream = torch.linspace(0.5, 2, loss.numel()).view(loss.shape)
+    upstream = torch.linspace(0.5, 2, loss.numel(), device=device).view(loss.shape)
     got = [loss, *torch.autograd.grad(loss, given, upstream)]
     exact = [tensor.detach().double().requires_grad_() for tensor in given]
     logits = F.linear(exact[0], exact[1], exact[2]).flatten(0, 1)
@@ -41,6 +41,13 @@ def errors(dtype: torch.dtype, reduction: str, chunk: int) -> list[float]:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
 def test_loss_and_gradients(dtype: torch.dtype, bound: float, reduction: str, chunk: int) -> None:
     assert max(errors(dtype, reduction, chunk)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 4e-6), (torch.bfloat16, 2e-2)])
+def test_on_a_gpu(dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert max(errors(dtype, "mean", 10, "cuda")) < bound
 
 
 def test_logits_of_a_wrong_chunk_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,24 @@ def ranks() -> list[Step]:
     ]
 
 
+def activations() -> list[Step]:
+    """Activations computed again, in host memory, and the loss without logits: bits, time and peak memory beside torch's."""
+    python, out = [sys.executable, "-m"], ["--out", "{folder}"]
+    tests = gpu_tests("tests/test_activations.py", "tests/test_cross_entropy.py")
+    return [
+        Step("tests", [*python, *tests], 90, read_tests),
+        Step("benchmark", [*python, "benchmarks.bench_activations", *out], 120, read_figures("activations"), echo=True),
+    ]
+
+
 # What was never run comes first.
-PARTS: dict[str, Callable[[], list[Step]]] = {"ranks": ranks, "kernels": kernels, "sharding": sharding, "offload": offload}
+PARTS: dict[str, Callable[[], list[Step]]] = {
+    "ranks": ranks,
+    "activations": activations,
+    "kernels": kernels,
+    "sharding": sharding,
+    "offload": offload,
+}
 
 
 def build() -> Step:

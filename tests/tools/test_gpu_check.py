@@ -292,6 +292,12 @@ def test_the_ranks_part_runs_what_is_there(monkeypatch):
     assert next(iter(gpu_check.PARTS)) == "ranks"
 
 
+def test_the_activations_part_runs_what_is_there():
+    tests, benchmark = gpu_check.activations()
+    assert all((gpu_check.ROOT / path).is_file() for path in tests.command[3:5])
+    assert importlib.util.find_spec(benchmark.command[2]) is not None
+
+
 def test_the_kernels_part_runs_what_is_there():
     steps = {step.name: step for step in gpu_check.kernels()}
     assert list(steps) == ["tests", "memcheck", "racecheck", "initcheck", "ordered_sum", "benchmarks"]
