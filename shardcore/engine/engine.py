@@ -46,10 +46,9 @@ class Plan:
     """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
 
     builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. max_norm, overlap_step, reshard_after_forward, prefetch: see shard. gradients_in_flight: bytes of
-    those that are being offloaded. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the
-    device (None: what fits). options: shard's, equal on all ranks. host: what offload keeps in host memory, if anything; store:
-    what the step works on. threads: of the workers.
+    reduced and losses scaled. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the device
+    (None: what fits). options: shard's, equal on all ranks, as are others of its names here. host: what offload keeps in host
+    memory, if anything; store: what the step works on. threads: of the workers.
     """
 
     model: nn.Module
@@ -145,8 +144,7 @@ class Engine:
             grad_offload = GradOffload(plan.host.copies, plan.updated, plan.threads, plan.gradients_in_flight)
         self.ratio_tuner: RatioTuner | None = None
         if isinstance(plan.host, SplitStore) and plan.chooses_ratio:
-            limit, overlaps = plan.device_memory_limit, self.overlap_step is not None
-            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, limit, overlaps)
+            self.ratio_tuner = RatioTuner(self.comm, self.device, plan.host, plan.device_memory_limit, plan.overlap_step)
         self.reducer = Reducer(
             [bucket for bucket in self.buckets if bucket.trainable],
             self.comm,

@@ -32,7 +32,7 @@ def _collectives(rank: int, world_size: int) -> dict[str, list[float]]:
     ints = torch.zeros(world_size, dtype=torch.int32)
     following, before = (rank + 1) % world_size, (rank - 1) % world_size
     works = [  # all are under way at once
-        comm._all_gather(found["gathered"], own, group=group, async_op=True),
+        comm._all_gather([found["gathered"]], [own], group),
         dist.all_to_all_single(found["exchanged"], full, group=group, async_op=True),
         group.allgather_into_tensor_coalesced([found["second"], ints], [own, torch.tensor([rank], dtype=torch.int32)]),
         dist.all_gather(list(found["list"].chunk(world_size)), own, group=group, async_op=True),
@@ -82,6 +82,7 @@ def _mismatch(rank: int, world_size: int, calls: list[list[Callable[[Any], Any]]
     works = [call(group) for call in calls[rank]]
     time.sleep(0.5)
     done = works[-1].is_completed()
+    dist.barrier()  # an abort on one rank ends the collectives of others
     group.abort()
     try:
         works[-1].wait()
