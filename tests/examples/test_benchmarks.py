@@ -157,6 +157,7 @@ def test_activations(tmp_path, run_main):
         bench_activations.check_same_gradients(heads, "all logits")
 
 
+@pytest.mark.slow
 def test_fabric(tmp_path, run_main):
     printed = run_main(bench_fabric, "--world", "8", "--tokens", "4096", "--out", str(tmp_path))
     result = json.loads((tmp_path / "fabric.json").read_text())
