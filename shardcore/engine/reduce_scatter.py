@@ -15,7 +15,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool
 
-MAX_IN_FLIGHT = 2  # units at the first level; one at each later one, whose pieces are small
+MAX_IN_FLIGHT = 2  # units at the only level; with several one at each, so that a unit's next level begins with the next unit
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ class ReduceScatter:
 
         A unit has a bucket for each group of the optimizer (with and without weight decay) and dtype.
         """
-        while len({flight.bucket.unit for flight in self._flights[level]} - {bucket.unit}) >= (1 if level else MAX_IN_FLIGHT):
+        most = 1 if len(self._levels) > 1 else MAX_IN_FLIGHT
+        while len({flight.bucket.unit for flight in self._flights[level]} - {bucket.unit}) >= most:
             yield from self._go_on(level)
 
     def _go_on(self, level: int) -> Iterator[tuple[Bucket, torch.Tensor, Parts]]:
