@@ -5,13 +5,13 @@
 namespace shardcore {
 namespace {
 
-// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (up to 128 registers for mixtures; 72 for 8-bit
-// moments, with given dtypes 80 and once 96; 56 for bfloat16 and 64 for float32 ones).
+// Blocks a multiprocessor: the most that need no spills on sm_80 and sm_90 (up to 128 registers for mixtures; 80 for 8-bit
+// moments, twice 96; 56 for bfloat16 and 64 for float32 ones).
 constexpr int min_blocks(int index) {
   const AdamForm form = kAdamForms[index];
   if (form.any_state) return 4;
-  if (form.state == StateDType::q8 && form.any_dtypes) return 7;
-  if (form.state == StateDType::q8) return form.grad == DType::f32 && form.master == Master::split ? 5 : 6;
+  if (form.state == StateDType::q8 && form.any_dtypes) return 6;
+  if (form.state == StateDType::q8) return form.grad == DType::f32 && form.master != Master::f32 ? 5 : 6;
   return form.state == StateDType::bf16 ? 9 : 8;
 }
 
