@@ -51,8 +51,9 @@ def checkpoint_wrapper(
     without it, bit for bit: random states (dropout) are restored, copies are exact. Under torch.no_grad() nothing changes.
 
     Args:
-        offload_to_cpu: keep floating-point inputs that are passed by position in host memory, pinned, in buffers of their exact
-            size that are reused by later calls. Copies run on streams of their own, in backward one call ahead of their use.
+        offload_to_cpu: keep floating-point inputs that are passed by position in host memory, pinned, in buffers that later
+            calls use again for inputs of at most their size. Copies run on streams of their own, in backward one call ahead of
+            their use.
         partition: a process group whose ranks pass the same inputs (tensor parallel ranks): each keeps 1/n of every one, and
             backward gathers them. Collective in backward, in the order of calls. With offload_to_cpu the part is offloaded.
         save: operators whose results are kept, not computed again, such as torch.ops.aten.mm.default.
@@ -113,7 +114,7 @@ def _outermost(module: nn.Module, check_fn: Callable[[nn.Module], bool]) -> Iter
             yield from _outermost(child, check_fn)
 
 
-def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return function(*args, **kwargs), whose backward runs it again from its inputs."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -121,7 +122,7 @@ def run_checkpointed(options: CheckpointOptions, function: Callable[..., Any], *
     if options.save:
         how["context_fn"] = partial(create_selective_checkpoint_contexts, list(options.save))
     with _kept_inputs(options):
-        return checkpoint(function, *args, **how, **kwargs)
+        return checkpoint(partial(function, **kwargs), *args, **how)  # whose own names a forward may use, too
 
 
 class _Checkpointed:
@@ -205,13 +206,13 @@ class _Call:
 
 
 class _Offloaded:
-    """A flat tensor in a buffer of the tier, which goes back to the others when this is freed."""
+    """A flat tensor at the start of a buffer of the tier, which goes back to the others when this is freed."""
 
     def __init__(self, offload: "_Offload", buffer: torch.Tensor, source: torch.Tensor, call: _Call) -> None:
         self._offload, self._buffer, self._call = offload, buffer, call
-        self._device = source.device
+        self._device, self._kept = source.device, buffer[: source.nbytes].view(source.dtype)
         self._coming: tuple[torch.Tensor, _C.CopyEvent] | None = None
-        self._copied = offload.tier.to_tier(buffer, source)
+        self._copied = offload.tier.to_tier(self._kept, source)
         self._source: torch.Tensor | None = source
         self._version = source._version
 
@@ -230,8 +231,8 @@ class _Offloaded:
         """Let it come to the device."""
         if self._coming is None:
             self.leave()
-            there = torch.empty_like(self._buffer, device=self._device)
-            self._coming = there, self._offload.tier.from_tier(there, self._buffer)
+            there = torch.empty_like(self._kept, device=self._device)
+            self._coming = there, self._offload.tier.from_tier(there, self._kept)
 
     def bring(self) -> torch.Tensor:
         """Return it on the device, in the order of the current stream; what the call before was given starts to come, too."""
@@ -248,7 +249,7 @@ class _Offloaded:
     def __del__(self) -> None:
         # A copy into the buffer, or from it, may be on its way still: who uses it next waits for both.
         last = self._copied if self._coming is None else self._coming[1]
-        self._offload.free.setdefault((self._buffer.numel(), self._buffer.dtype), []).append((self._buffer, last))
+        self._offload.free.append((self._buffer, last))
 
 
 class _Offload:
@@ -256,7 +257,7 @@ class _Offload:
 
     def __init__(self, device: torch.device) -> None:
         self.tier = _C.HostTier(device, pin_memory=True)
-        self.free: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, _C.CopyEvent]]] = {}
+        self.free: list[tuple[torch.Tensor, _C.CopyEvent]] = []
         self._going: deque[_Call] = deque()
         self._last: weakref.ref[_Call] | None = None
 
@@ -271,15 +272,27 @@ class _Offload:
                 for ref in self._going.popleft().inputs:
                     if (one := ref()) is not None:
                         one.leave()
-        free = self.free.get((part.numel(), part.dtype))
-        if free:
-            buffer, last = free.pop()
-            last.synchronize()
-        else:
-            buffer = self.tier.empty(part.numel(), part.dtype)
-        kept = _Offloaded(self, buffer, part, call)
+        kept = _Offloaded(self, self._buffer_of(part.nbytes), part, call)
         call.inputs.append(weakref.ref(kept))
         return kept
+
+    def _buffer_of(self, size: int) -> torch.Tensor:
+        """Return the smallest free buffer of at least `size` bytes; if there is none, a new one in place of the largest.
+
+        So there are never more than were in use at once, however sizes differ between steps.
+        """
+
+        def misfit(index: int) -> tuple[bool, int]:
+            room = self.free[index][0].numel() - size
+            return room < 0, abs(room)
+
+        if self.free:
+            buffer, last = self.free.pop(min(range(len(self.free)), key=misfit))
+            if buffer.numel() >= size:
+                last.synchronize()
+                return buffer
+            del buffer, last  # before another one is pinned
+        return self.tier.empty(size, torch.uint8)
 
 
 @cache

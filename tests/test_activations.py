@@ -84,6 +84,37 @@ def test_memory_between_forward_and_backward() -> None:
     assert offloaded <= recomputed - (depth - 2) * inputs
 
 
+def test_host_memory_is_that_of_the_longest_step() -> None:
+    activations._offload_of.cache_clear()
+    block, plain = checkpoint_wrapper(Block(24, 37), offload_to_cpu=True), Block(24, 37)
+    plain.load_state_dict(block.state_dict())
+    for dtype in (torch.float32, torch.bfloat16):
+        for length in (3, 64, 5, 63, 80, 1):
+            for module in (block.to(dtype), plain.to(dtype)):
+                module.zero_grad()
+                module(module(torch.ones(length, 24, dtype=dtype))).sum().backward()
+            assert hash_of(p.grad for p in block.parameters()) == hash_of(p.grad for p in plain.parameters())
+    # Two calls' inputs, of which one is kept in each buffer: not two buffers for each length.
+    assert activations._offload_of(torch.device("cpu")).tier.bytes_allocated == 2 * 80 * 24 * 4
+
+
+class Named(nn.Linear):
+    """Its forward has arguments of the names that functions on its way have."""
+
+    def forward(self, x: torch.Tensor, *, options: float, function: float, debug: bool) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * options + function * debug
+
+
+def test_a_forward_may_name_its_arguments_as_it_likes() -> None:
+    module = checkpoint_wrapper(Named(4, 4))
+    given = {"options": 2.0, "function": 3.0, "debug": True}
+    x = torch.ones(2, 4)
+    y = module(x, **given)
+    assert torch.equal(y, nn.functional.linear(x, module.weight, module.bias) * 2 + 3)
+    y.sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((4, 4), 4.0))
+
+
 def test_names_class_and_copies_stay() -> None:
     plain, model = make_net(), make_net()
     names = apply_activation_checkpointing(model, offload_to_cpu=True)

@@ -20,9 +20,10 @@ class Live(TorchDispatchMode):
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known | given:
                 self._known.add(storage._cdata)
                 self.alive_bytes += storage.nbytes()
                 self.peak_bytes = max(self.peak_bytes, self.alive_bytes)
