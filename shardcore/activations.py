@@ -37,6 +37,9 @@ class CheckpointOptions:
     partition: dist.ProcessGroup | None = None
     save: tuple[Any, ...] = ()
 
+    def __deepcopy__(self, memo: Any) -> "CheckpointOptions":
+        return self  # a process group has no copies
+
 
 def checkpoint_wrapper(
     module: nn.Module,

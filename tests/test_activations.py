@@ -196,7 +196,7 @@ def _with_parts(rank: int, world_size: int, offload_to_cpu: bool) -> tuple[bool,
     plain.load_state_dict(model.state_dict())
     apply_activation_checkpointing(plain)
     apply_activation_checkpointing(model, offload_to_cpu=offload_to_cpu, partition=dist.group.WORLD)
-    same = hash_of(gradients(model)) == hash_of(gradients(plain))
+    same = all(hash_of(gradients(one)) == hash_of(gradients(plain)) for one in (model, copy.deepcopy(model)))
     return same, [alive_after_forward(one) for one in (plain, model)]
 
 
