@@ -15,6 +15,7 @@ from shardcore.checkpoint.save import save
 from shardcore.cross_entropy import chunked_cross_entropy
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
+from shardcore.ema import EMA
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
@@ -23,6 +24,7 @@ from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.version import __version__
 
 __all__ = [
+    "EMA",
     "CPUAdam",
     "FusedAdam",
     "Loaded",

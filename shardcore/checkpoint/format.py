@@ -11,7 +11,8 @@ A range has at most RANGE_NUMEL elements and does not cross a multiple of that i
 parameters there too reads each range once, for any world size. Its checksum (crc32c) is checked in every read. Data begin at a
 multiple of ALIGNMENT bytes. JSON files end with a checksum of what is before it. A part of a parameter is stored as the
 optimizer keeps it: "master" (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
-codes with "exp_avg_scale", one float32 per 256 elements. A slot may have older values, too: the manifest says which count.
+codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values. A slot may have older values,
+too: the manifest says which count.
 Nothing is unpickled; names of files are matched against a pattern; each offset is checked against the file before it is read.
 """
 
@@ -41,6 +42,7 @@ MANIFEST, CLIENT_STATE = "manifest.json", "client_state.json"
 RANGE_NUMEL = 1 << 20
 ALIGNMENT = 4096
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+EMA = "ema"
 _CODES = (torch.int8, torch.uint8)
 # What each part of a tensor may be stored as.
 _DTYPES_OF = {
@@ -50,6 +52,7 @@ _DTYPES_OF = {
     "exp_avg": ("F32", "BF16", "I8"),
     "exp_avg_sq": ("F32", "BF16", "U8"),
     "max_exp_avg_sq": ("F32",),
+    EMA: ("F32",),
     **dict.fromkeys(SCALES.values(), ("F32",)),
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -266,7 +269,7 @@ class Checkpoint(Source):
     def keys(self, name: str) -> tuple[str, ...]:
         """See Source."""
         parts = self._entry_of[name].parts
-        return ("weight", *(key for key in STATES if key in parts))
+        return ("weight", *(key for key in (*STATES, EMA) if key in parts))
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """See Source."""

@@ -22,6 +22,8 @@ from shardcore.checkpoint import plain
 from shardcore.checkpoint.deepspeed_files import open_foreign
 from shardcore.checkpoint.directory import LATEST, find
 from shardcore.checkpoint.save import (
+    EMA_UPDATES,
+    Averages,
     attempt_together,
     check_pair,
     finish_saving,
@@ -60,6 +62,7 @@ class Wanted:
     states: bool = True
     scheduler: Any = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
+    ema: Averages | None = None
     in_place: bool = False
 
 
@@ -71,6 +74,7 @@ def load(
     tag: str | None = None,
     scheduler: Any = None,
     stateful: Mapping[str, Any] | None = None,
+    ema: Averages | None = None,
     strict: bool = True,
 ) -> Loaded:
     """Load a checkpoint into a sharded model and its optimizer, of any world size, stage, tier and state form. Collective.
@@ -87,6 +91,7 @@ def load(
         scheduler: Its `load_state_dict` is called, if a scheduler was saved.
         stateful: By the names that `save` was given: `load_state_dict` is called with what this rank saved. The world must have
             the size that it had.
+        ema: An EMA of the model, to go on from the one that was saved.
         strict: Raise if names differ. If False, missing ones keep their values, and both are returned.
 
     Raises:
@@ -97,8 +102,9 @@ def load(
     """
     engine = engine_behind("load", model)
     check_pair("load", engine, optimizer)
+    check_pair("load", engine, ema, "ema")
     finish_saving(engine)
-    wanted = Wanted(strict, optimizer is not None, scheduler, stateful or {})
+    wanted = Wanted(strict, optimizer is not None, scheduler, stateful or {}, ema)
     source = open_together(engine, Path(directory), tag)
     try:
         return load_from(source, engine, wanted)
@@ -240,6 +246,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 "its states as they are), or strict=False (which resets them)"
             )
         check_stateful("load", source, comm, wanted.stateful)
+        if wanted.ema is not None:
+            _check_averages(source, engine)
         if wanted.states:
             options = options_of(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
@@ -268,6 +276,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     if wanted.states:
         engine.go_on_from(source.loss_scale, source.counters.get("skipped_steps"))
         engine.zero_grad()
+    if wanted.ema is not None:
+        wanted.ema.updates = source.counters.get(EMA_UPDATES, 0)
     if wanted.scheduler is not None:
         wanted.scheduler.load_state_dict(source.scheduler)
     for name, value in source.extra_state.items():
@@ -292,6 +302,16 @@ def check_stateful(op: str, source: Source, comm: Comm, stateful: Mapping[str, A
         raise ValueError(
             f"{op}: stateful has {lacks}, which {source.path} does not have for this rank; expected the names that "
             f"were saved ({', '.join(of_rank['stateful']) or 'none'})"
+        )
+
+
+def _check_averages(source: Source, engine: Engine) -> None:
+    updated = {managed.param for bucket in engine.updater.buckets for managed in bucket.params}
+    names = sorted(name for param, name in _names_in(source, engine).items() if param in updated)
+    if lacks := [name for name in names if layout.EMA not in source.keys(name)]:
+        raise ValueError(
+            f"load: {source.path} has no moving average of {_in_short(lacks)}; expected one that save was given ema for, or "
+            "ema=None"
         )
 
 
@@ -404,6 +424,9 @@ def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) ->
             if managed.param in names:
                 for chunk in _chunks(bucket, managed):
                     yield from _reads_of(source, names[managed.param], engine, bucket, chunk, wanted, rounded)
+                    if wanted.ema is not None and bucket.group is not None:
+                        average = wanted.ema.shard(bucket)[chunk[0] : chunk[0] + chunk[2]]
+                        yield _Read(names[managed.param], layout.EMA, chunk[1], chunk[2], partial(_set, average))
     for tensor, name in names.items():
         if tensor not in engine.bucket_of:
             if not tensor.is_contiguous():

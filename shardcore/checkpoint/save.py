@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from shardcore.layout import BLOCK
 from shardcore.optim.state_format import SCALES
 
 logger = logging.getLogger("shardcore")
+EMA_UPDATES = "ema_updates"  # among the counters of a manifest
 
 
 def save(
@@ -45,6 +46,7 @@ def save(
     scheduler: Any = None,
     client_state: Mapping[str, Any] | None = None,
     stateful: Mapping[str, Any] | None = None,
+    ema: "Averages | None" = None,
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
     keep_last: int | None = None,
@@ -66,6 +68,7 @@ def save(
         scheduler: Anything with `state_dict()`; rank 0's is saved.
         client_state: Plain data (numbers, text, lists, tuples, dicts, tensors); rank 0's is saved.
         stateful: Of each rank its own, by name: anything with `state_dict()`, such as a StatefulDataLoader.
+        ema: An EMA of the model, to save with it.
         save_latest: Let `load` find this checkpoint without a tag.
         exclude_frozen_parameters: Leave out parameters that do not train.
         keep_last: Afterwards remove all checkpoints of `directory` but so many, the newest, and the one that "latest" names.
@@ -90,18 +93,27 @@ def save(
         scheduler=scheduler,
         client_state=client_state,
         stateful=stateful or {},
+        ema=ema,
     )
     engine = engine_behind("save", model)
     check_pair("save", engine, optimizer)
+    check_pair("save", engine, ema, "ema")
     return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
 
 
-def check_pair(op: str, engine: Engine, optimizer: object) -> None:
-    """Raise ValueError unless the optimizer, if there is one, is that of the engine."""
-    if optimizer is not None and getattr(optimizer, "_engine", None) is not engine:
-        raise ValueError(
-            f"{op}: optimizer is a {type(optimizer).__name__} that is not model's; expected what shard returned with it"
-        )
+def check_pair(op: str, engine: Engine, thing: object, name: str = "optimizer") -> None:
+    """Raise ValueError unless the optimizer, or EMA, if there is one, is that of the engine."""
+    if thing is not None and getattr(thing, "_engine", None) is not engine:
+        made_by = "what shard returned with it" if name == "optimizer" else "an EMA of it"
+        raise ValueError(f"{op}: {name} is a {type(thing).__name__} that is not model's; expected {made_by}")
+
+
+class Averages(Protocol):
+    """The moving average of a model's weights (ema.py). shard: of a bucket's owned range, float32, live."""
+
+    updates: int
+
+    def shard(self, bucket: Bucket) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,7 @@ class Content:
     scheduler: Any = None
     client_state: Mapping[str, Any] | None = None
     stateful: Mapping[str, Any] = field(default_factory=dict)
+    ema: Averages | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -147,7 +160,16 @@ def write_checkpoint(
     finish_saving(engine)
     engine.together("save", check)
     given = {"directory": str(folder), "tag": tag, "keep_last": keep_last, "exclude_frozen_parameters": content.exclude_frozen}
-    _check_same(comm, {**given, "an optimizer": content.states, "save_latest": bool(save_latest), "wait": bool(wait)})
+    _check_same(
+        comm,
+        {
+            **given,
+            "an optimizer": content.states,
+            "an ema": content.ema is not None,
+            "save_latest": bool(save_latest),
+            "wait": bool(wait),
+        },
+    )
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
             "save: %s backward(s) came since the last step, and gradients are not saved: the run that loads this begins that "
@@ -234,6 +256,11 @@ def _items(engine: Engine, content: Content, held: Held | None, given: Given) ->
                 live = None if (low, high) in chunks else held
                 for managed, *where in ranges_of(bucket, low, high):
                     yield from parts_of(engine, bucket, managed, (where[0], where[1], where[2]), content.states, live)
+                    if content.ema is not None and bucket.group is not None:
+                        start, first, numel = where
+                        average = content.ema.shard(bucket)[start : start + numel]
+                        name = layout.plain_name(managed.name)
+                        yield Item(name, layout.EMA, average.dtype, first, numel, partial(itself, average))
     if engine.comm.rank == 0:
         for name, tensor in _unsharded(engine, content):
             flat = tensor.detach().reshape(-1)
@@ -347,7 +374,8 @@ class Beside:
         groups = [{**group, "params": [names[param] for param in group["params"]]} for group in engine.updater.groups]
         self.groups = plain.to_json(groups, "save: param_groups") if content.states else None
         self.loss_scale = engine.scaler.state()
-        self.skipped_steps = {"skipped_steps": engine.skipped_steps} if content.states else {}
+        self.counters = {"skipped_steps": engine.skipped_steps} if content.states else {}
+        self.counters |= {EMA_UPDATES: content.ema.updates} if content.ema is not None else {}
         self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
 
     def entries(
@@ -364,7 +392,7 @@ class Beside:
             "loss_scale": self.loss_scale,
             "scheduler": self.scheduler,
             "extra_state": self.extra_state,
-            "counters": self.skipped_steps | dict(counters),
+            "counters": self.counters | dict(counters),
             "numerics": numerics,
         }
 

@@ -155,7 +155,8 @@ def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor
     return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
 
 
-def _read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
+def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:
+    """Return what reads the owned weights as the optimizer sees them: the masters where there are any."""
     if bucket.state_format.master is None:
         return bucket.owned_values
     return partial(engine.store.read, bucket, "master")
@@ -182,7 +183,7 @@ def model_state(engine: Engine) -> dict[str, torch.Tensor]:
         if bucket is None:
             found[tensor] = tensor.detach().clone()
         else:
-            found[tensor] = shards_of(bucket, engine.managed[tensor], _read_weights(engine, bucket))  # type: ignore[index]
+            found[tensor] = shards_of(bucket, engine.managed[tensor], read_weights(engine, bucket))  # type: ignore[index]
     return {name: found[tensor] for name, tensor in _named(engine.model)}
 
 

@@ -17,6 +17,9 @@ READS = (
     "save",
     "load",
     "detach",
+    "EMA.swap",
+    "EMA.state_dict",
+    "EMA.load_state_dict",
 )
 
 

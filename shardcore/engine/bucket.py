@@ -186,6 +186,13 @@ class Managed:
         return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
 
 
+def note_written(params: Sequence[Managed]) -> None:
+    """Note that the engine wrote these weights, behind autograd: a graph that saved the old ones must not run backward."""
+    torch.autograd.graph.increment_version([managed.param for managed in params])
+    for managed in params:
+        managed.version = managed.param._version
+
+
 def closed_message(name: str, unit: str) -> str:
     """Return the error message for a read of weights that are sharded."""
     inside = f"the forward and backward of {unit or 'the model'}"

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm
-from shardcore.engine.bucket import Bucket, Managed, ReducePolicy
+from shardcore.engine.bucket import Bucket, Managed, ReducePolicy, note_written
 from shardcore.engine.build import Builder, Membership
 from shardcore.engine.cpu_store import CpuStore
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
@@ -332,6 +332,7 @@ class Engine:
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
         """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective."""
+        self.updater.refuse_swapped("load_state_dict")
         self._settle_commits()
         if self.unsharder is not None:
             self.unsharder.begin_load(params)
@@ -348,10 +349,7 @@ class Engine:
 
     def note_loaded(self) -> None:
         """Note that every rank has set its weights from one checkpoint, behind autograd."""
-        everything = [*self.managed.values(), *self.constant.values()]
-        torch.autograd.graph.increment_version([managed.param for managed in everything])
-        for managed in everything:
-            managed.version = managed.param._version
+        note_written([*self.managed.values(), *self.constant.values()])
         self.updater.forget_changes()
 
     def trains(self, param: nn.Parameter) -> bool:
@@ -601,6 +599,7 @@ class Engine:
         except StepError as error:
             problem = error
         try:
+            self.updater.refuse_swapped(op)
             what = "" if problem is not None else check()
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             problem = error

@@ -14,7 +14,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
 from shardcore.distributed.compare import first_difference
-from shardcore.engine.bucket import Bucket, Lifetimes, Managed
+from shardcore.engine.bucket import Bucket, Lifetimes, Managed, note_written
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.overlap_step import gather_new_weights
@@ -128,6 +128,7 @@ class Updater:
         self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
+        self.swapped = False  # the weights are those of an average (ema.py), not of the masters
         self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
@@ -229,10 +230,7 @@ class Updater:
 
     def count(self, plan: StepPlan) -> None:
         """Note that the plan's parameters are written, here or on the overlapped step's worker."""
-        # The kernel and the gather write behind autograd: a graph that saved the old weights must not run backward on these.
-        torch.autograd.graph.increment_version([managed.param for managed in plan.updated])
-        for managed in plan.updated:
-            managed.version = managed.param._version
+        note_written(plan.updated)
 
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
@@ -359,8 +357,9 @@ class Updater:
         """Bring masters in line with parameters that were edited in place since the engine last wrote them.
 
         Elements that still equal their rounded master keep its full precision. Raises ValueError if a parameter no longer
-        uses the engine's memory (`.data` re-assigned, model moved or cast).
+        uses the engine's memory (`.data` re-assigned, model moved or cast), or weights are swapped.
         """
+        self.refuse_swapped("step")
         for bucket in self.buckets:
             bucket.check_in_place("step")
             edited = {managed for managed in bucket.params if managed.edited}
@@ -369,6 +368,14 @@ class Updater:
         for managed in self._constant:
             if managed.edited:
                 managed.note_edit()
+
+    def refuse_swapped(self, op: str) -> None:
+        """Raise ValueError if the weights are those of an average."""
+        if self.swapped and not op.startswith("EMA."):
+            raise ValueError(
+                f"{op}: the model has averaged weights now; expected the end of `with ema.swap():` (ema.state_dict() has the "
+                "averages)"
+            )
 
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()

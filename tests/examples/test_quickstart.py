@@ -27,6 +27,7 @@ SCRIPTS = {
     "ddp_to_shardcore.py": ([], TORCHRUN, []),
     "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
     "long_sequences.py": ([], TORCHRUN, []),
+    "ema.py": ([], TORCHRUN, []),
     "offload_one_gpu.py": ([], PYTHON, []),
     "nvme_resume.py": ([], PYTHON, []),
     "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),

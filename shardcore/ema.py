@@ -1,0 +1,167 @@
+"""An exponential moving average of the weights of a sharded model, kept in shards."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.sharded import read_weights
+from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.engine.bucket import Bucket, note_written
+from shardcore.engine.engine import engine_behind
+
+
+class EMA:
+    """Keeps an exponential moving average of the weights that a sharded model's optimizer updates, each rank its shard.
+
+    model: what shard returned, or the engine that initialize returned. decay: from 0 to 1; may be set between updates (to warm
+    it up). offload: True keeps the average in host memory, False on the device; None: where the masters are (the weights, where
+    there are none).
+
+    The average is float32, of the masters where there are any: 4 bytes a parameter over the ranks that share shards. It is that
+    of `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`: the first update copies the
+    weights, each later one is `average.lerp_(weights, 1 - decay)`. Frozen weights and buffers are not averaged.
+
+    Raises ValueError for another decay, and a model that is not sharded or has no optimizer.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, offload: bool | None = None) -> None:
+        """See the class."""
+        self._engine = engine_behind("EMA", model)
+        if not self._engine.updater.buckets:
+            raise ValueError("EMA: no optimizer updates this model; expected one that shard() was given an optimizer for")
+        self._offload, self._averages = offload, dict[Bucket, torch.Tensor]()
+        self.decay = decay
+        self.updates = 0
+        self._engine.synchronize()
+        for bucket in self._engine.updater.buckets:
+            self.shard(bucket)
+
+    @property
+    def decay(self) -> float:
+        """How much of the average an update keeps."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, value: float) -> None:
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"EMA: decay is {value!r}; expected a number from 0 to 1")
+        self._decay = float(value)
+
+    @torch.no_grad()
+    def shard(self, bucket: Bucket) -> torch.Tensor:
+        """Return the average of a bucket's owned range: (owned_numel,) float32, live. It begins with the weights."""
+        if bucket not in self._averages:
+            weights = read_weights(self._engine, bucket)(0, bucket.owned_numel)
+            device = weights.device if self._offload is None else torch.device("cpu") if self._offload else self._engine.device
+            self._averages[bucket] = weights.to(device, torch.float32, copy=True)
+        return self._averages[bucket]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average in the weights as they are: call it after each step (or each few steps), on every rank.
+
+        Waits for the step: with overlap_step=True call it between backward and the next step, when that has ended anyway.
+        Nothing is sent. Raises ValueError inside `swap`, RuntimeError if the step failed.
+
+        Streams: queued on the current one; an average in host memory waits for what is queued there.
+        """
+        engine = self._engine
+        engine.updater.refuse_swapped("update")
+        engine.synchronize()
+        engine.updater.accept_weight_edits()
+        for bucket in engine.updater.buckets:
+            average = self.shard(bucket)
+            weights = read_weights(engine, bucket)(0, bucket.owned_numel).to(average.device, torch.float32)
+            if self.updates == 0:
+                average.copy_(weights)
+            else:
+                average.lerp_(weights, 1 - self._decay)
+        self.updates += 1
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Let the model have the averaged weights inside the context, for evaluation. Collective at its start and end.
+
+        They are rounded to the weights' dtype, as a step rounds masters. Masters and states stay as they are, and afterwards
+        the weights are bit for bit what they were: edits inside are lost. Meanwhile a rank keeps a copy of its shard of them.
+        What reads or writes masters (a step, state dicts, save, load) raises ValueError inside; `EMA.state_dict` works.
+        """
+        engine = self._engine
+
+        def check() -> str:
+            engine.updater.refuse_swapped("swap")
+            engine.updater.accept_weight_edits()
+            if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
+                raise ValueError("swap: called inside full_params; expected full_params inside swap")
+            return "the average"
+
+        engine.together("EMA.swap", check)
+        own = {bucket: bucket.owned_values(0, bucket.owned_numel).clone() for bucket in engine.updater.buckets}
+        try:
+            engine.updater.swapped = True
+            self._put({bucket: self.shard(bucket) for bucket in own})
+            yield
+        finally:
+            self._put(own)
+            engine.updater.swapped = False
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[Bucket, torch.Tensor]) -> None:
+        """Write values of owned ranges to the weights, and show them on every rank. Collective."""
+        engine = self._engine
+        if engine.unsharder is not None:
+            engine.unsharder.reshard_all()
+        works: list[Any] = []
+        for bucket, owned in values.items():
+            bucket.assign(0, owned)
+            if engine.lifetimes.gathers_new_weights:
+                works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the average", engine.comm.shard_ranks)
+        wait_all(works)
+        note_written([managed for bucket in values for managed in bucket.params])
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return {"updates": how many there were, "averages": full float32 tensors by the parameters' names}. Collective.
+
+        They lie where the average does. A plain model takes them: `plain.load_state_dict(state["averages"], strict=False)`.
+        In a checkpoint the average stays in shards: `shardcore.save(..., ema=ema)`.
+        """
+        engine, averages = self._engine, dict[str, torch.Tensor]()
+        engine.together("EMA.state_dict", lambda: f"the average after {self.updates} updates")
+        fulls = engine.full_tensors.of_buckets((bucket, self.shard(bucket)) for bucket in engine.updater.buckets)
+        for bucket, full in zip(engine.updater.buckets, fulls, strict=True):
+            averages |= {plain_name(managed.name): managed.slice_of(full).clone() for managed in bucket.params}
+        return {"updates": self.updates, "averages": averages}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the average from what `state_dict` returned, over any number of ranks; every rank passes all of it. Collective.
+
+        Raises ValueError, on every rank, for other names or shapes.
+        """
+        engine = self._engine
+        given = state_dict["averages"]
+        params = {plain_name(managed.name): (bucket, managed) for bucket in engine.updater.buckets for managed in bucket.params}
+
+        def check() -> str:
+            shapes = {name: tuple(managed.param.shape) for name, (_, managed) in params.items()}
+            found = {name: tuple(value.shape) for name, value in given.items()}
+            for name in [*shapes, *found]:
+                if shapes.get(name) != found.get(name):
+                    raise ValueError(
+                        f"EMA.load_state_dict: {name} has shape {found.get(name)}; expected {shapes.get(name)} (None: is "
+                        "not there)"
+                    )
+            return f"the average after {state_dict['updates']} updates"
+
+        engine.together("EMA.load_state_dict", check)
+        for name, (bucket, managed) in params.items():
+            flat = given[name].reshape(-1)
+            for piece in bucket.pieces_of(managed):
+                part = flat[piece.param_start : piece.param_start + piece.numel]
+                self.shard(bucket)[piece.start : piece.start + piece.numel].copy_(part)
+        self.updates = int(state_dict["updates"])
