@@ -1,7 +1,5 @@
 """shard(): checks everything on every rank, then lays the model out in shards and attaches the engine."""
 
-import hashlib
-import json
 import logging
 import os
 import time
@@ -23,8 +21,8 @@ from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, p
 from shardcore.checkpoint.save import attempt_together
 from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
-from shardcore.distributed.compare import first_difference
-from shardcore.distributed.groups import NotAMemberError, own_gpu, use_own_gpu
+from shardcore.distributed.groups import own_gpu, use_own_gpu
+from shardcore.distributed.joining import agree, agree_in_parts, join
 from shardcore.distributed.launchers import env_int
 from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
@@ -161,6 +159,7 @@ def shard(
     broadcast: bool = True,
     materialize: Materialize | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    model_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
 ) -> tuple[Model, Any]:
     """Partition the training state of `model` over ranks (ZeRO); returns the same model and the optimizer to use. Collective.
@@ -208,6 +207,10 @@ def shard(
             each module, .safetensors files (a path, a list, a Hugging Face folder), or a list of files and a callable.
         process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates over its first dimension and
             shards over its second (hybrid sharding).
+        model_parallel_group: The ranks that hold the other parts of this model (pipeline stages), a group or a mesh of one
+            dimension, beside a process_group of the ranks that have this part. The gradients' norm is that of all parts, which
+            are clipped and skipped together; an error of a step, or of shard, on one rank is one on all of them. Each part has
+            its own buckets, state dicts and checkpoints.
         ranks_per_node: Add gradients within nodes of so many ranks first. This alone, of all placements, changes bits.
 
     Afterwards gradients are reduced during backward. At stage 0 `p.grad` is the averaged gradient; from stage 1 on it is None,
@@ -251,7 +254,7 @@ def shard(
         broadcast=broadcast,
         materialize=materialize,
     )
-    plan, filler, options = _plan(model, given, options, process_group, ranks_per_node)
+    plan, filler, options = _plan(model, given, options, process_group, model_parallel_group, ranks_per_node)
     _advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
@@ -287,6 +290,7 @@ def _plan(
     given: Any,
     options: ShardOptions,
     process_group: dist.ProcessGroup | DeviceMesh | None,
+    model_parallel_group: dist.ProcessGroup | DeviceMesh | None,
     ranks_per_node: int | None,
 ) -> tuple[Plan, FromInit | FromFiles | None, ShardOptions]:
     """Check everything on every rank and compare it; nothing changes.
@@ -296,8 +300,8 @@ def _plan(
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
-    comm, problem = _join(process_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
-    if comm.group is not None and comm.world_size == 1 < dist.get_world_size():
+    comm, problem = join(process_group, model_parallel_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
+    if comm.group is not None and comm.world_size == 1 < dist.get_world_size() and not comm.across:
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
             "other's; expected None, or a group of all ranks that train this model, unless it is to train alone",
@@ -359,9 +363,15 @@ def _plan(
     except Exception as error:  # of any kind: the other ranks are waiting
         problem = problem or error
     short = short_of_memory(comm, needed)  # collective: every rank asks
+    refusal: Exception | None = None
     try:
         agree(comm, problem or short, entries)
+    except Exception as error:  # on every rank of comm
+        refusal = error
+    try:
+        agree_in_parts(comm, refusal)
     finally:
+        refusal = None
         problem = short = None  # an error that this frame held would hold it, and the model, in a cycle
     return plan, filler, options
 
@@ -568,33 +578,12 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
                 build.refuse_backward(name, param)
-    if not plan.builder.lifetimes.owns_everything:
+    if engine.grads_in_shards:
         reach_shards()
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:
             warn_of_misplaced(plan.host.copies)
-
-
-# --- agreement between ranks -------------------------------------------------------------------------------------------
-
-
-def _join(
-    group: dist.ProcessGroup | DeviceMesh | None, ranks_per_node: int | None, gpu: torch.device | None
-) -> tuple[Comm, Exception | None]:
-    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
-
-    A rank that `group` does not contain raises at once: no other rank waits for it.
-    """
-    problem: Exception | None = None
-    for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
-        try:
-            return Comm(*arguments), problem
-        except NotAMemberError:
-            raise
-        except Exception as error:  # of any kind: torch's, where `group` is none
-            problem = problem or error
-    return Comm(), problem
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:
@@ -633,20 +622,3 @@ def _rank_device(comm: Comm, model: nn.Module, optimizer: object, offload: Mappi
             f'shard: CPUAdam was given for a model on {device}; expected FusedAdam, or offload={{"optimizer": "cpu"}} beside it'
         )
     return device
-
-
-def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
-    """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank 0's."""
-    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
-    answers = comm.gather_json({"problem": None if problem is None else str(problem), "digest": digest})
-    if problem is not None:
-        try:
-            raise problem
-        finally:
-            problem = None  # else a cycle
-    for rank, answer in enumerate(answers):
-        if answer["problem"] is not None:
-            raise ValueError(f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}")
-    if any(answer["digest"] != digest for answer in answers):
-        difference = first_difference(comm.gather_json(list(entries)))
-        raise ValueError(f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from shardcore.api import agree, shard
+from shardcore.api import shard
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import BatchSizes, Config, read_config, shard_options
@@ -27,6 +27,7 @@ from shardcore.deepspeed.monitor import SECTIONS as MONITORS
 from shardcore.deepspeed.monitor import MonitorMaster
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
+from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.optim import AdamOptimizer, FusedAdam
 from shardcore.optim.interface import engine_of

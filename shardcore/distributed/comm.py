@@ -105,7 +105,8 @@ class Started:
 class Comm:
     """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`.
 
-    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by kind.
+    clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by kind. across: over the ranks
+    that hold other parts of the same model (tensor-parallel shards, pipeline stages), one Comm for each dimension of these.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class Comm:
         self.uses_nccl = torch.cuda.is_available() and self._backends.get("cuda") == "nccl"
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
+        self.across: Sequence[Comm] = ()
         self._slot = GroupSlot(None)
         self._stream: torch.cuda.Stream | None = None
         self._in_flight: list[Any] = []
@@ -163,7 +165,7 @@ class Comm:
         topology, and so many consecutive `keepers`, get groups of their own: a collective of these is one call.
         """
         if self.group is None:
-            return
+            return  # then it is across nothing, too
         slots = slots_of(self.group)
         free = [index for index, slot in enumerate(slots) if not slot.taken]
         rows = self.gather_json([free, f"{random.SystemRandom().getrandbits(64):x}"])
@@ -187,6 +189,8 @@ class Comm:
         for log in logs:
             log.begin_engine(rows[0][1], self.uses_nccl and log is self._log)
         weakref.finalize(self, _release, slot, self._in_flight, logs)
+        for comm in self.across:
+            comm.acquire_group()
 
     def _make_parts(self, keepers: int) -> None:
         assert self.group is not None
@@ -456,6 +460,17 @@ class Comm:
             self.refuse_if_broken()  # NCCL: an aborted communicator fills in nothing
             return rows
         return self._gather_small(row, kind or Traffic.READ, name, self._slot.host)
+
+    def of_parts(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
+        """Return the `row` of each part of the model (see `across`), stacked in rank order, on row's device; see gather_rows.
+
+        Every rank of the model gets the same if the ranks of each part have the same row.
+        """
+        rows = row.unsqueeze(0)
+        for comm in self.across:
+            gather = comm.all_gather_cpu if row.device.type == "cpu" else comm.gather_rows
+            rows = gather(rows, kind, name).flatten(0, 1)
+        return rows
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""

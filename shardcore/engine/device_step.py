@@ -38,7 +38,8 @@ def decides_on_device(device: torch.device, tier: str, comm: Comm, overlap_step:
     """Whether a step is decided on the device: if `capturable`, or on CUDA if ranks compare their calls on the CPU."""
     if overlap_step or tier != "device":
         return False
-    return capturable or (device.type == "cuda" and comm.compare_device.type == "cpu")
+    on_cpu = all(one.compare_device.type == "cpu" for one in (comm, *comm.across))
+    return capturable or (device.type == "cuda" and on_cpu)
 
 
 class StepResult(NamedTuple):
@@ -83,9 +84,9 @@ class DeviceStep:
 
     def __init__(self, device: torch.device, ranks: int, scaler: LossScaler, params: Sequence[Managed]) -> None:
         """Decide for `ranks` ranks, count the steps of `params`, and update the loss scale of `scaler`."""
-        self._memory = torch.zeros(_WORDS + len(params), dtype=torch.int64, device=device)
+        self._memory = torch.zeros(_WORDS + len(params) + 1, dtype=torch.int64, device=device)
         self.state = DeviceState(self._memory[:_WORDS])
-        self._counter = dict(zip(params, self._memory[_WORDS:].unbind(), strict=True))
+        self._counter = dict(zip(params, self._memory[_WORDS:-1].unbind(), strict=True))
         self._device, self._ranks, self._scaler = device, ranks, scaler
         self._cohorts = itertools.count(-1, -1)  # loaded counts name cohorts as well
         self._counted = False  # counts changed since the host read them
@@ -120,8 +121,8 @@ class DeviceStep:
             scale = DeviceScale(self.state, scale)
         scalars = replace(scale, max_norm=max_norm).decide(
             squares,
-            [self._counter[managed] for managed in updated],
-            [managed.group or 0 for managed in updated],
+            [self._counter[managed] for managed in updated] or [self._memory[-1]],  # other parts of the model are updated
+            [managed.group or 0 for managed in updated] or [0],
             [hyper_of(group) for group in groups],
             self._ranks,
             self._scaler.rule,
@@ -142,7 +143,7 @@ class DeviceStep:
         """Set `Managed.step` of each parameter. Waits for the device."""
         if self._counted or self.replayed:
             self._counted = False
-            for managed, count in zip(self._counter, self._memory[_WORDS:].tolist(), strict=True):
+            for managed, count in zip(self._counter, self._memory[_WORDS:-1].tolist(), strict=True):
                 managed.step = count
 
     def read(self) -> StepResult:

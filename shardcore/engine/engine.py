@@ -460,9 +460,9 @@ class Engine:
         return self.scaler.multiply(loss)
 
     def _check_step(self) -> None:
-        if self.comm.world_size > 1 and capturing(self.device):
+        if (self.comm.world_size > 1 or self.comm.across) and capturing(self.device):
             raise ValueError(
-                f"step: runs on {self.comm.world_size} ranks while a CUDA graph is captured; expected one rank (what ranks "
+                "step: runs on several ranks while a CUDA graph is captured; expected one rank (what ranks "
                 "compare before a step goes over the host, which a replay does not run)"
             )
         if self.reducer.dropped:
@@ -479,7 +479,7 @@ class Engine:
                     f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
                 )
         optimizer = self._optimizer()
-        if not self.lifetimes.owns_everything and getattr(optimizer, "found_inf", None) is not None:
+        if self.grads_in_shards and getattr(optimizer, "found_inf", None) is not None:
             for left in ("found_inf", "grad_scale"):  # GradScaler does not take them back if the step raises
                 vars(optimizer).pop(left, None)
             raise ValueError(
@@ -555,8 +555,8 @@ class Engine:
 
     @property
     def grads_in_shards(self) -> bool:
-        """Whether gradients are sharded, so that there is no `param.grad`: from stage 1 on."""
-        return not self.lifetimes.owns_everything
+        """Whether a norm of all `param.grad` is not that of the model: from stage 1 on, and where others have parts of it."""
+        return not self.lifetimes.owns_everything or bool(self.comm.across)
 
     @torch.no_grad()
     def own_grads(

@@ -23,11 +23,16 @@ from shardcore.engine.state_store import ReadPart
 def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Exception | None) -> None:
     """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`.
 
-    backwards: Reducer.count, where gradients are read, else 0.
+    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), whose
+    ranks then all raise.
     """
     here = zlib.crc32(what.encode())
     row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
-    others = comm.all_gather_cpu(row, Traffic.READ, op).tolist()
+    rows = comm.all_gather_cpu(row, Traffic.READ, op)
+    others, other_part = rows.tolist(), False
+    if op == "clip_grad_norm_" and comm.across:
+        refused = bool(rows[:, 1].any()) or not bool((rows == row).all())
+        other_part = bool(comm.of_parts(torch.tensor([refused], device="cpu"), Traffic.READ, op).any())
     if problem is not None:
         try:
             raise problem
@@ -42,6 +47,8 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
             raise ValueError(f"{op}: rank {rank} reads something else than {what}; expected the same on every rank")
         if count != backwards:
             raise uneven_backwards([row[3] for row in others])
+    if other_part:
+        raise ValueError(f"{op}: another part of the model refused; see the error of its ranks")
 
 
 class FullTensors:

@@ -27,7 +27,7 @@ from shardcore.optim.step import DeviceScale
 class OwnGrads:
     """This rank's parts of the reduced gradients of some parameters.
 
-    part: the norm of all ranks' parts, see shardcore.optim.norm_part; device: the engine's.
+    part: the norm of all ranks' parts, those of the model included, see shardcore.optim.norm_part; device: the engine's.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class OwnGrads:
             if not lifetimes.owns_everything:
                 rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
                 self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
+            self.part = join([comm.of_parts(self.part, Traffic.READ, "a norm")], norm_type)
 
     def scale(self, coefficient: float) -> None:
         """Multiply them."""
@@ -157,22 +158,25 @@ class Updater:
         active = [bucket for bucket in self.buckets if bucket.reduced and any(m.has_grad for m in bucket.params)]
         given = (grad_scale.grad_scale, grad_scale.loss_scale) if isinstance(grad_scale, DeviceScale) else grad_scale
         terms = {"grad_scale": given, "max_norm": max_norm, "loss_scale": loss_scale, "backwards": backwards // 2}
-        squares, same_order = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
-        if not active:
+        squares, same_order, any_grad = self._agreed(active, problems, terms, zlib.crc32("\n".join(order).encode()), ways)
+        if not any_grad:
             return None, None
         if self._device_step is not None:
             updated = list(self._with_grad(active))
             first: dict[tuple[int | None, int], int] = {}  # of each group and cohort
             index_of = {m: first.setdefault((m.group, m.cohort), number) for number, m in enumerate(updated)}
+            squares = squares.to(self._device_step.state.words.device)  # from the CPU if there are none here
             if self.comm.world_size > 1:
                 squares = self.comm.gather_rows(_C.sq_norm_add(squares), Traffic.STEP, "a step")
+            if self.comm.across:
+                squares = self.comm.of_parts(_C.sq_norm_add(squares), Traffic.STEP, "a step")
             scalars, outcome = self._device_step.decide(squares, updated, self.groups, grad_scale, max_norm)
-            return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order)
+            return outcome, StepPlan(self._spans_of(active, index_of), scalars, updated, same_order) if active else None
         assert isinstance(grad_scale, float)
         norm = _C.norm_from_sq(_C.sq_norm_add(squares))
         scale = _C.clipped_scale(grad_scale, norm, math.inf if max_norm is None else max_norm)
         norm *= abs(grad_scale)
-        if scale is None:
+        if scale is None or not active:
             return norm, None
         updated, hypers = list(self._with_grad(active)), list[_C.AdamHyper]()
         first = {}
@@ -258,11 +262,12 @@ class Updater:
         terms: Mapping[str, object],
         order: int,
         ways: Sequence[str],
-    ) -> tuple[torch.Tensor, bool]:
-        """Return squared norms of the averaged gradients (n, 2), and whether all ranks passed the same `order`.
+    ) -> tuple[torch.Tensor, bool, bool]:
+        """Return squared norms of the averaged gradients (n, 2), whether ranks passed one `order`, and if any part is active.
 
-        The squares are those of each rank; where the device decides those of this rank's buckets, and nothing waits for them.
-        Raises on all ranks if one refuses or differs in its terms.
+        The squares are those of each part of the model; where the device decides those of this rank's buckets, and nothing
+        waits for them. Raises on all ranks, of all parts, if one refuses or differs in its terms. (Parts have buckets of their
+        own, and only compare how gradients are scaled and clipped.)
         """
         compared = [*ways, *self._compared(terms)] if self.comm.world_size > 1 else []
         digest = zlib.crc32("\n".join(compared).encode())
@@ -273,6 +278,14 @@ class Updater:
         else:
             rows = self.comm.all_gather_cpu(torch.cat([head, _C.sq_norm_add(squares.cpu())]), Traffic.STEP, "a step")
             squares = rows[:, 3:].contiguous()
+        scaling = zlib.crc32(f"{terms['grad_scale']} {terms['max_norm']} {terms['loss_scale']}".encode())
+        refused = bool(rows[:, 0].any()) or bool((rows[:, 1] != digest).any())
+        own = torch.tensor([refused, scaling, bool(active)], dtype=torch.float64, device="cpu")
+        if self._device_step is not None:
+            parts = self.comm.of_parts(own, Traffic.STEP, "a step")
+        else:
+            parts = self.comm.of_parts(torch.cat([own, _C.sq_norm_add(squares)]), Traffic.STEP, "a step")
+            squares = parts[:, 3:].contiguous()
         if problems:
             raise problems.pop()
         if rows[:, 0].any():
@@ -281,9 +294,17 @@ class Updater:
         if (rows[:, 1] != digest).any():
             difference = first_difference(self.comm.gather_json(compared))
             raise ValueError(f"step: ranks disagree: {difference}; expected the same step on every rank (none was updated)")
+        if parts[:, 0].any():
+            raise ValueError("step: another part of the model refused the step, so no rank was updated; see its ranks' errors")
+        if (parts[:, 1] != scaling).any():
+            raise ValueError(
+                "step: the parts of the model disagree on grad_scale, max_norm or loss_scale, which are "
+                f"{terms['grad_scale']}, {terms['max_norm']} and {terms['loss_scale']} here; expected the same in all of them "
+                "(none was updated)"
+            )
         self.loaded = ""
         self.forget_changes()
-        return squares, bool((rows[:, 2] == order).all())
+        return squares, bool((rows[:, 2] == order).all()), bool(parts[:, 2].any())
 
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""

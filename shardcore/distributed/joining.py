@@ -1,0 +1,95 @@
+"""How ranks find each other and agree before anything is changed: the groups that `shard` is given, and what it raises."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.distributed.comm import Comm
+from shardcore.distributed.compare import first_difference
+from shardcore.distributed.groups import NotAMemberError
+
+
+def join(
+    group: dist.ProcessGroup | DeviceMesh | None,
+    parts: dist.ProcessGroup | DeviceMesh | None,
+    ranks_per_node: int | None,
+    gpu: torch.device | None,
+) -> tuple[Comm, Exception | None]:
+    """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
+
+    parts: the model_parallel_group. A rank that a group does not contain raises at once: no other rank waits for it.
+    """
+    problem: Exception | None = None
+    for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
+        try:
+            comm = Comm(*arguments)
+            break
+        except NotAMemberError:
+            raise
+        except Exception as error:  # of any kind: torch's, where `group` is none
+            problem = problem or error
+    else:
+        comm = Comm()
+    if parts is not None:
+        try:
+            comm.across = [_across(comm, parts, gpu)]
+        except NotAMemberError:
+            raise
+        except Exception as error:
+            problem = problem or error
+    return comm, problem
+
+
+def _across(comm: Comm, parts: dist.ProcessGroup | DeviceMesh, gpu: torch.device | None) -> Comm:
+    """Return a Comm over the ranks that hold the other parts of the model that `comm`'s ranks hold a part of."""
+    name = "model_parallel_group"
+    if isinstance(parts, DeviceMesh):
+        if parts.ndim != 1:
+            raise ValueError(f"shard: {name} is a mesh of {parts.ndim} dimensions; expected one of 1 (mesh[...]._flatten())")
+        parts = parts.get_group()
+    if not isinstance(parts, dist.ProcessGroup):
+        raise TypeError(f"shard: {name} is {parts!r}; expected a process group with this rank, or a DeviceMesh of 1 dimension")
+    assert comm.group is not None
+    both = set(dist.get_process_group_ranks(comm.group)) & set(dist.get_process_group_ranks(parts))
+    if both != {dist.get_rank()}:
+        raise ValueError(
+            f"shard: process_group and {name} have the ranks {sorted(both)} in common; expected this rank, {dist.get_rank()}, "
+            "alone: process_group has those with the same part of the model, the other group those with the other parts"
+        )
+    return Comm(parts, gpu=gpu)
+
+
+def agree_in_parts(comm: Comm, refusal: Exception | None) -> None:
+    """Raise `refusal`, which is one on all ranks of `comm`, and something on the ranks with other parts of the model."""
+    refused = comm.of_parts(torch.tensor([refusal is not None], device="cpu")).flatten().tolist()
+    if refusal is not None:
+        try:
+            raise refusal
+        finally:
+            refusal = None
+    if any(refused):
+        raise ValueError(
+            f"shard: part {refused.index(True)} of the model was refused, so no rank was changed; see the error of its ranks"
+        )
+
+
+def agree(comm: Comm, problem: Exception | None, entries: Sequence[Any], op: str = "shard") -> None:
+    """Raise on every rank if any rank has a problem or a model, optimizer or options unlike rank 0's."""
+    digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
+    answers = comm.gather_json({"problem": None if problem is None else str(problem), "digest": digest})
+    if problem is not None:
+        try:
+            raise problem
+        finally:
+            problem = None  # else a cycle
+    for rank, answer in enumerate(answers):
+        if answer["problem"] is not None:
+            raise ValueError(f"{op}: rank {rank} failed, so no rank was changed: {answer['problem']}")
+    if any(answer["digest"] != digest for answer in answers):
+        difference = first_difference(comm.gather_json(list(entries)))
+        raise ValueError(f"{op}: ranks disagree: {difference}; expected the same model, optimizer and options on every rank")
