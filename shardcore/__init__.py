@@ -21,6 +21,7 @@ from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
+from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
 from shardcore.version import __version__
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "MemoryReport",
     "Metrics",
     "Saving",
+    "SequenceParallelLoader",
     "__version__",
     "apply_activation_checkpointing",
     "checkpoint_wrapper",
@@ -51,6 +53,8 @@ __all__ = [
     "save",
     "shard",
     "sharded_state_dict",
+    "split_sequences",
+    "ulysses_attention",
 ]
 
 names.install(sys.modules[__name__])

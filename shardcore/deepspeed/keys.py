@@ -358,7 +358,7 @@ KEYS: dict[str, Key] = {
     "vocabulary_size": _accepted("DeepSpeed only warns of it"),
     "zero_allow_untested_optimizer": _accepted("Adam and AdamW are tested, others are refused"),
     "zero_force_ds_cpu_optimizer": _accepted("torch's Adam and AdamW are converted"),
-    "seq_parallel_communication_data_type": _accepted("there is no sequence parallelism"),
+    "seq_parallel_communication_data_type": _accepted("sequence parallel attention exchanges values in their dtype"),
     "allgather_size": _accepted(_BY_UNIT),
     **_below(
         _ZERO,
@@ -499,7 +499,7 @@ KEYS: dict[str, Key] = {
     "disable_python_gc": _refused("call gc.disable()"),
     "datastates_ckpt": _refused("use save_checkpoint(wait=False)", switch=None),
     "tensor_parallel": _refused("weights are sharded by ZeRO alone", 0, 1, switch="autotp_size"),
-    "sequence_parallel_size": _refused("it is not built", 1),
+    "sequence_parallel_size": _refused("call enable_sequence_parallel, see docs/long_sequences.md", 1),
     "expert_parallel": _refused("experts are sharded like other weights"),
     "moe": _refused("experts are sharded like other weights", switch=None),
     "use_data_before_expert_parallelism": _refused("experts are sharded like other weights"),

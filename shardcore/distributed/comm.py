@@ -72,6 +72,14 @@ def gather_flat(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
     _all_gather([full], [part], group).wait()
 
 
+def exchange_flat(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send the i-th equal piece of `sent` to a group's i-th rank; `received` gets a piece from each, in their order.
+
+    Both are contiguous and of one size. On CUDA in the order of the current stream.
+    """
+    dist.all_to_all_single(as_bytes(received), as_bytes(sent), group=group)
+
+
 def _all_gather(fulls: list[torch.Tensor], owns: list[torch.Tensor], group: dist.ProcessGroup | None) -> dist.Work:
     """Start filling each of `fulls` with the pieces of all ranks. On NCCL one group of calls, which is one launch."""
     assert group is not None
