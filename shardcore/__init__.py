@@ -22,6 +22,7 @@ from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
 from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
+from shardcore.uneven import join
 from shardcore.version import __version__
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "full_params",
     "full_state",
     "initialize",
+    "join",
     "load",
     "load_sharded_state_dict",
     "memory_report",

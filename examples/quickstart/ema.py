@@ -1,4 +1,4 @@
-"""Keep a moving average of sharded weights, and evaluate with it.
+"""Keep a moving average of sharded weights, and evaluate with it; ranks have different numbers of batches.
 
     torchrun --nproc-per-node 2 ema.py
 
@@ -23,8 +23,8 @@ truth = torch.randn(32, 1, device=device)  # what is learned: a noisy linear map
 torch.manual_seed(1 + dist.get_rank())  # each rank has its own batches
 held_out = torch.randn(256, 32, device=device)
 
-for step in range(20):
-    x = torch.randn(64, 32, device=device)
+loader = [torch.randn(64, 32, device=device) for _ in range(20 - 3 * dist.get_rank())]
+for step, x in enumerate(shardcore.join(model, loader)):  # 20 times on every rank; those that have run out add nothing
     loss = (model(x) - x @ truth - 0.5 * torch.randn(64, 1, device=device)).square().mean()
     loss.backward()
     optimizer.step()

@@ -47,5 +47,5 @@ def uneven_backwards(counts: Sequence[int]) -> RuntimeError:
     )
     return RuntimeError(
         f"ranks went different ways: {found}; expected every rank to run the same units in the same order, and equally many "
-        "backwards per step (leave out micro-batches that only some ranks have)"
+        "backwards per step (loop over shardcore.join(model, loader) where only some ranks have a batch)"
     )

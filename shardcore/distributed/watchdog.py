@@ -427,7 +427,7 @@ class _Watch:
 def _reason(found: str) -> str:
     return (
         f"ranks wait for different things, which can never end: {found}; expected every rank to run the same units in the same "
-        "order, and equally many backwards per step (leave out micro-batches that only some ranks have); every rank must "
+        "order, and equally many backwards per step (shardcore.join where only some ranks have a batch); every rank must "
         "make each collective call (steps, state_dict, full_params, forwards at stage 3)"
     )
 

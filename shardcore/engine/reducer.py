@@ -262,6 +262,7 @@ class Reducer:
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
         self.param_grads = ParamGrads(self.buckets) if all_own else None
         self.sync = True  # False inside no_sync()
+        self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
         self._local_sums = False  # backwards since the last reduction left float32 sums in Bucket.local
@@ -358,11 +359,12 @@ class Reducer:
         self._local_sums |= not self._reducing
         missing = self._missing[bucket]
         first = managed in missing
-        if self._reducing and not first:
-            self._late_params.add(managed)
-            managed.slice_of(self._late_buffer(bucket)).add_(grad)
-            return
-        bucket.collect(slot, grad, bucket.wire if bucket.wire is not None else self._collect_buffer(bucket))
+        if not self.muted:
+            if self._reducing and not first:
+                self._late_params.add(managed)
+                managed.slice_of(self._late_buffer(bucket)).add_(grad)
+                return
+            bucket.collect(slot, grad, bucket.wire if bucket.wire is not None else self._collect_buffer(bucket))
         missing.discard(managed)
         if missing or not first:
             return
