@@ -16,6 +16,7 @@ from shardcore.cross_entropy import chunked_cross_entropy
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.ema import EMA
+from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
@@ -51,6 +52,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "notebook_launcher",
+    "register_forward_method",
     "resume",
     "save",
     "shard",

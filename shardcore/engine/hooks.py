@@ -207,6 +207,61 @@ class _AfterPart(_UnitHook):
             unsharder.after_part(self.index, module, output)
 
 
+class _ForwardMethod:
+    """A method of a module that uses weights as its forward does. Found in the module's `__dict__`, which a copy has, too."""
+
+    def __init__(self, module: nn.Module, name: str, method: Any) -> None:
+        self._module, self._name, self._method = weakref.ref(module), name, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(f"the module of {self._name} is gone; expected it to be kept")
+        before, after = module._forward_pre_hooks, module._forward_hooks.values()
+        ours: list[Any] = [
+            hook for hook in (*before.values(), *after) if isinstance(hook, _EngineHook) and hook.engine is not None
+        ]
+        engines = [hook.engine for hook in ours]
+        for number, hook in before.items():
+            if hook in ours:
+                with_kwargs = number in module._forward_pre_hooks_with_kwargs
+                changed = hook(module, args, kwargs) if with_kwargs else hook(module, args)
+                args, kwargs = changed or (args, kwargs)
+        try:
+            for hook in ours:  # inside, forward and other such methods find all done
+                hook.engine = None
+            output = self._method(module, *args, **kwargs)
+        finally:
+            for hook, engine in zip(ours, engines, strict=True):
+                hook.engine = engine
+        for hook in after:
+            if hook in ours:
+                hook(module, args, output)
+        return output
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied and pickled with the module, as a method of the copy."""
+        return type(self), (self._module(), self._name, self._method)
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of `module` use weights as its forward does, at every stage: `encode`, `generate`.
+
+    At stage 3 the call unshards the unit that the module is (or is a part of, outside of repeated blocks), in backward, too;
+    with overlap_step=True it waits for its update. Of the whole model it casts inputs as forward does. May be called before
+    `shard` or after it; for a module that is not sharded it changes nothing. As with forward, every rank makes the same calls
+    in one order (or all of them inside `full_params`).
+
+    Raises ValueError if the module's class has no such method.
+    """
+    method = getattr(type(module), name, None)
+    if not callable(method):
+        raise ValueError(
+            f"register_forward_method: {type(module).__name__} has no method {name!r}; expected the name of one of its methods"
+        )
+    module.__dict__[name] = _ForwardMethod(module, name, method)
+
+
 class _StateDictHook(_EngineHook):
     """A hook of a module's state_dict, by the module's name: a part may also lie in a module that is not sharded."""
 
