@@ -32,6 +32,7 @@ SCRIPTS = {
     "offload_one_gpu.py": ([], PYTHON, []),
     "nvme_resume.py": ([], PYTHON, []),
     "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),
+    "fairscale_script.py": (["--fully-sharded"], TORCHRUN, []),
     "hf_trainer.py": ([], TORCHRUN, ["transformers", "accelerate"]),
     "trl_sft_lora.py": ([], TORCHRUN, ["trl", "peft"]),
     "accelerate_loop.py": ([], TORCHRUN, ["accelerate"]),

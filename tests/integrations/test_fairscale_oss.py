@@ -1,0 +1,171 @@
+"""OSS and ShardedDataParallel, over gloo ranks: the bits of shardcore.shard, and what FairScale's tests say of them."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardcore
+from shardcore.integrations.fairscale import OSS, AdaScale, ShardedDataParallel
+from tests.support.models import batch_of, hash_of_training, loss_of, make_net
+from tests.support.ranks import run_ranks
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def _loop(rank, model, optimizer, scheduler, clip, no_sync, steps=range(4)):
+    for step in steps:
+        with no_sync():
+            (loss_of(model, batch_of(step, 0, rank)) / 2).backward()
+        (loss_of(model, batch_of(step, 1, rank)) / 2).backward()
+        clip()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def _made(optim=torch.optim.AdamW, **options):
+    model = make_net()
+    oss = OSS(model.parameters(), optim, **ADAMW)
+    scheduler = torch.optim.lr_scheduler.StepLR(oss, 2, 0.5)
+    return ShardedDataParallel(model, oss, **options), oss, scheduler
+
+
+def _ours(rank, optim=torch.optim.AdamW, steps=range(4), **options):
+    model, oss, scheduler = _made(optim, **options)
+    _loop(rank, model, oss, scheduler, lambda: oss.clip_grad_norm(0.5), model.no_sync, steps)
+    return model, oss
+
+
+def _trains(rank, world_size):
+    model = make_net()
+    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAMW), stage=2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    clip = lambda: shardcore.clip_grad_norm_(model, 0.5)  # noqa: E731
+    _loop(rank, model, optimizer, scheduler, clip, lambda: shardcore.no_sync(model))
+    hashes = {"shard": hash_of_training(model, optimizer)}
+    for name, options in {"2": {}, "1": {"stage": 1}, "cpu": {"offload": {"optimizer": "cpu"}}}.items():
+        model, oss = _ours(rank, **options)
+        hashes[name] = hash_of_training(model.module, oss.optim)
+    model, oss = _ours(rank, shardcore.FusedAdam)
+    hashes["FusedAdam"] = hash_of_training(model.module, oss.optim)
+    copied = OSS.take  # the twin: an OSS whose groups are others than those of what steps
+    OSS.take = lambda self, optim: self.__dict__.update(optim=optim, param_groups=copy.copy(self.param_groups), state={})
+    try:
+        model = make_net()
+        oss = OSS(model.parameters(), torch.optim.AdamW, **ADAMW)
+        model = ShardedDataParallel(model, oss)
+        oss.param_groups[0] = dict(oss.param_groups[0])
+        scheduler = torch.optim.lr_scheduler.StepLR(oss, 2, 0.5)
+        _loop(rank, model, oss, scheduler, lambda: oss.clip_grad_norm(0.5), model.no_sync)
+        return hashes, hash_of_training(model.module, oss.optim)
+    finally:
+        OSS.take = copied
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_trains_to_the_bits_of_shard(world_size):
+    for hashes, twin in run_ranks(world_size, _trains):
+        assert len(set(hashes.values())) == 1, hashes
+        assert twin not in hashes.values()
+
+
+def _resumes(rank, world_size):
+    model, oss = _ours(rank)
+    whole = hash_of_training(model.module, oss.optim)
+    model, oss = _ours(rank, steps=range(2))
+    with pytest.raises(RuntimeError, match="has not consolidated"):
+        oss.state_dict()
+    oss.consolidate_state_dict(recipient_rank=1)
+    if rank == 1:
+        states = oss.state_dict()
+    else:
+        with pytest.raises(RuntimeError, match="has not consolidated"):
+            oss.state_dict()
+        states = None
+    held = [states]
+    dist.broadcast_object_list(held, 1)
+    plain = torch.optim.AdamW(make_net().parameters())
+    plain.load_state_dict(held[0])  # in torch's format
+    full = model.module.state_dict()
+    model, oss, _ = _made()
+    model.module.load_state_dict(full)
+    oss.load_state_dict(held[0])
+    scheduler = torch.optim.lr_scheduler.StepLR(oss, 2, 0.5)
+    scheduler.last_epoch = 2
+    _loop(rank, model, oss, scheduler, lambda: oss.clip_grad_norm(0.5), model.no_sync, range(2, 4))
+    return whole, hash_of_training(model.module, oss.optim)
+
+
+def test_consolidated_states_go_on():
+    for whole, resumed in run_ranks(2, _resumes):
+        assert whole == resumed
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm, self.note = nn.Linear(10, 5), nn.BatchNorm1d(5), "kept"
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+
+
+def _buffers(rank, world_size):
+    torch.manual_seed(rank)  # weights, too: rank 0's are taken
+    model = Counts()
+    oss = OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model = ShardedDataParallel(model, AdaScale(oss))
+    assert model.note == "kept"
+    assert set(model.state_dict()) == {f"module.{name}" for name in Counts().state_dict()}
+    for step in range(2):
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        oss.step()
+        model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        model.eval()(batch_of(2, 0, rank)[0])
+    return model.norm.running_mean.tolist(), model.inner.weight.tolist()
+
+
+def test_buffers_are_rank_0s_and_attributes_the_modules():
+    first, second = run_ranks(2, _buffers)
+    assert first == second
+
+
+def _refused(rank, world_size):
+    net = make_net()
+    oss = OSS(net.parameters(), torch.optim.AdamW, lr=0.1)
+    other = OSS(net.parameters(), torch.optim.AdamW, lr=0.1)
+    ddp = nn.parallel.DistributedDataParallel(net)
+    loss_of(ddp, batch_of(0, 0, rank)).backward()
+    with pytest.raises(RuntimeError, match="in place of DistributedDataParallel"):
+        oss.step()
+    with pytest.raises(ValueError, match="has 2 optimizers; expected one"):
+        ShardedDataParallel(net, [oss, other])
+    with pytest.raises(TypeError, match="sharded_optimizer is a AdamW; expected an OSS"):
+        ShardedDataParallel(net, torch.optim.AdamW(net.parameters()))
+    oss.group = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match="another one than the OSS's group"):
+        ShardedDataParallel(net, oss, dist.group.WORLD)
+    with pytest.raises(NotImplementedError, match="filter_params_fn"):
+        oss.clip_grad_norm(1.0, filter_params_fn=list)
+
+
+def test_what_cannot_be_followed_is_refused_by_name():
+    run_ranks(2, _refused)
+
+
+def test_one_process_steps_without_shard():
+    param, twin = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    oss, plain = OSS([param], lr=0.1, momentum=0.9), torch.optim.SGD([twin], lr=0.1, momentum=0.9)
+    for one, of in ((oss, param), (plain, twin)):
+        for _ in range(2):
+            of.square().sum().backward()
+            one.step()
+            one.zero_grad()
+    assert torch.equal(param, twin)
+    assert oss.state_dict(all_ranks=True)["state"].keys() == plain.state_dict()["state"].keys()
+    oss.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert [group["lr"] for group in oss.param_groups] == [0.1, 0.5]
