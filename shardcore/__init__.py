@@ -22,6 +22,7 @@ from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, clip_grad_norm_
+from shardcore.pipeline import shard_pipeline
 from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
 from shardcore.uneven import join
 from shardcore.version import __version__
@@ -56,6 +57,7 @@ __all__ = [
     "resume",
     "save",
     "shard",
+    "shard_pipeline",
     "sharded_state_dict",
     "split_sequences",
     "ulysses_attention",

@@ -28,6 +28,7 @@ GROUPS = {
     "Sharding": ("shard", "LossScale", "full_params", "full_grad", "full_state", "no_sync", "memory_report", "MemoryReport"),
     "Training loops": ("EMA", "join", "register_forward_method"),
     "Activations": ("checkpoint_wrapper", "apply_activation_checkpointing", "chunked_cross_entropy"),
+    "Pipelines": ("shard_pipeline",),
     "Long sequences": ("SequenceParallelLoader", "split_sequences", "ulysses_attention"),
     "Checkpoints": (
         *("save", "Saving", "load", "Loaded", "resume", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),

@@ -28,6 +28,7 @@ SCRIPTS = {
     "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
     "long_sequences.py": ([], TORCHRUN, []),
     "ema.py": ([], TORCHRUN, []),
+    "pipeline.py": ([], TORCHRUN, []),
     "sequence_parallel.py": ([], TORCHRUN, ["transformers"]),
     "offload_one_gpu.py": ([], PYTHON, []),
     "nvme_resume.py": ([], PYTHON, []),

@@ -1,0 +1,184 @@
+"""Pipelines of sharded stages train as the model that is not cut, with one hash over ZeRO stages and tiers."""
+
+import hashlib
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+
+import shardcore
+from shardcore import pipeline
+from tests.support.models import Block
+from tests.support.ranks import run_ranks
+
+WIDTH, MICROBATCHES, ROWS, MAX_NORM = 16, 4, 8, 0.05
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero bubble": ScheduleInterleavedZeroBubble,
+}
+STAGES_OF_A_RANK = {"interleaved": 2, "zero bubble": 2}
+# At most 8 blocks, whose products and norms add up fewer than 80 terms, forward and backward: 1,280 roundings of 2^-24, which
+# are independent. Twice the root of their number, as a share of the largest gradient.
+BOUND = 2 * 1280**0.5 * 2.0**-24
+
+
+def modules(count: int) -> list[nn.Module]:
+    """Return a model in so many parts."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(10, WIDTH), Block(WIDTH, 24), Block(WIDTH, 24))
+    middle = [nn.Sequential(Block(WIDTH, 24), Block(WIDTH, 24)) for _ in range(count - 2)]
+    return [first, *middle, nn.Sequential(Block(WIDTH, 24), nn.Linear(WIDTH, 5))]
+
+
+def batch_of(step: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + dp)
+    return torch.randn(ROWS, 10, generator=made), torch.randn(ROWS, 5, generator=made)
+
+
+def part_of_loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (output - y).square().mean() / MICROBATCHES
+
+
+class Pipeline:
+    """This rank's stages, sharded, and their schedule."""
+
+    def __init__(self, rank: int, world: int, kind: str, pp: int, stage: int, loss: Any = part_of_loss, **options: Any) -> None:
+        mesh = init_device_mesh("cpu", (world // pp, pp), mesh_dim_names=("dp", "pp"))
+        self.dp, self.pp, self.ends = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), pp - 1
+        count = pp * STAGES_OF_A_RANK.get(kind, 1)
+        self.numbers = range(self.pp, count, pp)
+        scale = options.pop("scale_grads", False)
+        parts, group = modules(count), mesh["pp"].get_group()
+        stages = [PipelineStage(parts[number], number, count, torch.device("cpu"), group=group) for number in self.numbers]
+        groups = {"process_group": mesh["dp"], "model_parallel_group": mesh["pp"], "n_microbatches": MICROBATCHES}
+        optimizer = shardcore.FusedAdam(chain(*(one.submod.parameters() for one in stages)), lr=1e-2)
+        given = stages if len(stages) > 1 else stages[0]
+        self.model, self.optimizer = shardcore.shard_pipeline(given, optimizer, stage, **groups, **options)
+        self.schedule = SCHEDULES[kind](given, MICROBATCHES, loss_fn=loss, scale_grads=scale)
+
+    def backwards(self, step: int) -> None:
+        x, y = batch_of(step, self.dp)
+        self.schedule.step(*([x] if self.pp == 0 else []), **({"target": y} if self.pp == self.ends else {}))
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.backwards(step)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def named(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return values under their names in the whole model."""
+        if len(self.numbers) == 1:
+            return {f"{self.numbers[0]}.{name}": value.tolist() for name, value in tensors.items()}
+        split = {(*name.split(".", 1),): value for name, value in tensors.items()}
+        return {f"{self.numbers[int(index)]}.{name}": value.tolist() for (index, name), value in split.items()}
+
+
+def gradients(rank: int, world: int, kind: str, pp: int, stage: int, twin: str = "") -> tuple[dict[str, Any], float]:
+    with pytest.MonkeyPatch.context() as patch:
+        given: dict[str, Any] = {}
+        if twin:
+            patch.setattr(pipeline, "_refuse_scaling", lambda factor: None)
+            given = {"scale_grads": True, "loss": lambda output, y: part_of_loss(output, y) * MICROBATCHES}
+        one = Pipeline(rank, world, kind, pp, stage, **given)
+        one.backwards(0)
+    grads = one.named({name: shardcore.full_grad(param) for name, param in one.model.named_parameters()})
+    return grads, shardcore.clip_grad_norm_(one.model, MAX_NORM).item()
+
+
+def error_of(world: int, kind: str, pp: int, stage: int, twin: str = "") -> float:
+    """Return the largest error of the gradients and of their norm, as shares, beside the whole model in float64."""
+    whole = nn.Sequential(*modules(pp * STAGES_OF_A_RANK.get(kind, 1))).double()
+    for dp in range(world // pp):
+        x, y = batch_of(0, dp)
+        ((whole(x.double()) - y.double()).square().mean() / (world // pp)).backward()
+    expected = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
+    found: dict[str, Any] = {}
+    errors = []
+    norm = nn.utils.get_total_norm(expected.values()).item()
+    for grads, its_norm in run_ranks(world, gradients, kind, pp, stage, twin):
+        found.update(grads)
+        errors.append(abs(its_norm - norm) / norm)
+    assert set(found) == set(expected)
+    for name, grad in expected.items():
+        errors.append(((torch.tensor(found[name]) - grad).abs().max() / grad.abs().max()).item())
+    return max(errors)
+
+
+@pytest.mark.parametrize("world, kind, pp", [(2, "gpipe", 2), (4, "1f1b", 4), (4, "interleaved", 2)])
+def test_gradients_are_those_of_the_whole_model(world: int, kind: str, pp: int) -> None:
+    assert error_of(world, kind, pp, 2) < BOUND
+
+
+def test_gradients_that_nothing_divides_are_noticed() -> None:
+    assert error_of(2, "gpipe", 2, 1, twin="scale_grads") > 1
+
+
+def trained(rank: int, world: int, kind: str, stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    one = Pipeline(rank, world, kind, 2, stage, clip_grad_norm=MAX_NORM, **options)
+    one.train(range(3))
+    return one.named(one.model.state_dict())
+
+
+def hash_of(kind: str, stage: int, options: dict[str, Any]) -> str:
+    weights: dict[str, Any] = {}
+    for part in run_ranks(4, trained, kind, stage, options):
+        weights.update(part)
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
+
+
+PLACES: list[tuple[int, dict[str, Any]]] = [
+    (2, {"offload": {"optimizer": "cpu"}}),
+    (3, {}),
+    (1, {}),
+    (3, {"offload": {"optimizer": "cpu", "params": "cpu"}}),
+]
+
+
+@pytest.mark.parametrize("places", [PLACES[:2], pytest.param(PLACES[2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
+def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[str, Any]]]) -> None:
+    assert len({hash_of(kind, stage, options) for stage, options in [(0, {}), *places]}) == 1
+
+
+def resumed(rank: int, world: int, folder: str) -> bool:
+    """Save each stage's ranks into a folder of their own; go on from there at another ZeRO stage, to the same bits."""
+    one = Pipeline(rank, world, "interleaved", 2, 2)
+    own = Path(folder) / f"pipeline_{one.pp}"
+    one.train(range(2))
+    shardcore.save(own, one.model, one.optimizer)
+    one.train(range(2, 4))
+    other = Pipeline(rank, world, "interleaved", 2, 1)
+    shardcore.load(own, other.model, other.optimizer)
+    other.train(range(2, 4))
+    return all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
+
+
+def test_stages_are_saved_and_resumed(tmp_path: Path) -> None:
+    assert all(run_ranks(4, resumed, str(tmp_path)))
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    said = []
+    for kind, options in (("gpipe", {"scale_grads": True}), ("zero bubble", {}), ("interleaved", {"overlap_step": True})):
+        with pytest.raises(ValueError) as raised:
+            Pipeline(rank, world, kind, 2, 1, **options).backwards(0)
+        said.append(str(raised.value))
+    with pytest.raises(TypeError) as wrong:
+        shardcore.shard_pipeline([nn.Linear(1, 1)], None, n_microbatches=1, process_group=None, model_parallel_group=None)
+    return [*said, str(wrong.value)]
+
+
+def test_refusals() -> None:
+    words = ["expected scale_grads=False", "expected whole backwards", "overlap_step is True", "expected a PipelineStage"]
+    for said in run_ranks(2, refusals):
+        assert all(word in text for word, text in zip(words, said, strict=True))
