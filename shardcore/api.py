@@ -146,7 +146,7 @@ def shard(
     precision: str | None = None,
     loss_scale: LossScale | float | None = None,
     keep_fp32: Sequence[Any] = (),
-    cast_inputs: bool = True,
+    cast_inputs: bool | str = True,
     grad_dtype: str = "fp32",
     reduce_dtype: str | None = None,
     clip_grad_norm: float | None = None,
@@ -189,7 +189,8 @@ def shard(
         loss_scale: Of float16 weights, or of float32 ones under autocast to float16: a LossScale, or a fixed number. None:
             `LossScale()` with "fp16", else no scaling.
         keep_fp32: Module classes, parameter names or parameters that are float32 in any case.
-        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype.
+        cast_inputs: With "bf16" or "fp16", cast floating inputs of the model's forward to that dtype. "units": of every unit's
+            forward, to the dtype of its weights.
         grad_dtype: "fp32" or "bf16", of the reduced gradient.
         reduce_dtype: "fp32", "bf16" or "fp16", of what ranks send; sums are float32 always. None: each parameter's own dtype.
         clip_grad_norm: Clip to this global norm in every step.
@@ -260,7 +261,7 @@ def shard(
     try:
         states, others = _allocate(plan, given, options.tiers, files)
         _fill(plan, filler, given, states, options)
-        _start(plan, given, states, others, input_dtype=plan.builder.dtype if cast_inputs and precision != "fp32" else None)
+        _start(plan, given, states, others, cast_inputs)
         _commit_steps(plan, files)
     except BaseException:
         if isinstance(files, Slots):
@@ -560,7 +561,7 @@ def _say_disk_use(plan: Plan, tiers: OffloadOptions) -> None:
     )
 
 
-def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], input_dtype: torch.dtype | None) -> None:
+def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any], cast_inputs: bool | str) -> None:
     """Start the engine and hand it the optimizer's states. Collective."""
     adam: Any = plan.optimizer
     with build.together(plan.comm, "starting the engine"):
@@ -572,7 +573,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state
             adam._skipped, adam._device_state = adam.skipped_steps, None
-        attach(plan.model, engine, input_dtype)
+        attach(plan.model, engine, _casts(plan, cast_inputs))
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
         adam._engine = engine
         for name, param in () if plan.builder.trains else plan.frozen:
@@ -584,6 +585,19 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:
             warn_of_misplaced(plan.host.copies)
+
+
+def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
+    """Return to what the floating inputs of units are cast, by their names."""
+    dtype = plan.builder.dtype
+    if cast_inputs != "units":
+        return {"": dtype} if cast_inputs and dtype in (torch.bfloat16, torch.float16) else {}
+    found = {}
+    for name in {"", *(unit.name for unit in plan.units)}:
+        dtypes = {param.dtype for param in plan.model.get_submodule(name).parameters() if param.is_floating_point()}
+        if dtype in dtypes or len(dtypes) == 1:
+            found[name] = dtype if dtype in dtypes else dtypes.pop()
+    return found
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:

@@ -39,7 +39,7 @@ class ShardOptions:
     precision: str | None = None
     loss_scale: LossScale | float | None = None
     keep_fp32: Sequence[Any] = ()
-    cast_inputs: bool = True
+    cast_inputs: bool | str = True
     grad_dtype: str = "fp32"
     reduce_dtype: str | None = None
     clip_grad_norm: float | None = None
@@ -65,7 +65,9 @@ class ShardOptions:
             if getattr(self, name) not in choices:
                 expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
                 raise ValueError(f"shard: {name} is {getattr(self, name)!r}; expected {expected}")
-        for name in ("cast_inputs", "broadcast", "overlap_step"):
+        if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "units":
+            raise TypeError(f'shard: cast_inputs is {self.cast_inputs!r}; expected True, False or "units"')
+        for name in ("broadcast", "overlap_step"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"shard: {name} is {getattr(self, name)!r}; expected True or False")
         if self.sync_each is not None and not isinstance(self.sync_each, bool):

@@ -5,6 +5,7 @@ of a sharded model is an ordinary model with ordinary weights.
 """
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from shardcore.engine.units import callable_parts, in_backward
 from shardcore.engine.unshard import Unsharder
 
 
-def attach(model: nn.Module, engine: Engine, input_dtype: torch.dtype | None) -> None:
-    """Install the hooks of `engine` on its model; floating inputs of the root forward are cast to `input_dtype` if given."""
+def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -> None:
+    """Install the hooks of `engine` on its model. casts: to which dtypes inputs of units are cast, by name ("": the root)."""
     model.__dict__["_shardcore_engine"] = engine
     model.__dict__["zero_grad"] = _ZeroGrad(model, engine)
-    model.register_forward_pre_hook(_BeforeForward(engine, input_dtype), with_kwargs=True)
+    model.register_forward_pre_hook(_BeforeForward(engine, casts.get("")), with_kwargs=True)
+    for name, dtype in casts.items():
+        if name:  # before the unit's own hook, which watches the inputs that forward is given
+            model.get_submodule(name).register_forward_pre_hook(_CastInputs(engine, dtype), with_kwargs=True)
     if engine.unsharder is not None:
         for index, unit in enumerate(engine.unsharder.units):
             module = model.get_submodule(unit.name)
@@ -71,7 +75,7 @@ def detach(model: nn.Module) -> None:
                 module._parameters[name] = made[held]
     for hook in [*engine.hooks]:
         hook.engine = None
-        if isinstance(hook, _BeforeForward):
+        if isinstance(hook, _CastInputs):
             hook.input_dtype = None
     for name in ("_shardcore_engine", "zero_grad", "train"):
         model.__dict__.pop(name, None)
@@ -124,23 +128,30 @@ class _Train(_Method):
         return type(self.model).train(self.model, mode)
 
 
-class _BeforeForward(_EngineHook):
+class _CastInputs(_EngineHook):
+    """Casts floating inputs, in a copy of the model, too."""
+
     def __init__(self, engine: Engine | None, input_dtype: torch.dtype | None) -> None:
         super().__init__(engine)
         self.input_dtype = input_dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        if self.engine is not None:
-            clock = self.engine.comm.clock
-            if clock.on and _trains():
-                clock.begin("forward")
-            self.engine.begin_forward(module)
         if self.input_dtype is None:
             return None
         return pytree.tree_map(self._cast, (args, kwargs))  # type: ignore[no-any-return]
 
     def _cast(self, value: Any) -> Any:
         return value.to(self.input_dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+class _BeforeForward(_CastInputs):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        if self.engine is not None:
+            clock = self.engine.comm.clock
+            if clock.on and _trains():
+                clock.begin("forward")
+            self.engine.begin_forward(module)
+        return super().__call__(module, args, kwargs)
 
 
 def _trains() -> bool:
