@@ -27,7 +27,7 @@ from shardcore.distributed.launchers import env_int
 from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
-from shardcore.engine.cpu_store import CpuStore, host_bytes, warn_of_misplaced, warn_of_pageable
+from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
 from shardcore.engine.engine import Engine, Plan, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
@@ -41,7 +41,7 @@ from shardcore.engine.units import UnitPolicy, plan_units
 from shardcore.engine.unshard import keepers_of
 from shardcore.estimate import fit, probe
 from shardcore.estimate.predict import Prediction, predict_rank
-from shardcore.optim import AdamOptimizer, CPUAdam
+from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.interface import engine_of
 from shardcore.optim.state_dict import joined_state, other_entries
@@ -333,7 +333,7 @@ def _plan(
         kept = build.kept_params(model, options.keep_fp32)
         builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
         build.check_norms(model, builder)
-        build.check_states(given, builder)
+        build.check_states(given, adam.kind, builder)
         filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, adam)
         options.check_loss_scale({bucket.dtype for bucket in buckets})
@@ -385,7 +385,7 @@ def _figures(device: torch.device) -> Any:
 
 
 def _choose(
-    comm: Comm, model: nn.Module, adam: AdamOptimizer, options: ShardOptions, figures: Sequence[Any]
+    comm: Comm, model: nn.Module, adam: ShardableOptimizer, options: ShardOptions, figures: Sequence[Any]
 ) -> Mapping[str, Any] | None:
     """Return the offload for "auto", the same on all ranks, whose figures these are. Not collective; raises MemoryError."""
     if isinstance(adam, NoOptimizer):
@@ -474,7 +474,8 @@ def _allocate(plan: Plan, given: Any, tiers: OffloadOptions, files: StateFiles |
     update_cores = plan.overlap_step and plan.threads.cores
     with build.together(comm, "taking memory", "make room, or ask for less; nothing was changed"):
         if tiers.optimizer is not None:  # first: the shards of weights may lie in its tier
-            store: type[CpuStore] | type[SplitStore] = SplitStore if tiers.auto or tiers.ratio < 1.0 else CpuStore
+            splits = tiers.auto or tiers.ratio < 1.0
+            store: type[CpuStore] | type[SplitStore] = SplitStore if splits else cpu_store_of(plan.updated)
             plan.host = store(
                 plan.updated,
                 plan.device,
@@ -568,7 +569,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
         engine = Engine(plan)
     with build.together(plan.comm, "taking over the optimizer's states"):
         given.state.clear()  # of a replaced one, too, which schedulers keep alive; each state goes as soon as it is carried
-        adam._repeat = None  # it holds the full states
+        adam.forget()  # it holds the full states
         engine.state_io.carry(states)
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state

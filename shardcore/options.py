@@ -15,7 +15,9 @@ from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
-from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim import AdamOptimizer, Elementwise, FusedAdam, ShardableOptimizer
+from shardcore.optim.adam import AdamKind
+from shardcore.optim.elementwise import ELEMENTWISE, is_elementwise
 from shardcore.optim.options import check_capturable
 
 logger = logging.getLogger("shardcore")
@@ -325,14 +327,16 @@ def _ratio_of(ratio: object) -> float:
 class NoOptimizer:
     """In place of an optimizer for a model that only runs forward: it has no parameters and no states."""
 
+    kind = AdamKind()
+
     def __init__(self) -> None:
         """Update nothing."""
         self.param_groups: list[dict[str, Any]] = []
         self.state: Any = {}
 
 
-def accept_optimizer(optimizer: object, offload: object = None) -> AdamOptimizer:
-    """Return the optimizer to use: the same one, or a new FusedAdam with the options of torch's Adam or AdamW."""
+def accept_optimizer(optimizer: object, offload: object = None) -> ShardableOptimizer:
+    """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an Elementwise for others."""
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         if group.get("capturable") and offload is not None:
             raise ValueError(
@@ -344,10 +348,18 @@ def accept_optimizer(optimizer: object, offload: object = None) -> AdamOptimizer
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer):
+        if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
+            raise NotImplementedError(
+                f'shard: offload["optimizer"] is "nvme" with a {type(optimizer).__name__}; expected "cpu" (files keep states of '
+                "Adam alone)"
+            )
+        return Elementwise(optimizer)
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
-            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, "
-            "torch.optim.Adam or torch.optim.AdamW (or None for a model that only runs forward)"
+            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, one of "
+            f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a class with elementwise = True "
+            "whose steps are (or None for a model that only runs forward)"
         )
     assert isinstance(optimizer, torch.optim.Optimizer)
     groups = []
@@ -361,7 +373,7 @@ def accept_optimizer(optimizer: object, offload: object = None) -> AdamOptimizer
     return FusedAdam(groups)
 
 
-def replace_optimizer(old: torch.optim.Optimizer, new: AdamOptimizer, speak: bool) -> None:
+def replace_optimizer(old: torch.optim.Optimizer, new: ShardableOptimizer, speak: bool) -> None:
     """Let `new` take over: it shares `old`'s group dicts (so schedulers drive it) and step hooks; `old` refuses to work."""
     for index, group in enumerate(new.param_groups):
         shared = old.param_groups[index]
@@ -376,8 +388,9 @@ def replace_optimizer(old: torch.optim.Optimizer, new: AdamOptimizer, speak: boo
     old.__dict__["_opt_called"] = True  # schedulers of the old one ask whether it has stepped; the new one does
     if speak:
         logger.warning(
-            "shard: made a shardcore.FusedAdam from %s; use the optimizer that shard() returns (it shares param_groups with "
-            "the old one, which does nothing any more)",
+            "shard: made %s from %s; use the optimizer that shard() returns (it shares param_groups with the old one, which "
+            "does nothing any more)",
+            "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
             kind,
         )
 

@@ -41,7 +41,7 @@ FORMAT, VERSION = "shardcore checkpoint", 1
 MANIFEST, CLIENT_STATE = "manifest.json", "client_state.json"
 RANGE_NUMEL = 1 << 20
 ALIGNMENT = 4096
-STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_STATE = re.compile(r"[A-Za-z_]\w*")  # of another optimizer than Adam
 EMA = "ema"
 _CODES = (torch.int8, torch.uint8)
 # What each part of a tensor may be stored as.
@@ -232,7 +232,7 @@ class Checkpoint(Source):
         step = None if entry["step"] is None else _count(entry["step"])
         parts = {}
         for key, part in entry["parts"].items():
-            if part["dtype"] not in _DTYPES_OF.get(key, ()):
+            if part["dtype"] not in _DTYPES_OF.get(key, ("F32",) if _STATE.fullmatch(key) else ()):
                 raise ValueError(f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is unknown")
             parts[key] = self._part(f"{name}.{key}", part, stored_numel(key, prod(shape)))
         dtypes = {key: part.dtype for key, part in parts.items()}
@@ -269,7 +269,7 @@ class Checkpoint(Source):
     def keys(self, name: str) -> tuple[str, ...]:
         """See Source."""
         parts = self._entry_of[name].parts
-        return ("weight", *(key for key in (*STATES, EMA) if key in parts))
+        return ("weight", *(key for key in parts if key not in ("weight", "master", "remainder", *SCALES.values())))
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """See Source."""

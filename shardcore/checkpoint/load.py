@@ -37,7 +37,7 @@ from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.optim.state_dict import import_groups, warn_of_lost
+from shardcore.optim.state_dict import warn_of_lost
 
 logger = logging.getLogger("shardcore")
 
@@ -371,7 +371,7 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
             )
         options = next(iter(theirs.values()), group)
         found.append({**options, "params": here})
-    imported = import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
+    imported = engine.updater.kind.import_groups("load", engine.updater.groups, {"state": {}, "param_groups": found})
     engine.updater.check_fixed("load", [{**group, **new} for group, new in zip(engine.updater.groups, imported, strict=True)])
     return imported
 

@@ -39,7 +39,7 @@ class Source(ABC):
     def keys(self, name: str) -> tuple[str, ...]:
         """Return what is stored of a name: "weight" (a parameter's float32 master where there is one), then its states.
 
-        These are "exp_avg", "exp_avg_sq", "max_exp_avg_sq" and "ema" (a moving average), where there are any.
+        These are an Adam's "exp_avg", "exp_avg_sq" and "max_exp_avg_sq", or another optimizer's, and "ema" (a moving average).
         """
 
     @abstractmethod

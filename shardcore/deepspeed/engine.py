@@ -29,7 +29,7 @@ from shardcore.deepspeed.config import BatchSizes, Config
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
 from shardcore.engine.engine import Engine
-from shardcore.optim import AdamOptimizer
+from shardcore.optim import ShardableOptimizer
 from shardcore.options import DTYPES
 
 logger = logging.getLogger("shardcore")
@@ -193,7 +193,7 @@ class TrainingEngine(ForwardEngine):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: AdamOptimizer,
+        optimizer: ShardableOptimizer,
         lr_scheduler: Any,
         training_dataloader: ShardedLoader | None,
         config: Config,
@@ -204,7 +204,7 @@ class TrainingEngine(ForwardEngine):
         core = optimizer._engine
         assert isinstance(core, Engine)
         super().__init__(module, core, config)
-        self.optimizer: AdamOptimizer = optimizer
+        self.optimizer: ShardableOptimizer = optimizer
         self.lr_scheduler, self.training_dataloader = lr_scheduler, training_dataloader
         self.global_steps = self.micro_steps = 0
         self._skipped_before = optimizer.skipped_steps

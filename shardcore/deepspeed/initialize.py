@@ -29,7 +29,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.joining import agree
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
-from shardcore.optim import AdamOptimizer, FusedAdam
+from shardcore.optim import FusedAdam, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import dtype_name
 
@@ -55,7 +55,7 @@ def initialize(
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     materialize: Materialize | None = None,
-) -> tuple["TrainingEngine", AdamOptimizer, "ShardedLoader | None", Any]:
+) -> tuple["TrainingEngine", ShardableOptimizer, "ShardedLoader | None", Any]:
     """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader, lr_scheduler). Collective.
 
     The arguments are DeepSpeed's, in its order; most callers give them by name. model: required.

@@ -18,10 +18,11 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, all
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
+from shardcore.optim.base import Kind, ShardableOptimizer
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name, json_value
-from shardcore.optim.state_dict import export_state, import_state
-from shardcore.optim.state_format import NO_STATES, format_of
+from shardcore.optim.state_dict import export_state
+from shardcore.optim.state_format import NO_STATES
 
 
 def check_unwrapped(op: str, model: nn.Module) -> None:
@@ -239,15 +240,15 @@ def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     return {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
 
 
-def check_states(optimizer: torch.optim.Optimizer, builder: "Builder") -> None:
+def check_states(optimizer: torch.optim.Optimizer, kind: Kind, builder: "Builder") -> None:
     """Raise ValueError or TypeError for a state of `optimizer` that cannot be carried into shards."""
     for index, group in enumerate(optimizer.param_groups):
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
-                state_format = format_of(group, builder.dtype_of(param))
+                state_format = kind.format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
-                import_state("shard", where, export_state(state, param), param, state_format.master, state_format.state_dtype)
+                kind.import_state("shard", where, export_state(state, param), param, state_format)
 
 
 def signature(
@@ -338,7 +339,7 @@ class Builder:
         changed = Counter(pair for pair in pairs if pair[0] != pair[1])
         return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
 
-    def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: torch.optim.Optimizer) -> list[Bucket]:
+    def plan(self, model: nn.Module, specs: Sequence[UnitSpec], optimizer: ShardableOptimizer) -> list[Bucket]:
         """Return the empty buckets, in unit order; frozen parameters have buckets where weights are sharded."""
         groups = group_indices(optimizer)
         order = {param: index for index, param in enumerate(model.parameters())}
@@ -358,7 +359,7 @@ class Builder:
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
-                    state_format = format_of(options, dtype)
+                    state_format = optimizer.kind.format_of(options, dtype)
                 buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format))
         return buckets
 

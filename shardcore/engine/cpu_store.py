@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -25,8 +26,9 @@ from shardcore.engine.disk import ENGINE_BYTES
 from shardcore.engine.nvme_states import WEIGHT
 from shardcore.engine.nvme_weights import NvmeWeights
 from shardcore.engine.overlap_step import own_thread_count
-from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of
+from shardcore.engine.state_store import BeforeChange, Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
+from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import Kept, kept_values, range_of, values_of
 
 logger = logging.getLogger("shardcore")
@@ -336,6 +338,95 @@ class CpuStore:
             place=turn % WEIGHT_BUFFERS if self._weights else 0,
             **lists_of(spans, states),
         )
+
+
+class ElementStore(CpuStore):
+    """A CpuStore for elementwise optimizers of torch.optim, whose steps torch runs: the same chunks, copied around them."""
+
+    def steps(
+        self,
+        parts: Sequence[Sequence[Span]],
+        hypers: Scalars,
+        beside: Callable[[int], None] | None = None,
+    ) -> Iterator[_C.CopyEvent | None]:
+        """See CpuStore."""
+        cut = [list(self._states.cut(spans)) for spans in parts]
+        chunks = [chunk for of_part in cut for chunk in of_part]
+        last_use: dict[int, _C.CopyEvent] = {}  # of each staging buffer for weights
+        turn = 0
+        try:
+            if not self._weights:  # weights in host memory that are still being copied to the device must not change
+                self.copies.synchronize()
+            fetched = self._fetch(chunks, 0)
+            for index, of_part in enumerate(cut):
+                if beside is not None:
+                    beside(index)
+                copied: _C.CopyEvent | None = None
+                for spans in of_part:
+                    grads, events = fetched
+                    fetched = self._fetch(chunks, turn + 1)
+                    copied = self._update(spans, grads, events, hypers, last_use, turn % WEIGHT_BUFFERS)
+                    turn += 1
+                yield copied
+        except BaseException:  # GeneratorExit among them
+            self.copies.drain()
+            raise
+
+    def _fetch(self, chunks: Sequence[list[Span]], turn: int) -> tuple[list[torch.Tensor], list[_C.CopyEvent]]:
+        """Begin to copy the gradients of chunk `turn`, if there is one; returns them, and what to wait for."""
+        grads: list[torch.Tensor] = []
+        events: list[_C.CopyEvent] = []
+        cursor = 0
+        for span in chunks[turn] if turn < len(chunks) else ():
+            grad, first = _grad_of(span.bucket)
+            source = grad[span.start - first : span.start - first + span.numel]
+            if span.bucket.arrival is not None:
+                events.append(span.bucket.arrival)
+            if self._grads:
+                target = _view(self._grads[turn % GRAD_BUFFERS], grad.dtype, cursor, span.numel)
+                events.append(self.copies.to_tier(target, source))
+                source = target
+            grads.append(source)
+            cursor += round_up(span.numel, BLOCK)
+        return grads, events
+
+    def _update(
+        self,
+        spans: Sequence[Span],
+        grads: Sequence[torch.Tensor],
+        events: Sequence[_C.CopyEvent],
+        hypers: Scalars,
+        last_use: dict[int, _C.CopyEvent],
+        place: int,
+    ) -> _C.CopyEvent | None:
+        """Update a chunk; returns the copy of its last weights, if they leave host memory. place: of the staging buffer."""
+        weights = [span.bucket.owned_weight[span.start : span.start + span.numel] for span in spans]
+        params, come = weights, list(events)
+        if self._weights:
+            if place in last_use:
+                last_use[place].synchronize()
+            starts = [0, *accumulate(round_up(span.numel, BLOCK) for span in spans)]
+            params = [_view(self._weights[place], w.dtype, at, w.numel()) for at, w in zip(starts, weights, strict=False)]
+            reads = [span.bucket.state_format.reads_weights for span in spans]
+            come += [self.copies.to_tier(p, w) for p, w, read in zip(params, weights, reads, strict=True) if read]
+        for event in come:
+            event.synchronize()
+        if (before_change := self._before_change) is not None:
+            for span in spans:
+                before_change(span.bucket, span.start, span.numel)
+        states = [self.kept(span.bucket, span.start, span.numel) for span in spans]
+        update_elements(spans, params, grads, states, hypers)
+        if not self._weights:
+            return None
+        for weight, param in zip(weights, params, strict=True):
+            last_use[place] = self.copies.from_tier(weight, param)
+        return last_use[place]
+
+
+def cpu_store_of(buckets: Sequence[Bucket]) -> type[CpuStore]:
+    """Return the class that keeps these buckets' states in host memory."""
+    elements = any(isinstance(bucket.state_format, ElementFormat) for bucket in buckets)
+    return ElementStore if elements else CpuStore
 
 
 def _view(buffer: torch.Tensor, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:

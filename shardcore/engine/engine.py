@@ -35,7 +35,7 @@ from shardcore.engine.state_store import StateStore, StepError
 from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.units import Unit, tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import AdamOptimizer
+from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import EngineRef, engine_of
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState, capturing
@@ -52,7 +52,7 @@ class Plan:
     """
 
     model: nn.Module
-    optimizer: AdamOptimizer
+    optimizer: ShardableOptimizer
     comm: Comm
     builder: Builder
     units: Sequence[Unit]
@@ -158,18 +158,18 @@ class Engine:
         )
         self.bucket_of: dict[nn.Parameter, Bucket] = {m.param: b for b in self.buckets for m in b.params}
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
-        # The weights that no step updates; frozen ones are in a bucket at stage 3 alone.
-        self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}
+        self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}  # updated by no step
         for name, param in self.unmanaged:
             self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
         self.device_step: DeviceStep | None = None
-        capturable = any(group["capturable"] for group in groups)
-        if decides_on_device(self.device, self.store.tier, self.comm, works and self.overlap_step is not None, capturable):
-            counted = [managed for bucket in plan.updated for managed in bucket.params]
-            self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counted)
+        capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
+        late = works and plan.overlap_step
+        if kind.on_device and decides_on_device(self.device, self.store.tier, self.comm, late, capturable):
+            counts = [m for bucket in plan.updated for m in bucket.params]
+            self.device_step = DeviceStep(self.device, self.comm.world_size, self.scaler, counts)
         self.outcomes = Outcomes(plan.optimizer, self.scaler, self.device_step)
-        constant = [*self.constant.values()]
-        self.updater = Updater(self.buckets, self.store, self.comm, self.lifetimes, groups, constant, self.device_step)
+        constant, decides = [*self.constant.values()], self.device_step
+        self.updater = Updater(self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides)
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self._membership = Membership(plan.model)

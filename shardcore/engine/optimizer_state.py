@@ -9,10 +9,7 @@ from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.step import Updater
 from shardcore.optim.state import step_tensor
 from shardcore.optim.state_dict import (
-    export_groups,
     export_state,
-    import_groups,
-    import_state,
     numbers_of,
     saved_states,
     warn_of_lost,
@@ -111,7 +108,7 @@ class OptimizerStateIO:
                     entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
                     entry[key] = managed.slice_of(full).clone()
         state = {number: found[number] for number in sorted(found)}
-        return {"state": state, "param_groups": export_groups(self.groups)}
+        return {"state": state, "param_groups": self.updater.kind.export_groups(self.groups)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
         """Take this rank's part of every parameter's full state; nothing changes if any of it does not fit.
@@ -119,7 +116,7 @@ class OptimizerStateIO:
         Returns what the state has under other keys than parameters' (other_entries).
         """
         groups = self.groups
-        options = import_groups(_OP, groups, state_dict)
+        options = self.updater.kind.import_groups(_OP, groups, state_dict)
         self.updater.check_fixed(_OP, [{**group, **new} for group, new in zip(groups, options, strict=True)])
         states, others = saved_states(_OP, groups, state_dict)
         saved = {param: state for param, (_, state) in states.items()}
@@ -158,11 +155,9 @@ class OptimizerStateIO:
         What is returned are the tensors as given: full ones are made for the check alone, for one parameter at a time.
         """
         entry, state_format = saved.get(managed.param, {}), bucket.state_format
-        state, lost = import_state(
-            _OP, f"state of {managed.name}", entry, managed.param, state_format.master, state_format.state_dtype
-        )
+        state, lost = self.updater.kind.import_state(_OP, f"state of {managed.name}", entry, managed.param, state_format)
         taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}
-        return taken, lost
+        return ({**taken, "step": state["step"]} if state else {}), lost
 
     def _scatter(self, managed: Managed, bucket: Bucket, state: Mapping[str, Any]) -> None:
         """Keep this rank's part of a state as a state dict shows it."""

@@ -26,7 +26,7 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.cpu_store import cpu_store_of
 from shardcore.engine.nvme_states import StateFiles
 from shardcore.engine.state_store import BeforeChange, DeviceStore, Scalars, Span
 from shardcore.layout import BLOCK
@@ -81,7 +81,7 @@ class SplitStore:
         self.timed = False  # a step ends when its last weights have arrived
         self._spent_s = 0.0
         self._copied_back: _C.CopyEvent | None = None
-        self.on_cpu = CpuStore(
+        self.on_cpu = cpu_store_of(buckets)(
             buckets,
             device,
             pin_memory,

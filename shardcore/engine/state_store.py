@@ -8,6 +8,7 @@ cpu tier. Both pass the same numbers to the same kernel, so the tier never shows
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +16,11 @@ import torch
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
+from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
 
-# The scalars of a step: made by the host, or (DeviceStore alone) where the weights are.
-Scalars = Sequence[_C.AdamHyper] | _C.DeviceScalars
+# The scalars of a step: made by the host (AdamHyper or ElementStep), or (DeviceStore alone) where the weights are.
+Scalars = Sequence[Any] | _C.DeviceScalars
 
 
 class StepError(RuntimeError):
@@ -97,8 +99,8 @@ class StateStore(Protocol):
 def lists_of(spans: Sequence[Span], states: Sequence[Kept]) -> dict[str, Any]:
     """Return what the Adam kernel is given beside weights and gradients: parallel lists, by its arguments' names."""
     return {
-        "exp_avgs": [state["exp_avg"] for state in states],
-        "exp_avg_sqs": [state["exp_avg_sq"] for state in states],
+        "exp_avgs": [state.get("exp_avg") for state in states],
+        "exp_avg_sqs": [state.get("exp_avg_sq") for state in states],
         "hyper_index": [span.hyper for span in spans],
         "masters": [state.get("master", state.get("remainder")) for state in states],
         "max_exp_avg_sqs": [state.get("max_exp_avg_sq") for state in states],
@@ -114,6 +116,7 @@ class _Lists:
 
     spans: Sequence[Span]
     params: list[torch.Tensor]
+    kept: list[Kept]
     states: dict[str, Any]
 
 
@@ -173,12 +176,29 @@ class DeviceStore:
             fulls = [span.bucket.owned_weight if weights is None else weights for span in spans]
             params = [full[span.start : span.start + span.numel] for full, span in zip(fulls, spans, strict=True)]
             states = [range_of(self._states[span.bucket], span.start, span.numel) for span in spans]
-            lists = self._lists[first] = _Lists(spans, params, lists_of(spans, states))
+            lists = self._lists[first] = _Lists(spans, params, states, lists_of(spans, states))
         grads = []
         for span in spans:
             assert span.bucket.grad is not None
             grads.append(span.bucket.grad[span.start : span.start + span.numel])
-        self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.states)
+        if isinstance(first.state_format, ElementFormat):
+            update_elements(spans, lists.params, grads, lists.kept, hypers)
+        else:
+            self._steppers[first].step(lists.params, grads, hypers=hypers, **lists.states)
+
+
+def update_elements(
+    spans: Sequence[Span],
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[Kept],
+    hypers: Scalars,
+) -> None:
+    """Update spans of elementwise optimizers, those of a bucket that have the same scalars at once."""
+    assert not isinstance(hypers, _C.DeviceScalars)
+    for (_, hyper), numbers in groupby(range(len(spans)), key=lambda i: (spans[i].bucket, spans[i].hyper)):
+        here = list(numbers)
+        hypers[hyper].update([params[i] for i in here], [grads[i] for i in here], [states[i] for i in here])
 
 
 def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | None]) -> Iterator[None]:

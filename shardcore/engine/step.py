@@ -19,8 +19,9 @@ from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.overlap_step import gather_new_weights
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
+from shardcore.optim.base import Kind
 from shardcore.optim.clip import join, norm_part
-from shardcore.optim.options import check_options, hyper_of, json_value, lr_on_device
+from shardcore.optim.options import json_value
 from shardcore.optim.step import DeviceScale
 
 
@@ -84,10 +85,6 @@ class OwnGrads:
 # What a rank sends before a step: its squared norm (two numbers), whether it refuses, digests of its terms and of its order.
 NORM_ROW_BYTES = 8 * 5
 
-# Options of a group that say what a step computes, and those that say which states there are.
-_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
-_FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -111,11 +108,12 @@ class Updater:
         store: StateStore,
         comm: Comm,
         lifetimes: Lifetimes,
+        kind: Kind,
         groups: Sequence[Mapping[str, Any]],
         constant: Sequence[Managed],
         device_step: DeviceStep | None,
     ) -> None:
-        """Serve the buckets that the optimizer's `groups` (live param_groups) update.
+        """Serve the buckets that the optimizer's `groups` (live param_groups) update; `kind`: what it is.
 
         constant: the weights that no step updates; ranks compare how these were loaded and edited, too. device_step: what
         decides in place of the host, which then waits for nothing (engine/device_step.py).
@@ -123,14 +121,14 @@ class Updater:
         self._device_step = device_step
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
-        self.store, self.comm, self.lifetimes, self.groups = store, comm, lifetimes, groups
+        self.store, self.comm, self.lifetimes, self.kind, self.groups = store, comm, lifetimes, kind, groups
         # Their numbers key random bits, as in an unsharded optimizer.
         self._number = {param: number for number, param in enumerate(p for group in groups for p in group["params"])}
         self.loaded = ""  # says that an optimizer state was loaded since the last step
         self._failure: Exception | None = None  # of a step that was under way
         self._lost_edits: set[Managed] = set()  # that a warning named
         self.swapped = False  # the weights are those of an average (ema.py), not of the masters
-        self._fixed = [{key: group[key] for key in _FIXED} for group in groups]
+        self._fixed = [kind.fixed(group) for group in groups]
         self._gathers = lifetimes.gathers_new_weights and len(comm.shard_ranks) > 1
         self._at_once = lifetimes.owns_everything or (store.tier == "device" and not self._gathers)  # one call of the kernel
         self._spans: dict[Bucket, tuple[tuple[int | None, ...], list[Span]]] = {}  # as they were cut last, and by which scalars
@@ -178,13 +176,13 @@ class Updater:
         norm *= abs(grad_scale)
         if scale is None or not active:
             return norm, None
-        updated, hypers = list(self._with_grad(active)), list[_C.AdamHyper]()
+        updated, hypers = list(self._with_grad(active)), list[Any]()
         first = {}
         for managed in updated:
             assert managed.group is not None
             if (managed.group, managed.step) not in first:
                 first[managed.group, managed.step] = len(hypers)
-                hypers.append(hyper_of(self.groups[managed.group], managed.step + 1, scale))
+                hypers.append(self.kind.hyper(self.groups[managed.group], managed.step + 1, scale))
         index_of = {managed: first[managed.group, managed.step] for managed in updated}
         return norm, StepPlan(self._spans_of(active, index_of), hypers, updated, same_order)
 
@@ -239,7 +237,7 @@ class Updater:
     def check(self) -> None:
         """Raise ValueError or TypeError for group options or parameters that no step can use."""
         for index, group in enumerate(self.groups):
-            check_options("step", group, f"param_groups[{index}].")
+            self.kind.check_options("step", group, f"param_groups[{index}].")
         self.check_fixed("step", self.groups)
         self.accept_weight_edits()
 
@@ -248,10 +246,11 @@ class Updater:
         if len(groups) != len(self._fixed):
             raise ValueError(f"{op}: param_groups has {len(groups)} groups; expected {len(self._fixed)}, as shard() found them")
         for index, (group, fixed) in enumerate(zip(groups, self._fixed, strict=True)):
+            now = self.kind.fixed(group)
             for key, value in fixed.items():
-                if group[key] != value:
+                if now[key] != value:
                     raise ValueError(
-                        f"{op}: param_groups[{index}].{key} is {group[key]!r}; expected {value!r}, as when shard() was called "
+                        f"{op}: param_groups[{index}].{key} is {now[key]!r}; expected {value!r}, as when shard() was called "
                         "(states are laid out once: set it before shard)"
                     )
 
@@ -309,9 +308,9 @@ class Updater:
     def _compared(self, terms: Mapping[str, object]) -> list[str]:
         """Return what has to be the same on every rank for a step to give the same weights."""
         options = (
-            f"param_groups[{index}].{key}={'on the device' if key == 'lr' and lr_on_device(group) else json_value(group[key])}"
+            f"param_groups[{index}].{key}={json_value(value)}"
             for index, group in enumerate(self.groups)
-            for key in _TERMS
+            for key, value in self.kind.terms(group).items()
         )
         params = (
             f"{managed.name} with {'a' if bucket.reduced and managed.has_grad else 'no'} gradient after "

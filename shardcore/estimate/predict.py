@@ -31,7 +31,7 @@ from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.step import NORM_ROW_BYTES
 from shardcore.engine.units import Unit, plan_units
 from shardcore.engine.unshard import keepers_of
-from shardcore.optim import AdamOptimizer
+from shardcore.optim import ShardableOptimizer
 from shardcore.options import OffloadOptions, ShardOptions, accept_optimizer
 
 _META = torch.device("meta")
@@ -142,7 +142,9 @@ def predict(
     return predict_rank(model, adam, wanted, topology_of(world_size, per_node, per_node if hybrid else None), rank)
 
 
-def predict_rank(model: nn.Module, adam: AdamOptimizer, wanted: ShardOptions, topology: Topology, rank: int = 0) -> Prediction:
+def predict_rank(
+    model: nn.Module, adam: ShardableOptimizer, wanted: ShardOptions, topology: Topology, rank: int = 0
+) -> Prediction:
     """Return what `predict` does, of these options of shard and an optimizer that accept_optimizer returned."""
     comm, stage, world_size = _Rank(rank, topology), wanted.stage, topology.world_size
     wanted.check(len(comm.shard_ranks), backend_sums=True)

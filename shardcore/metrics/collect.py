@@ -22,7 +22,7 @@ from shardcore.engine.memory_report import report_now
 from shardcore.engine.split_store import SplitStore
 from shardcore.metrics import writers
 from shardcore.metrics.writers import COLUMNS
-from shardcore.optim import AdamOptimizer
+from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import weakly
 from shardcore.version import __version__
 
@@ -66,7 +66,7 @@ class Metrics:
         """Begin to measure."""
         self._engine = engine_behind("Metrics", model)
         optimizer = self._engine._optimizer()
-        if not isinstance(optimizer, AdamOptimizer):
+        if not isinstance(optimizer, ShardableOptimizer):
             raise ValueError("Metrics: the model was sharded without an optimizer, or that is gone; expected one that trains")
         self._optimizer, self._comm = optimizer, self._engine.comm
         folder = None if directory is None else Path(directory)

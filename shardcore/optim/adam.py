@@ -5,32 +5,32 @@ Invariants: a step checks everything before it writes anything. After shardcore.
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardcore._native import _C
+from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
-from shardcore.optim.interface import Gradients, ShardedEngine
-from shardcore.optim.options import check_capturable, check_group, check_groups
+from shardcore.optim.interface import Gradients
+from shardcore.optim.options import check_capturable, check_group, check_groups, check_options, hyper_of, lr_on_device
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
     export_groups,
     export_state,
     import_groups,
+    import_state,
     import_states,
     numbers_of,
     other_entries,
     take_masters,
 )
+from shardcore.optim.state_format import StateFormat, format_of
 from shardcore.optim.step import (
     DeviceScale,
     DeviceState,
@@ -45,48 +45,50 @@ from shardcore.optim.step import (
 
 logger = logging.getLogger("shardcore")
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+# Options of a group that say what a step computes, and those that say which states there are.
+_TERMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "maximize", "bias_correction", "seed")
+_FIXED = ("amsgrad", "master", "state_dtype", "stochastic_rounding", "capturable")
 
 
-def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return what torch.optim puts in place of an optimizer's step: it calls hooks, and names the step to torch.profiler.
+class AdamKind:
+    """See Kind."""
 
-    Where there are neither it is `func` alone: torch's takes longer than a repeated step over a few tensors.
-    """
-    listened = torch.optim.Optimizer.profile_hook_step(func)
+    name, on_device = "Adam", True
+    check_options = staticmethod(check_options)
+    hyper = staticmethod(hyper_of)
+    format_of = staticmethod(format_of)
+    export_groups = staticmethod(export_groups)
+    import_groups = staticmethod(import_groups)
 
-    @wraps(func)
-    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        optimizer = args[0]
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        if (
-            torch.compiler.is_compiling()  # as torch has it, and before what torch.compile cannot look into
-            or _C.records_functions()
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-        ):
-            return listened(*args, **kwargs)
-        return func(*args, **kwargs)
+    @staticmethod
+    def terms(group: Group) -> dict[str, Any]:
+        """See Kind."""
+        return {key: "on the device" if key == "lr" and lr_on_device(group) else group[key] for key in _TERMS}
 
-    return call
+    @staticmethod
+    def fixed(group: Group) -> dict[str, Any]:
+        """See Kind."""
+        return {key: group[key] for key in _FIXED}
+
+    @staticmethod
+    def import_state(
+        op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
+    ) -> tuple[Mapping[str, Any], list[str]]:
+        """See Kind."""
+        return import_state(op, name, saved, param, state_format.master, state_format.state_dtype)
 
 
-class AdamOptimizer(torch.optim.Optimizer):
+class AdamOptimizer(ShardableOptimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
     # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
     # during one step. They must not be class attributes: GradScaler multiplies what it finds.
     _step_supports_amp_scaling = True
 
-    # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
-    _engine: ShardedEngine | None
+    kind = AdamKind()
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured
     _repeat: Update | None = None  # the last step, which the next may run again (step.py, Note [Repeated steps])
-    profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class AdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._engine = None
         self._skipped = 0
-        self._device_state: DeviceState | None = None  # of capturable steps
+        self._device_state = None
         self._steppers: dict[torch.device, _C.AdamStepper] = {}
         self._dtensors: dict[torch.Tensor, Rows] = {}
         defaults: dict[str, Any] = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, adam_w_mode=adam_w_mode)
@@ -119,19 +121,16 @@ class AdamOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.state = States()
 
-    @property
-    def _op(self) -> str:
-        return type(self).__name__
+    def forget(self) -> None:
+        """See ShardableOptimizer."""
+        self._repeat = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group: {"params": ..., options that differ from the constructor's}.
 
         Raises ValueError or TypeError for options and parameters that no step can use, and once the optimizer is sharded.
         """
-        if self._engine is not None:
-            raise ValueError(
-                f"{self._op}: add_param_group was called after shard; expected all groups before it (shards are laid out once)"
-            )
+        self._refuse_new_group()
         where = f"param_groups[{len(self.param_groups)}]."
         if isinstance(param_group, dict):
             adopt_torch_group(self._op, where, param_group)
@@ -145,17 +144,6 @@ class AdamOptimizer(torch.optim.Optimizer):
             raise
         if param_group["capturable"] and param_group["params"]:
             self._state_on(param_group["params"][0].device)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; TypeError for `state` once it is sharded, where a new dict would change nothing."""
-        if name == "state":
-            if self.__dict__.get("_engine") is not None:
-                raise TypeError(
-                    "optimizer.state: it was replaced, but states are sharded; expected optimizer.load_state_dict(), or "
-                    "shardcore.load_sharded_state_dict(optimizer, ...)"
-                )
-            self._repeat = None
-        super().__setattr__(name, value)
 
     def _find_dtensors(self) -> dict[torch.Tensor, Rows]:
         """Return the rows of this rank for the parameters that are DTensors now: Accelerate swaps them in after fully_shard."""
@@ -172,30 +160,6 @@ class AdamOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{self._op}: capturable was set after construction; expected a step before the capture")
             self._device_state = DeviceState(torch.zeros(6, dtype=torch.int64, device=device))
         return self._device_state
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many steps were skipped since the start; `shardcore.load` and going on from a commit restore it.
-
-        Where the device decides (capturable; after shard) this synchronizes.
-        """
-        if self._engine is not None:
-            self._engine.settle()
-        return self._skipped_so_far()
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate reads it. Waits for that norm."""
-        norm = None if self._engine is None else self._engine.last_grad_norm
-        return norm is not None and not math.isfinite(norm)
-
-    def _count_skip(self, count: int = 1) -> int:
-        """Count skipped steps, and return how many there were until then."""
-        self._skipped += count
-        return self._skipped_so_far()
-
-    def _skipped_so_far(self) -> int:
-        return self._skipped + (0 if self._device_state is None else self._device_state.skipped)
 
     @_disable_dynamo  # torch.compile calls it as it is, as torch's own steps (a graph break)
     def step(  # type: ignore[override]
@@ -307,56 +271,6 @@ class AdamOptimizer(torch.optim.Optimizer):
     def _skip(self, why: str) -> None:
         logger.warning("%s: step skipped, nothing written: %s (skipped so far: %d)", self._op, why, self._count_skip())
 
-    @property
-    def loss_scale(self) -> float:
-        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every rank.
-
-        On a GPU that has all states, reading it synchronizes with the last step.
-        """
-        return 1.0 if self._engine is None else self._engine.loss_scale
-
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
-
-        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss * loss_scale in at least
-        float32, and the reduction divides the gradients by loss_scale; otherwise, and without shard, it is loss itself.
-        TypeError if loss is not a tensor.
-        """
-        if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
-        return loss if self._engine is None else self._engine.scale_loss(loss)
-
-    def synchronize(self) -> None:
-        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may not be when `step` returns.
-
-        Reading weights through the model or `param_groups` waits without this call. Parameters referenced from before the step
-        have the new weights after it (an average of the weights over such references needs it, one over `model.parameters()`
-        does not); on CUDA in the order of the current stream. RuntimeError if the step failed.
-        """
-        if self._engine is not None:
-            self._engine.synchronize()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Set gradients to None, or to zero if not set_to_none, as torch.optim does."""
-        if self._engine is not None:
-            self._engine.zero_grad(set_to_none)
-        else:
-            super().zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return states and groups in the form of torch.optim.Adam and AdamW, which can load it. After shard: collective.
-
-        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments and split masters: these
-        are float32 copies, and loading them back is exact.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        state_dict = self._own_state_dict() if self._engine is None else self._engine.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
-
     def _own_state_dict(self) -> dict[str, Any]:
         dtensors = self._find_dtensors()
         states = {
@@ -366,26 +280,6 @@ class AdamOptimizer(torch.optim.Optimizer):
         }
         return {"state": {**states, **other_entries(self.state)}, "param_groups": export_groups(self.param_groups)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class, torch.optim.Adam or torch.optim.AdamW: all of it, or nothing on an error.
-
-        Tensors are copied to the parameters' devices and stored as state_dtype and master say, whatever the parameters' dtype;
-        a UserWarning says what that loses. With master="split" a loaded master also sets the weights, which are its upper
-        half. Raises ValueError or TypeError for other shapes, numbers of parameters, or keys.
-        """
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
-        state_dict = state_dict.copy()
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        if self._engine is None:
-            self._load_own(state_dict)
-        else:
-            self._engine.load_state_dict(state_dict)
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         options = import_groups(self._op, self.param_groups, state_dict)
         states, masters = import_states(self._op, self.param_groups, state_dict, self._find_dtensors())
@@ -393,14 +287,6 @@ class AdamOptimizer(torch.optim.Optimizer):
         for group, new_options in zip(self.param_groups, options, strict=True):
             group.update(new_options)
         self.state = States(states)
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._engine is not None:
-            raise TypeError(
-                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state is on all ranks)"
-            )
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "_skipped": self._skipped, "_device_state": self._device_state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._engine, self._steppers = None, {}

@@ -6,7 +6,7 @@ of a bfloat16 weight into bfloat16); everything is checked and built before the 
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,14 @@ from shardcore.optim.state_format import (
 )
 
 # Keys of torch's groups for how torch runs a step, not what the step computes: written for torch, not read.
-_TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
+TORCH_ONLY: dict[str, Any] = {"foreach": None, "fused": None, "differentiable": False}
 # Options for how an optimizer stores states and runs: loading does not change them.
 _OWN = ("master", "state_dtype", "stochastic_rounding", "capturable")
+_RENAMED = {"decoupled_weight_decay": "adam_w_mode"}
+_TUPLES = ("betas", "etas", "step_sizes")
 _KEPT = {"fp32": "float32", "bf16": "bfloat16", "8bit": "8-bit codes"}
 # Keys that torch.optim and its learning-rate schedulers write into groups.
-_TORCH_NAMES = (
+SCHEDULER_KEYS = (
     "param_names",
     "initial_lr",
     "max_lr",
@@ -66,7 +68,7 @@ def export_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for group in groups:
         options = {key: value for key, value in group.items() if key != "params"}
         params = [numbers[param] for param in group["params"]]
-        exported.append(_TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": params})
+        exported.append(TORCH_ONLY | options | {"decoupled_weight_decay": group["adam_w_mode"], "params": params})
     return exported
 
 
@@ -93,12 +95,19 @@ def adopt_torch_group(op: str, where: str, group: dict[str, Any]) -> None:
         )
 
 
-def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+def import_groups(
+    op: str,
+    groups: Sequence[Mapping[str, Any]],
+    state_dict: Mapping[str, Any],
+    *,
+    own: Sequence[str] = _OWN,
+    renamed: Mapping[str, str] = _RENAMED,
+    check: Callable[[str, Mapping[str, Any], str], None] = check_options,
+) -> list[dict[str, Any]]:
     """Return, for each group, the options that loading ``state_dict`` (torch's or ours) gives it; nothing is changed.
 
-    decoupled_weight_decay, where present, becomes adam_w_mode. Options for storing states and running steps (master,
-    state_dtype, stochastic_rounding, capturable) stay this optimizer's. Raises ValueError or TypeError for another number of
-    groups or parameters, for an unknown key, and for a value that no step can use.
+    renamed: ours of torch's. own: options for storing states and running steps, which stay this optimizer's. Raises ValueError
+    or TypeError for another number of groups or parameters, for an unknown key, and for a value that no step can use.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -122,17 +131,16 @@ def import_groups(op: str, groups: Sequence[Mapping[str, Any]], state_dict: Mapp
             )
         options = {}
         for key, value in given.items():
-            if key == "params" or key in _TORCH_ONLY or key in _OWN:
+            if key == "params" or key in TORCH_ONLY or key in own:
                 continue
-            if key != "decoupled_weight_decay" and key not in group and key not in _TORCH_NAMES:
+            name = renamed.get(key, key)
+            if name not in group and name not in SCHEDULER_KEYS:
                 raise ValueError(
-                    f"{op}: {where} has the unknown key {key!r}; expected keys of Adam, of a scheduler, or of this optimizer's "
-                    "group (remove it, or give it to the group first)"
+                    f"{op}: {where} has the unknown key {key!r}; expected keys of this optimizer's group, or of a scheduler "
+                    "(remove it, or give it to the group first)"
                 )
-            options[key] = tuple(value) if key == "betas" and isinstance(value, list) else copy.deepcopy(value, copies)
-        if "decoupled_weight_decay" in options:
-            options["adam_w_mode"] = options.pop("decoupled_weight_decay")
-        check_options(op, {**group, **options}, f"{where}.")
+            options[name] = tuple(value) if key in _TUPLES and isinstance(value, list) else copy.deepcopy(value, copies)
+        check(op, {**group, **options}, f"{where}.")
         imported.append(options)
     return imported
 

@@ -1,0 +1,237 @@
+"""What the optimizers of shard() share: torch.optim's interface, handed to the engine once a model is sharded.
+
+`Kind` is what the engine knows of an optimizer: its options, its states and their checks. The engine holds no optimizer, only
+its kind and its groups.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from shardcore._native import _C
+from shardcore.optim.interface import Gradients, ShardedEngine
+from shardcore.optim.state_format import StateFormat
+from shardcore.optim.step import DeviceState
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Group = Mapping[str, Any]
+
+
+class Kind(Protocol):
+    """What the engine has to know of an optimizer.
+
+    on_device: whether the device can decide on a step (engine/device_step.py). name: of its class, for messages.
+    """
+
+    name: str
+    on_device: bool
+
+    def terms(self, group: Group) -> dict[str, Any]:
+        """Return the options of a group that say what a step computes; ranks compare them."""
+
+    def fixed(self, group: Group) -> dict[str, Any]:
+        """Return the options of a group that say which states there are."""
+
+    def check_options(self, op: str, group: Group, where: str = "") -> None:
+        """Raise ValueError or TypeError for an option that no step can use."""
+
+    def hyper(self, group: Group, step: int, grad_scale: float) -> Any:
+        """Return what updates parameters in their `step`-th step (from 1), with gradients multiplied by `grad_scale`."""
+
+    def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
+        """Return how states of weights of `dtype` are kept by the options of `group`."""
+
+    def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """Return param_groups as torch.optim writes them."""
+
+    def import_groups(self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the options that loading `state_dict` gives to each group; ValueError or TypeError for unknown ones."""
+
+    def import_state(
+        self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
+    ) -> tuple[Mapping[str, Any], list[str]]:
+        """Return a parameter's state, checked, and in words what of it is lost. Raises ValueError or TypeError."""
+
+
+def hooked_step(func: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Return what torch.optim puts in place of an optimizer's step: it calls hooks, and names the step to torch.profiler.
+
+    Where there are neither it is `func` alone: torch's takes longer than a repeated step over a few tensors.
+    """
+    listened = torch.optim.Optimizer.profile_hook_step(func)
+
+    @wraps(func)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        optimizer = args[0]
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        if (
+            torch.compiler.is_compiling()  # as torch has it, and before what torch.compile cannot look into
+            or _C.records_functions()
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+        ):
+            return listened(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    return call
+
+
+class ShardableOptimizer(torch.optim.Optimizer):
+    """What shard returns as an optimizer: its public methods delegate to the engine once there is one."""
+
+    kind: Kind
+    # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
+    _engine: ShardedEngine | None
+    _skipped: int
+    _device_state: DeviceState | None  # of capturable steps
+    profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
+
+    @property
+    def _op(self) -> str:
+        return type(self).__name__
+
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grads: Gradients | None = None,
+        grad_scale: float | torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> Any:
+        """See FusedAdam.step."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Forget what repeats the last step: the states are others now."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; TypeError for `state` once it is sharded, where a new dict would change nothing."""
+        if name == "state":
+            if self.__dict__.get("_engine") is not None:
+                raise TypeError(
+                    "optimizer.state: it was replaced, but states are sharded; expected optimizer.load_state_dict(), or "
+                    "shardcore.load_sharded_state_dict(optimizer, ...)"
+                )
+            self.forget()
+        super().__setattr__(name, value)
+
+    def _refuse_new_group(self) -> None:
+        if self._engine is not None:
+            raise ValueError(
+                f"{self._op}: add_param_group was called after shard; expected all groups before it (shards are laid out once)"
+            )
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped since the start; `shardcore.load` and going on from a commit restore it.
+
+        Where the device decides (capturable; after shard) this synchronizes.
+        """
+        if self._engine is not None:
+            self._engine.settle()
+        return self._skipped_so_far()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last sharded step was skipped, as its norm was not finite; Accelerate reads it. Waits for that norm."""
+        norm = None if self._engine is None else self._engine.last_grad_norm
+        return norm is not None and not math.isfinite(norm)
+
+    def _count_skip(self, count: int = 1) -> int:
+        """Count skipped steps, and return how many there were until then."""
+        self._skipped += count
+        return self._skipped_so_far()
+
+    def _skipped_so_far(self) -> int:
+        return self._skipped + (0 if self._device_state is None else self._device_state.skipped)
+
+    @property
+    def loss_scale(self) -> float:
+        """What `scale_loss` multiplies by now; 1.0 where losses are not scaled. The same on every rank.
+
+        On a GPU that has all states, reading it synchronizes with the last step.
+        """
+        return 1.0 if self._engine is None else self._engine.loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward on: `optimizer.scale_loss(loss).backward()`.
+
+        With shardcore.shard(precision="fp16"), or a `loss_scale` for float16 weights, that is loss * loss_scale in at least
+        float32, and the reduction divides the gradients by loss_scale; otherwise, and without shard, it is loss itself.
+        TypeError if loss is not a tensor.
+        """
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"scale_loss: loss has type {type(loss).__name__}; expected a tensor")
+        return loss if self._engine is None else self._engine.scale_loss(loss)
+
+    def synchronize(self) -> None:
+        """Wait until the last step is complete. Only with shardcore.shard(overlap_step=True) it may not be when `step` returns.
+
+        Reading weights through the model or `param_groups` waits without this call. Parameters referenced from before the step
+        have the new weights after it (an average of the weights over such references needs it, one over `model.parameters()`
+        does not); on CUDA in the order of the current stream. RuntimeError if the step failed.
+        """
+        if self._engine is not None:
+            self._engine.synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to None, or to zero if not set_to_none, as torch.optim does."""
+        if self._engine is not None:
+            self._engine.zero_grad(set_to_none)
+        else:
+            super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return states and groups in the form of torch.optim, whose own optimizer can load it. After shard: collective.
+
+        Step tensors are new. The other tensors are the live ones, as in torch, except 8-bit moments and split masters: these
+        are float32 copies, and loading them back is exact.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state_dict = self._own_state_dict() if self._engine is None else self._engine.state_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of torch.optim's: all of it, or nothing on an error.
+
+        Tensors are copied to the parameters' devices and stored as state_dtype and master say, whatever the parameters' dtype;
+        a UserWarning says what that loses. With master="split" a loaded master also sets the weights, which are its upper
+        half. Raises ValueError or TypeError for other shapes, numbers of parameters, or keys.
+        """
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"{self._op}: state_dict has type {type(state_dict).__name__}; expected a dict")
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = pre_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        if self._engine is None:
+            self._load_own(state_dict)
+        else:
+            self._engine.load_state_dict(state_dict)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._engine is not None:
+            raise TypeError(
+                f"{self._op}: this sharded optimizer cannot be copied; expected state_dict() (its state is on all ranks)"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_skipped": self._skipped, "_device_state": self._device_state}

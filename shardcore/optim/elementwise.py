@@ -1,0 +1,269 @@
+"""Any elementwise optimizer of torch.optim (SGD, Adagrad, RMSprop, ...), run by torch on flat ranges of shards.
+
+An elementwise step computes each element from its own weight, gradient and states, so that it may run on any range of a flat
+buffer: the parameters that lie there, and where they begin, do not show in the bits. States are float32, as masters are.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardcore._native import _C
+from shardcore.optim.base import Group, ShardableOptimizer
+from shardcore.optim.interface import Gradients
+from shardcore.optim.options import MASTERED_DTYPES, number
+from shardcore.optim.state import check_tensor, step_count, step_tensor
+from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
+from shardcore.optim.state_format import Allocate, Kept, StateFormat
+from shardcore.optim.step import check_max_norm, host_scale
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+
+# Keys of groups that do not say what a step computes.
+_NOTES = ("params", "capturable", *TORCH_ONLY, *SCHEDULER_KEYS)
+# Numbers of which 0 means that a state is not there.
+_SWITCHES = ("momentum",)
+# States that a constructor makes, and the option with their first value; others begin in an element's first step.
+_BEGIN_AS = {"sum": "initial_accumulator_value"}
+
+
+def is_elementwise(optimizer: object) -> bool:
+    """Whether shard can run the optimizer on flat ranges: one of ELEMENTWISE, or of a class with `elementwise = True`."""
+    return type(optimizer) in ELEMENTWISE or (
+        isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer), "elementwise", False) is True
+    )
+
+
+@dataclass(frozen=True)
+class ElementFormat(StateFormat):
+    """States of an elementwise optimizer: `names`, one float32 per element each, and perhaps masters."""
+
+    names: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See StateFormat."""
+        return (*self.names, *["master"] * (self.master is not None))
+
+    def new(self, numel: int, make: Allocate) -> Kept:
+        """See StateFormat."""
+        return {key: make(numel, torch.float32) for key in self.keys}
+
+
+@dataclass(frozen=True)
+class ElementStep:
+    """What updates elements in their `step`-th step (from 1); gradients are multiplied by grad_scale, in float32."""
+
+    kind: "ElementKind"
+    options: Mapping[str, Any]
+    step: int
+    grad_scale: float
+
+    def update(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], states: Sequence[Kept]) -> None:
+        """Update flat weights and their states in place, where they lie. grads: of any float dtype; not written."""
+        targets = [state.get("master", param) for param, state in zip(params, states, strict=True)]
+        self.kind.run(self.options, self.step, targets, [self._scaled(grad) for grad in grads], states)
+        rounded = [(param, target) for param, target in zip(params, targets, strict=True) if param is not target]
+        if rounded:
+            _C.cast([param for param, _ in rounded], [target for _, target in rounded])
+
+    def _scaled(self, grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.to(torch.float32)
+        return grad if self.grad_scale == 1.0 else grad * self.grad_scale
+
+
+class ElementKind:
+    """See Kind."""
+
+    on_device = False
+
+    def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
+        """Know the optimizers of this class."""
+        self.cls, self.name = cls, cls.__name__
+        step: Callable[..., Any] = cls.step
+        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # no hooks: they run once
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def _computes(self, group: Group) -> dict[str, Any]:
+        """Return the options that say what a step computes, with numbers in place of tensors."""
+        options = {key: value for key, value in group.items() if key not in _NOTES}
+        return {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+
+    def terms(self, group: Group) -> dict[str, Any]:
+        """See Kind."""
+        return self._computes(group)
+
+    def fixed(self, group: Group) -> dict[str, Any]:
+        """See Kind."""
+        options = self._computes(group)
+        said = {key: value for key, value in options.items() if isinstance(value, bool | str | None)}
+        return said | {key: "0" if options[key] == 0 else "not 0" for key in _SWITCHES if key in options}
+
+    def check_options(self, op: str, group: Group, where: str = "") -> None:
+        """See Kind."""
+        for key in ("capturable", "differentiable"):
+            if group.get(key):
+                raise ValueError(f"{op}: {where}{key} is True; expected False for a sharded {self.name}")
+        for key, value in group.items():
+            counts = key == "lr" or (isinstance(value, int | float) and not isinstance(value, bool) and key not in _NOTES)
+            if counts and not 0.0 <= number(op, where + key, value) < float("inf"):
+                raise ValueError(f"{op}: {where}{key} has {value}; expected a finite number of at least 0")
+
+    def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
+        """See Kind."""
+        runs = {key: group[key] for key in ("foreach", "fused") if key in group}
+        return ElementStep(self, self._computes(group) | runs, step, grad_scale)
+
+    def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
+        """See Kind."""
+        return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=self._states_of(group))
+
+    def _states_of(self, group: Group) -> tuple[str, ...]:
+        """Return the names of the states that a step makes, as one on two elements shows. Raises NotImplementedError."""
+        switches = str(self.fixed(group))
+        if switches not in self._names:
+            param = torch.zeros(2, device="cpu")
+            optimizer = self._optimizer(self._computes(group), [param], {param: self._first(self._computes(group), param)})
+            param.grad = torch.zeros(2, device="cpu")
+            self._step(optimizer)
+            names = []
+            for key, value in optimizer.state[param].items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == torch.float32:
+                    names.append(key)
+                elif key != "step" and value is not None:
+                    raise NotImplementedError(
+                        f"shard: a {self.name} keeps {key}={value!r} for a parameter; expected states of the parameter's shape"
+                    )
+            self._names[switches] = tuple(names)
+        return self._names[switches]
+
+    @staticmethod
+    def _first(options: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the states that a constructor would have made."""
+        made = {key: torch.full_like(param, options[name]) for key, name in _BEGIN_AS.items() if name in options}
+        return made | ({"step": step_tensor(0)} if made else {})
+
+    def _optimizer(self, options: Mapping[str, Any], params: list[torch.Tensor], states: Mapping[Any, Any]) -> Any:
+        """Return an optimizer of the class over these tensors, made without its constructor."""
+        optimizer = self.cls.__new__(self.cls)
+        group = {**options, "params": params, "capturable": False, "differentiable": False}
+        optimizer.__setstate__({"defaults": group, "param_groups": [group], "state": defaultdict(dict, states)})
+        return optimizer
+
+    def run(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        targets: list[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[Kept],
+    ) -> None:
+        """Run a step of torch's over flat float32 tensors; new values of their states are in `states`."""
+        names = self._states_of(options)
+        if step == 1:  # the optimizer makes them
+            mine: list[dict[str, Any]] = [self._first(options, target) for target in targets]
+        else:
+            mine = [{key: state[key] for key in names} | {"step": step_tensor(step - 1)} for state in states]
+        optimizer = self._optimizer(options, targets, dict(zip(targets, mine, strict=True)))
+        for target, grad in zip(targets, grads, strict=True):
+            target.grad = grad
+        try:
+            self._step(optimizer)
+        finally:
+            for target in targets:
+                target.grad = None
+        for target, state in zip(targets, states, strict=True):
+            for key in names:
+                new = optimizer.state[target][key]
+                if new is not state[key]:
+                    state[key].copy_(new)
+
+    def export_groups(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
+        """See Kind."""
+        numbers = numbers_of(groups)
+        return [{**group, "params": [numbers[param] for param in group["params"]]} for group in groups]
+
+    def import_groups(self, op: str, groups: Sequence[Group], state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """See Kind."""
+        return import_groups(op, groups, state_dict, own=("capturable",), renamed={}, check=self.check_options)
+
+    def import_state(
+        self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
+    ) -> tuple[Mapping[str, Any], list[str]]:
+        """See Kind. A state without "step" (torch's SGD has none) has made one, if it has anything."""
+        if not isinstance(saved, Mapping):
+            raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
+        lost: list[str] = []
+        given = {key: value for key, value in saved.items() if value is not None}
+        keys = [key for key in state_format.keys if key != "master"]
+        state: dict[str, Any] = {}
+        for key, value in given.items():
+            if key == "step":
+                continue
+            if key == "master" and (state_format.master is None or getattr(value, "dtype", None) is not torch.float32):
+                lost.append(f"{name}.master is left out: the weights go on as they are")
+            elif key in state_format.keys:
+                state[key] = check_tensor(op, f"{name}.{key}", value, param.shape)
+            else:
+                expected = ", ".join(("step", *state_format.keys))
+                raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected {expected} (a {self.name}'s)")
+        count = step_count(op, f"{name}.step", given.get("step", 1 if given else 0))
+        if count and (missing := [key for key in keys if key not in state]):
+            raise ValueError(
+                f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, with these options)"
+            )
+        return (state | {"step": step_tensor(count)} if given else {}), lost
+
+
+class Elementwise(ShardableOptimizer):
+    """What shard returns for an elementwise optimizer of torch.optim: its param_groups, updated on shards.
+
+    `step` has the arguments of FusedAdam.step; so have `scale_loss`, `skipped_steps` and `synchronize` their meaning.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the groups of `optimizer`, which is_elementwise accepts. ValueError for options that no sharded step can use."""
+        self.kind = ElementKind(type(optimizer))
+        self._engine, self._skipped, self._device_state = None, 0, None
+        for index, group in enumerate(optimizer.param_groups):
+            self.kind.check_options("shard", group, f"param_groups[{index}].")
+        super().__init__([{**group, "params": list(group["params"])} for group in optimizer.param_groups], optimizer.defaults)
+
+    @property
+    def _op(self) -> str:
+        return self.kind.name
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise ValueError: shards are laid out once."""
+        self._refuse_new_group()
+        super().add_param_group(param_group)
+
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        grads: Gradients | None = None,
+        grad_scale: float | torch.Tensor | None = None,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Update every parameter that has a gradient. See FusedAdam.step."""
+        limit, scale = None, 1.0
+        problems: list[Exception] = []
+        try:
+            limit = None if max_norm is None else check_max_norm(self._op, max_norm)
+            scale = host_scale(self._op, grad_scale, getattr(self, "grad_scale", None))
+        except (TypeError, ValueError) as error:
+            problems.append(error)  # raised on every rank
+        assert self._engine is not None
+        return self._engine.step(closure, grads, scale, limit, problems)

@@ -1,0 +1,184 @@
+"""Elementwise optimizers of torch.optim on shards: torch's own bits, one hash over stages and tiers, states in torch's form."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from shardcore.engine import cpu_store
+from shardcore.optim import elementwise
+from tests.support.models import batch_of, error_of, hash_of_training, loss_of, make_net
+from tests.support.ranks import run_ranks
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "adamax": (torch.optim.Adamax, {}),
+    "radam": (torch.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}),
+    "rprop": (torch.optim.Rprop, {}),
+    "lion": (shardcore.Lion, {"lr": 0.01, "weight_decay": 0.1}),
+}
+TIERS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "cpu": {"offload": {"optimizer": "cpu"}},
+    "gradients, share": {"offload": {"optimizer": "cpu", "gradients": "cpu", "ratio": 0.5}},
+    "weights": {"offload": {"optimizer": "cpu", "gradients": "cpu", "params": "cpu"}},
+    "overlapped": {"offload": {"optimizer": "cpu"}, "overlap_step": True},
+}
+PLACES = [(0, "device"), (1, "cpu"), (2, "device"), (2, "gradients, share"), (3, "device"), (3, "weights"), (3, "overlapped")]
+
+
+def _sharded(name: str, stage: int = 2, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_net()
+    cls, given = OPTIMIZERS[name]
+    return shardcore.shard(model, cls(model.parameters(), **given), stage, **options)
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rank_alone_has_torchs_bits_and_exchanges_states_with_torch(name: str) -> None:
+    cls, options = OPTIMIZERS[name]
+    plain = make_net()
+    torchs = cls(plain.parameters(), **options)
+    model, optimizer = _sharded(name, stage=3)
+    _train(model, optimizer, range(4))
+    _train(plain, torchs, range(4))
+    for _ in range(2):
+        ours, theirs = optimizer.state_dict(), torchs.state_dict()
+        for number, state in theirs["state"].items():
+            for key, value in state.items():
+                if value is not None and (key != "step" or cls not in (torch.optim.SGD, shardcore.Lion)):  # they count none
+                    assert torch.equal(ours["state"][number][key], value), key
+        optimizer.load_state_dict(theirs)
+        torchs.load_state_dict(ours)
+        for key, value in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[key], value)
+        _train(model, optimizer, range(4, 6))
+        _train(plain, torchs, range(4, 6))
+
+
+def _hashes(rank: int, world_size: int, name: str, places: list[tuple[int, str]], precision: str | None) -> list[str]:
+    found = []
+    for stage, tier in places:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_store.CpuStore.__init__, "__defaults__", (None, 512))  # several chunks per bucket
+            model, optimizer = _sharded(name, stage, precision=precision, clip_grad_norm=0.3, **TIERS[tier])
+        _train(model, optimizer, range(4), rank)
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+def _one_hash(ranks: int, name: str, precision: str | None) -> None:
+    assert len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found}) == 1
+
+
+@pytest.mark.parametrize(("name", "precision"), [("momentum", "bf16"), ("adagrad", None), ("lion", "bf16")])
+def test_one_hash_over_stages_and_tiers(name: str, precision: str | None) -> None:
+    _one_hash(2, name, precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_hash_over_stages_and_tiers_at_four_ranks(name: str, precision: str | None) -> None:
+    _one_hash(4, name, precision)
+
+
+@pytest.mark.parametrize("fault", ["scale", "step", "rounding"])
+def test_faults_of_a_step_change_the_hash(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _hashes(0, 1, "radam", [(2, "device")], "bf16")
+    run = elementwise.ElementKind.run
+    if fault == "scale":
+        monkeypatch.setattr(elementwise.ElementStep, "_scaled", lambda self, grad: grad.to(torch.float32))
+    elif fault == "step":
+        monkeypatch.setattr(
+            elementwise.ElementKind,
+            "run",
+            lambda self, options, step, *lists: run(self, options, max(1, step - 1), *lists),
+        )
+    else:
+        monkeypatch.setattr(
+            elementwise._C, "cast", lambda to, source: [a.copy_(b * 1.01) for a, b in zip(to, source, strict=True)]
+        )
+    assert _hashes(0, 1, "radam", [(2, "device")], "bf16") != expected
+
+
+def _saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> list[str]:
+    model, optimizer = _sharded(name, 2, precision="bf16")
+    _train(model, optimizer, range(3), rank)
+    shardcore.save(folder, model, optimizer)
+    found = []
+    for stage, tier in ((3, "cpu"), (0, "device")):
+        other, other_optimizer = _sharded(name, stage, precision="bf16", **TIERS[tier])
+        shardcore.load(folder, other, other_optimizer)
+        _train(other, other_optimizer, range(3, 5), rank)
+        found.append(hash_of_training(other, other_optimizer))
+    _train(model, optimizer, range(3, 5), rank)
+    return [*found, hash_of_training(model, optimizer)]
+
+
+@pytest.mark.parametrize("name", ["momentum", "rmsprop"])
+def test_a_checkpoint_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
+    assert len({one for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name) for one in found}) == 1
+
+
+def _refusals(rank: int, world_size: int) -> list[str | None]:
+    model = make_net()
+
+    def sharded(cls: Any, options: dict[str, Any], **given: Any) -> Any:
+        return lambda: shardcore.shard(model, cls(model.parameters(), **options), **given)
+
+    found = [
+        error_of(sharded(torch.optim.NAdam, {})),
+        error_of(sharded(torch.optim.SGD, {"lr": 0.1}, offload={"optimizer": "nvme", "path": "."})),
+        error_of(sharded(torch.optim.RMSprop, {"differentiable": True})),
+        error_of(sharded(torch.optim.SGD, {"lr": 0.1 + rank})),
+    ]
+    model, optimizer = _sharded("momentum")
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    for change in ({"momentum": 0.0}, {"lr": 0.1 + rank}, {"lr": -1.0}):
+        old = dict(optimizer.param_groups[0])
+        optimizer.param_groups[0].update(change)
+        found.append(error_of(optimizer.step))
+        optimizer.param_groups[0].update(old)
+    loss_of(model, batch_of(0, 0, rank)).mul(torch.inf if rank == 0 else 1.0).backward()
+    optimizer.step()
+    return [*found, f"{optimizer.skipped_steps} skipped"]
+
+
+def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
+    first, second = run_ranks(2, _refusals)
+    expected = [
+        "optimizer is a NAdam",
+        'offload["optimizer"] is "nvme" with a SGD',
+        "param_groups[0].differentiable is True",
+        "ranks disagree",
+        "param_groups[0].momentum is '0'; expected 'not 0'",
+        "ranks disagree",
+        "lr has -1.0; expected a finite number of at least 0",
+        "1 skipped",
+    ]
+    for found in (first, second):
+        assert all(text in str(message) for text, message in zip(expected, found, strict=True)), found
+
+
+def test_a_class_says_that_it_is_elementwise_and_its_other_states_are_refused() -> None:
+    class Mine(torch.optim.NAdam):
+        elementwise = True
+
+    model = make_net()
+    with pytest.raises(NotImplementedError, match=r"a Mine keeps mu_product=.*; expected states of the parameter's shape"):
+        shardcore.shard(model, Mine(model.parameters()))
