@@ -351,7 +351,7 @@ def accept_optimizer(optimizer: object, offload: object = None) -> ShardableOpti
     if isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer):
         if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
             raise NotImplementedError(
-                f'shard: offload["optimizer"] is "nvme" with a {type(optimizer).__name__}; expected "cpu" (files keep states of '
+                f'shard: offload["optimizer"] is "nvme" with {type(optimizer).__name__}; expected "cpu" (files have states of '
                 "Adam alone)"
             )
         return Elementwise(optimizer)

@@ -163,7 +163,7 @@ def test_what_no_sharded_step_can_use_is_refused_on_every_rank() -> None:
     first, second = run_ranks(2, _refusals)
     expected = [
         "optimizer is a NAdam",
-        'offload["optimizer"] is "nvme" with a SGD',
+        'offload["optimizer"] is "nvme" with SGD',
         "param_groups[0].differentiable is True",
         "ranks disagree",
         "param_groups[0].momentum is '0'; expected 'not 0'",
