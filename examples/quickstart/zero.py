@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 zero.py --stage 3          on GPUs, one rank each, over NCCL
     torchrun --nproc-per-node 2 zero.py --stage 3          on a machine without GPUs, over gloo
 
-Stage 1 shards master weights and Adam's states, 2 gradients, too, 3 weights, too. --precision bf16 trains in bfloat16.
+Stage 1 shards master weights and optimizer states, 2 gradients, too, 3 weights, too.
+--precision bf16 trains in bfloat16. Other optimizers: --optimizer sgd, --optimizer lion.
 """
 
 import argparse
@@ -34,6 +35,7 @@ def make_model(width=64, layers=4):
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--stage", type=int, choices=[0, 1, 2, 3], default=2)
+parser.add_argument("--optimizer", choices=["adamw", "sgd", "lion"], default="adamw")
 parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
 options = parser.parse_args()
 
@@ -41,7 +43,12 @@ dist.init_process_group()
 torch.manual_seed(0)
 model = make_model()
 successor = torch.randperm(VOCABULARY)  # what is learned: the token that follows each token
-optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
+if options.optimizer == "sgd":
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+elif options.optimizer == "lion":
+    optimizer = shardcore.Lion(model.parameters(), lr=1e-3, weight_decay=0.01)
+else:
+    optimizer = shardcore.FusedAdam(model.parameters(), lr=3e-3, weight_decay=0.01)
 model, optimizer = shardcore.shard(model, optimizer, options.stage, precision=options.precision, clip_grad_norm=1.0)
 device = next(model.parameters()).device  # shard has moved the model to this rank's GPU, if there is one
 successor = successor.to(device)

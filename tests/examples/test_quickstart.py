@@ -117,6 +117,8 @@ def test_stages_have_one_list_of_losses(trained):
     """Of the first and the last; tests/test_api_stages.py has all."""
     whole, sharded = (trained("zero.py", "--stage", str(stage)) for stage in (1, 3))
     assert to_digits(whole) == to_digits(sharded)
+    other = [trained("zero.py", "--stage", str(stage), "--optimizer", "sgd") for stage in (1, 3)]
+    assert to_digits(other[0]) == to_digits(other[1]) != to_digits(sharded)
     assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(sharded)
 
 
