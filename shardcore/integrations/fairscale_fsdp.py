@@ -261,7 +261,7 @@ class FullyShardedDataParallel(ShardedLater):
             if own["precision"] is not None and theirs["precision"] is None:
                 ignored |= {"precision", "reduce_dtype"}
                 kept.extend(param for param in part.parameters() if param not in set(kept))
-            for name in sorted({*own, *theirs} - ignored):
+            for name in sorted({*theirs} - ignored):
                 if own.get(name) != theirs.get(name):
                     raise ValueError(
                         f"FullyShardedDataParallel: a {type(part).__name__} inside the {type(self).__name__} asks for {name}="

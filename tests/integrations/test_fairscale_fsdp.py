@@ -12,7 +12,9 @@ from torch import nn
 import shardcore
 from shardcore.integrations import fairscale_fsdp
 from shardcore.integrations.fairscale import (
+    OSS,
     FullyShardedDataParallel,
+    ShardedDataParallel,
     auto_wrap,
     config_auto_wrap_policy,
     default_auto_wrap_policy,
@@ -24,6 +26,7 @@ from tests.support.models import Block, Net, batch_of, hash_of_training, loss_of
 from tests.support.ranks import run_ranks
 
 FSDP = FullyShardedDataParallel
+SGD = partial(torch.optim.SGD, momentum=0.9)
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 CPU = {"optimizer": "cpu", "params": "cpu", "gradients": "cpu"}
 
@@ -39,9 +42,9 @@ def _loop(rank, model, optimizer, scheduler, no_sync, clip, steps=range(4)):
         optimizer.zero_grad()
 
 
-def _shard(rank, **options):
+def _shard(rank, optim=shardcore.FusedAdam, **options):
     model = make_net()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAMW), 3, units=Block, **options)
+    model, optimizer = shardcore.shard(model, optim(model.parameters(), **ADAMW), 3, units=Block, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     clip = lambda: shardcore.clip_grad_norm_(model, 0.5)  # noqa: E731
     _loop(rank, model, optimizer, scheduler, lambda: shardcore.no_sync(model), clip)
@@ -51,7 +54,8 @@ def _shard(rank, **options):
 def _wrapped(part_options=None, **options):
     model = make_net()
     for index in range(3):
-        model.blocks[index] = FSDP(model.blocks[index], **{**options, **(part_options or {})})
+        inside = {name: value for name, value in options.items() if name != "loss_scale"}  # the model's alone
+        model.blocks[index] = FSDP(model.blocks[index], **{**inside, **(part_options or {})})
     return FSDP(model, **options)
 
 
@@ -71,6 +75,7 @@ def _trains(rank, world_size):
     pairs = {
         "plain": (_shard(rank), [{}, {"late": True}, {"reshard_after_forward": False}, {"optim": shardcore.FusedAdam}]),
         "mixed": (_shard(rank, **bf16), [mixed]),
+        "SGD": (_shard(rank, SGD), [{"optim": SGD}, {"optim": SGD, "late": True}]),
         "cpu": (_shard(rank, offload=CPU), [{"move_params_to_cpu": True}]),
     }
     for name, (wanted, cases) in pairs.items():
@@ -171,6 +176,29 @@ def test_what_cannot_be_followed_is_refused_by_name():
         FSDP(FSDP(nn.Linear(2, 2)))
     with pytest.raises(TypeError, match="module is a list"):
         FSDP([])
+
+
+def _scales(rank, world_size):
+    batch = batch_of(0, 0, rank)
+    model = _wrapped(mixed_precision=True, loss_scale=shardcore.LossScale(initial_power=4))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    loss_of(model, batch).backward()
+    with pytest.raises(ValueError, match="scale_loss"):
+        optimizer.step()
+    optimizer.zero_grad()
+    before = loss_of(model, batch)
+    optimizer.scale_loss(before).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert loss_of(model, batch) < before
+    net = make_net()
+    oss = OSS(net.parameters(), lr=0.1)
+    model = ShardedDataParallel(net, oss, loss_scale=64.0)
+    assert oss.scale_loss(torch.ones(())) == 64
+
+
+def test_float16_scales_losses():
+    run_ranks(2, _scales)
 
 
 def test_parts_without_mixed_precision_keep_float32():

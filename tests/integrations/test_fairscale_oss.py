@@ -1,6 +1,7 @@
 """OSS and ShardedDataParallel, over gloo ranks: the bits of shardcore.shard, and what FairScale's tests say of them."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.models import batch_of, hash_of_training, loss_of, make_net
 from tests.support.ranks import run_ranks
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+SGD = partial(torch.optim.SGD, momentum=0.9)
 
 
 def _loop(rank, model, optimizer, scheduler, clip, no_sync, steps=range(4)):
@@ -39,13 +41,25 @@ def _ours(rank, optim=torch.optim.AdamW, steps=range(4), **options):
     return model, oss
 
 
-def _trains(rank, world_size):
+def _shard(rank, optim):
     model = make_net()
-    model, optimizer = shardcore.shard(model, shardcore.FusedAdam(model.parameters(), **ADAMW), stage=2)
+    model, optimizer = shardcore.shard(model, optim(model.parameters(), **ADAMW), stage=2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     clip = lambda: shardcore.clip_grad_norm_(model, 0.5)  # noqa: E731
     _loop(rank, model, optimizer, scheduler, clip, lambda: shardcore.no_sync(model))
-    hashes = {"shard": hash_of_training(model, optimizer)}
+    return model, optimizer
+
+
+def _trains(rank, world_size):
+    model, oss = _ours(rank, SGD)
+    assert hash_of_training(model.module, oss.optim) == hash_of_training(*_shard(rank, SGD))
+    net = make_net()
+    ddp, plain = nn.parallel.DistributedDataParallel(net), SGD(net.parameters(), **ADAMW)
+    clip = lambda: nn.utils.clip_grad_norm_(net.parameters(), 0.5)  # noqa: E731
+    _loop(rank, ddp, plain, torch.optim.lr_scheduler.StepLR(plain, 2, 0.5), clip, ddp.no_sync)
+    for name, value in model.module.state_dict().items():
+        assert torch.allclose(value, net.state_dict()[name], rtol=1e-5, atol=1e-6), name
+    hashes = {"shard": hash_of_training(*_shard(rank, shardcore.FusedAdam))}
     for name, options in {"2": {}, "1": {"stage": 1}, "cpu": {"offload": {"optimizer": "cpu"}}}.items():
         model, oss = _ours(rank, **options)
         hashes[name] = hash_of_training(model.module, oss.optim)
