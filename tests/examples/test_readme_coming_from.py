@@ -34,6 +34,12 @@ def ours(text):
     return [s for s in code if not s.startswith(COMMANDS)], [s for s in code if s.startswith(COMMANDS)]
 
 
+class Encoder(Net):
+    """With a method other than forward."""
+
+    encode = Net.forward
+
+
 class Names:
     """The names that a row uses, made when it uses them: a sharded model in training, an engine, what they take."""
 
@@ -80,7 +86,8 @@ class Names:
     state = property(lambda self: shardcore.sharded_state_dict(self.model))
     states = property(lambda self: self.optimizer.state_dict())
     params = property(lambda self: [nn.Parameter(torch.ones(3))])
-    module = property(lambda self: Net())
+    loader = property(lambda self: [torch.randn(4, 10)])
+    module = property(lambda self: Encoder())
     block = property(lambda self: nn.Linear(3, 3))
     x = property(lambda self: torch.ones(2, 3))
     group = property(lambda self: dist.group.WORLD)
