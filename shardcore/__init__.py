@@ -21,7 +21,7 @@ from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
-from shardcore.optim import CPUAdam, FusedAdam, Lion, clip_grad_norm_
+from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
 from shardcore.pipeline import shard_pipeline
 from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
 from shardcore.uneven import join
@@ -36,6 +36,7 @@ __all__ = [
     "LossScale",
     "MemoryReport",
     "Metrics",
+    "Muon",
     "Saving",
     "SequenceParallelLoader",
     "__version__",

@@ -169,9 +169,9 @@ def shard(
     Args:
         model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay.
         optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam that shares its
-            param_groups), Lion, another elementwise optimizer of torch.optim, or of a class with `elementwise = True` (replaced
-            by one that runs its steps on shards). States that it has are carried into the shards. None for a model that only
-            runs forward.
+            param_groups), Lion, Muon, another elementwise optimizer of torch.optim, or one of a class with `elementwise =
+            True` (replaced by one that runs its steps on shards). States that it has are carried into the shards. None for a
+            model that only runs forward.
         stage: 0 shards nothing, 1 optimizer states and masters, 2 also gradients, 3 also weights (arXiv:1910.02054).
         units: What is gathered and reduced together: "auto" (the repeated blocks), module classes, a list of modules, or the
             least number of parameters per unit.
@@ -326,7 +326,7 @@ def _plan(
         options.check(len(comm.shard_ranks), comm.backend_sums)
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(given, NoOptimizer)
-        adam = accept_optimizer(given, options.offload) if trains else given
+        adam = accept_optimizer(given, options.offload, options.overlap_step) if trains else given
         build.check_ownership(model, given)
         device = _rank_device(comm, model, adam, options.offload)
         if options.chooses_offload:

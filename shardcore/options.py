@@ -17,7 +17,8 @@ from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
 from shardcore.optim import AdamOptimizer, Elementwise, FusedAdam, ShardableOptimizer
 from shardcore.optim.adam import AdamKind
-from shardcore.optim.elementwise import ELEMENTWISE, is_elementwise
+from shardcore.optim.elementwise import ELEMENTWISE, ElementKind, is_elementwise
+from shardcore.optim.muon import Muon, MuonKind
 from shardcore.optim.options import check_capturable
 
 logger = logging.getLogger("shardcore")
@@ -335,7 +336,7 @@ class NoOptimizer:
         self.state: Any = {}
 
 
-def accept_optimizer(optimizer: object, offload: object = None) -> ShardableOptimizer:
+def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bool = False) -> ShardableOptimizer:
     """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an Elementwise for others."""
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
         if group.get("capturable") and offload is not None:
@@ -348,16 +349,22 @@ def accept_optimizer(optimizer: object, offload: object = None) -> ShardableOpti
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
-    if isinstance(optimizer, torch.optim.Optimizer) and is_elementwise(optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer) and (isinstance(optimizer, Muon) or is_elementwise(optimizer)):
         if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
             raise NotImplementedError(
                 f'shard: offload["optimizer"] is "nvme" with {type(optimizer).__name__}; expected "cpu" (files have states of '
                 "Adam alone)"
             )
-        return Elementwise(optimizer)
+        in_host = isinstance(offload, Mapping) and offload.get("gradients") is not None
+        if isinstance(optimizer, Muon) and (overlap_step or in_host):
+            raise NotImplementedError(
+                f'shard: overlap_step is {overlap_step}, and offload["gradients"] is {"cpu" if in_host else None}, with Muon; '
+                "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
+            )
+        return Elementwise(optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer)))
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
-            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, shardcore.CPUAdam, one of "
+            f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "
             f"torch.optim's Adam, AdamW, {', '.join(cls.__name__ for cls in ELEMENTWISE)}, or a class with elementwise = True "
             "whose steps are (or None for a model that only runs forward)"
         )

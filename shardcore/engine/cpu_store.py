@@ -350,7 +350,7 @@ class ElementStore(CpuStore):
         beside: Callable[[int], None] | None = None,
     ) -> Iterator[_C.CopyEvent | None]:
         """See CpuStore."""
-        cut = [list(self._states.cut(spans)) for spans in parts]
+        cut = [list(self._states.cut(spans)) if spans else [] for spans in parts]
         chunks = [chunk for of_part in cut for chunk in of_part]
         last_use: dict[int, _C.CopyEvent] = {}  # of each staging buffer for weights
         turn = 0

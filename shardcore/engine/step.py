@@ -5,6 +5,7 @@ import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,10 +18,12 @@ from shardcore.distributed.compare import first_difference
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, note_written
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
+from shardcore.engine.orthogonalize import orthogonalized
 from shardcore.engine.overlap_step import gather_new_weights
 from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
 from shardcore.optim.base import Kind
 from shardcore.optim.clip import join, norm_part
+from shardcore.optim.muon import MuonKind
 from shardcore.optim.options import json_value
 from shardcore.optim.step import DeviceScale
 
@@ -208,7 +211,8 @@ class Updater:
             works.update(dict.fromkeys(buckets, gather_new_weights(self.comm, buckets)))
 
         try:
-            with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
+            exposed = self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload")
+            with self._prepared(plan), exposed:
                 for _ in update_parts([bucket.unit for bucket in buckets] or [None], self.store.steps(parts, plan.hypers)):
                     if left:
                         gather_next()
@@ -221,6 +225,12 @@ class Updater:
                 wait_all(chain.from_iterable(works.values()))
         self.raise_failure()
         return works
+
+    def _prepared(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Let the gradients be what the kind of optimizer updates with, inside the context."""
+        if not isinstance(self.kind, MuonKind):
+            return nullcontext()
+        return orthogonalized(plan.spans, plan.hypers, self.groups, self.store, self.comm, self.lifetimes)
 
     def raise_failure(self) -> None:
         """Raise StepError if `apply` has failed on its way, this time and from then on."""

@@ -5,5 +5,6 @@ from shardcore.optim.base import ShardableOptimizer
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.elementwise import Elementwise
 from shardcore.optim.lion import Lion
+from shardcore.optim.muon import Muon
 
-__all__ = ["AdamOptimizer", "CPUAdam", "Elementwise", "FusedAdam", "Lion", "ShardableOptimizer", "clip_grad_norm_"]
+__all__ = ["AdamOptimizer", "CPUAdam", "Elementwise", "FusedAdam", "Lion", "Muon", "ShardableOptimizer", "clip_grad_norm_"]

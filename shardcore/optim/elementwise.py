@@ -5,7 +5,7 @@ buffer: the parameters that lie there, and where they begin, do not show in the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,22 @@ class ElementStep:
         return grad if self.grad_scale == 1.0 else grad * self.grad_scale
 
 
+def bare_optimizer(
+    cls: type[torch.optim.Optimizer], options: Group, params: list[torch.Tensor], states: MutableMapping[Any, Any]
+) -> Any:
+    """Return an optimizer of torch's over these tensors and states, made without its constructor."""
+    optimizer = cls.__new__(cls)
+    group = {**options, "params": params, "capturable": False, "differentiable": False}
+    optimizer.__setstate__({"defaults": group, "param_groups": [group], "state": states})
+    return optimizer
+
+
+def plain_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the step of a class without what calls hooks, which have run for the user's optimizer."""
+    step: Callable[..., Any] = cls.step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
 class ElementKind:
     """See Kind."""
 
@@ -91,8 +107,7 @@ class ElementKind:
     def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
         """Know the optimizers of this class."""
         self.cls, self.name = cls, cls.__name__
-        step: Callable[..., Any] = cls.step
-        self._step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step  # no hooks: they run once
+        self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
 
     def _computes(self, group: Group) -> dict[str, Any]:
@@ -134,7 +149,8 @@ class ElementKind:
         switches = str(self.fixed(group))
         if switches not in self._names:
             param = torch.zeros(2, device="cpu")
-            optimizer = self._optimizer(self._computes(group), [param], {param: self._first(self._computes(group), param)})
+            states = {param: self._first(self._computes(group), param)}
+            optimizer = bare_optimizer(self.cls, self._computes(group), [param], defaultdict(dict, states))
             param.grad = torch.zeros(2, device="cpu")
             self._step(optimizer)
             names = []
@@ -154,13 +170,6 @@ class ElementKind:
         made = {key: torch.full_like(param, options[name]) for key, name in _BEGIN_AS.items() if name in options}
         return made | ({"step": step_tensor(0)} if made else {})
 
-    def _optimizer(self, options: Mapping[str, Any], params: list[torch.Tensor], states: Mapping[Any, Any]) -> Any:
-        """Return an optimizer of the class over these tensors, made without its constructor."""
-        optimizer = self.cls.__new__(self.cls)
-        group = {**options, "params": params, "capturable": False, "differentiable": False}
-        optimizer.__setstate__({"defaults": group, "param_groups": [group], "state": defaultdict(dict, states)})
-        return optimizer
-
     def run(
         self,
         options: Mapping[str, Any],
@@ -175,7 +184,7 @@ class ElementKind:
             mine: list[dict[str, Any]] = [self._first(options, target) for target in targets]
         else:
             mine = [{key: state[key] for key in names} | {"step": step_tensor(step - 1)} for state in states]
-        optimizer = self._optimizer(options, targets, dict(zip(targets, mine, strict=True)))
+        optimizer = bare_optimizer(self.cls, options, targets, defaultdict(dict, zip(targets, mine, strict=True)))
         for target, grad in zip(targets, grads, strict=True):
             target.grad = grad
         try:
@@ -232,9 +241,9 @@ class Elementwise(ShardableOptimizer):
     `step` has the arguments of FusedAdam.step; so have `scale_loss`, `skipped_steps` and `synchronize` their meaning.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the groups of `optimizer`, which is_elementwise accepts. ValueError for options that no sharded step can use."""
-        self.kind = ElementKind(type(optimizer))
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: ElementKind) -> None:
+        """Take the groups of `optimizer`, of this kind. ValueError for options that no sharded step can use."""
+        self.kind = kind
         self._engine, self._skipped, self._device_state = None, 0, None
         for index, group in enumerate(optimizer.param_groups):
             self.kind.check_options("shard", group, f"param_groups[{index}].")

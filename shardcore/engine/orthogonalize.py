@@ -1,0 +1,67 @@
+"""Muon on shards: momentum where states live, whole matrices a bucket at a time, and the way that weights move."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shardcore._native import _C
+from shardcore.distributed.clock import scope
+from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.engine.bucket import Bucket, Lifetimes
+from shardcore.engine.state_store import Scalars, Span, StateStore
+from shardcore.optim.base import Group
+from shardcore.optim.muon import MuonKind, MuonStep
+
+
+@contextmanager
+def orthogonalized(
+    spans: Mapping[Bucket, Sequence[Span]],
+    hypers: Scalars,
+    groups: Sequence[Group],
+    store: StateStore,
+    comm: Comm,
+    lifetimes: Lifetimes,
+) -> Iterator[None]:
+    """Let the gradients of Muon's buckets be orthogonalized momentum inside the context, with which the buffer is updated.
+
+    Collective, in the order of `spans`. One such gradient of float32 per bucket is kept to the end, beside the reduced one.
+    """
+    assert not isinstance(hypers, _C.DeviceScalars)
+    gathers = not lifetimes.owns_everything and len(comm.shard_ranks) > 1
+    reduced: dict[Bucket, torch.Tensor | None] = {}
+    try:
+        for bucket, of_bucket in spans.items():
+            options = groups[bucket.group or 0]
+            if options["use_muon"]:
+                scales = {hypers[span.hyper].scale for span in of_bucket if isinstance(hypers[span.hyper], MuonStep)}
+                with scope("orthogonalize", bucket.unit):
+                    way = _way(bucket, options, scales.pop() if scales else 1.0, store, comm if gathers else None)
+                reduced[bucket], bucket.grad = bucket.grad, way
+        yield
+    finally:
+        for bucket, grad in reduced.items():
+            bucket.grad = grad
+
+
+def _way(bucket: Bucket, options: Group, scale: float, store: StateStore, comm: Comm | None) -> torch.Tensor:
+    """Return the way that this rank's elements move: (owned_numel,) float32, on the device. comm: gathers momentum."""
+    assert bucket.grad is not None
+    grad = bucket.grad.to(torch.float32) * scale
+    buffer = store.read(bucket, "momentum_buffer").to(grad.device, copy=True)
+    full = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=grad.device)
+    own = bucket.owned_slice(full)
+    for managed, piece, part in bucket.owned_views(grad):
+        if managed.has_grad:
+            here = slice(piece.start, piece.start + piece.numel)
+            own[here] = MuonKind.momentum(options, buffer[here], part)
+            store.write(bucket, "momentum_buffer", piece.start, buffer[here])
+    if comm is not None:
+        wait_all(comm.all_gather([full], Traffic.STEP, "momentum", comm.shard_ranks))
+    way = torch.zeros_like(grad)
+    for managed in bucket.params:
+        if managed.has_grad and (pieces := bucket.pieces_of(managed)):
+            move = MuonKind.direction(options, managed.slice_of(full)).view(-1)
+            for piece in pieces:
+                way[piece.start : piece.start + piece.numel] = move[piece.param_start : piece.param_start + piece.numel]
+    return way

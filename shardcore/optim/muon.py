@@ -1,0 +1,130 @@
+"""Muon for matrices, AdamW for the rest, in one optimizer. The orthogonalization is torch.optim.Muon's."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardcore.optim.base import Group
+from shardcore.optim.elementwise import ElementFormat, ElementKind, ElementStep, bare_optimizer, plain_step
+from shardcore.optim.options import MASTERED_DTYPES
+from shardcore.optim.state_format import Kept, StateFormat
+
+_MUON = {"momentum": 0.95, "nesterov": True, "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5}
+_OF_MUON = {**_MUON, "adjust_lr_fn": None}
+_OF_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False}
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum orthogonalized by Newton-Schulz iterations for weight matrices, AdamW for other parameters.
+
+    params: groups as in torch.optim; one with use_muon=False is updated by AdamW and has its options (betas, eps, amsgrad).
+        Other groups, the default, take matrices alone, and the options of torch.optim.Muon: momentum, nesterov,
+        ns_coefficients, eps, ns_steps, and adjust_lr_fn (None, "original" or "match_rms_adamw"; with the last AdamW's lr and
+        weight_decay fit). Embeddings and the output layer are usually left to AdamW.
+    lr, weight_decay: of groups that have none; the decay is decoupled.
+
+    Alone it is torch's two optimizers. shardcore.shard keeps momentum in shards, and gathers a unit's in bfloat16 where a rank
+    needs whole matrices; each rank orthogonalizes those that it has a part of.
+    ValueError for a parameter under Muon that is no matrix. Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]],
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "use_muon": True})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: see Muon."""
+        use_muon = param_group.setdefault("use_muon", True)
+        for key, value in (_OF_MUON if use_muon else _OF_ADAM).items():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        for index, param in enumerate(self.param_groups[-1]["params"]):
+            if use_muon and param.ndim != 2:
+                del self.param_groups[-1]
+                raise ValueError(
+                    f"Muon: param_groups[{len(self.param_groups)}].params[{index}] has shape {tuple(param.shape)}; expected a "
+                    'matrix, or a group {"params": ..., "use_muon": False}, which AdamW updates'
+                )
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns what `closure` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            cls = torch.optim.Muon if group["use_muon"] else torch.optim.AdamW
+            options = {key: value for key, value in group.items() if key not in ("params", "use_muon")}
+            plain_step(cls)(bare_optimizer(cls, options, group["params"], self.state))
+        return loss
+
+
+@dataclass(frozen=True)
+class MuonStep(ElementStep):
+    """What moves matrices along gradients that MuonKind.direction made, with `scale` in them."""
+
+    scale: float = 1.0
+
+
+class MuonKind(ElementKind):
+    """See Kind. Elementwise once the gradients of matrices are orthogonalized (engine/orthogonalize.py)."""
+
+    def __init__(self) -> None:
+        """Know Muon."""
+        super().__init__(Muon)
+        self._adam = ElementKind(torch.optim.AdamW)
+
+    def hyper(self, group: Group, step: int, grad_scale: float) -> ElementStep:
+        """See Kind."""
+        if not group["use_muon"]:
+            return super().hyper(group, step, grad_scale)
+        return MuonStep(self, self._computes(group), step, 1.0, grad_scale)
+
+    def format_of(self, group: Group, dtype: torch.dtype) -> StateFormat:
+        """See Kind."""
+        names = ("momentum_buffer",) if group["use_muon"] else self._adam._states_of(_of_adam(group))
+        return ElementFormat("fp32" if dtype in MASTERED_DTYPES else None, names=names)
+
+    def run(
+        self,
+        options: Mapping[str, Any],
+        step: int,
+        targets: list[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        states: Sequence[Kept],
+    ) -> None:
+        """See ElementKind."""
+        if not options["use_muon"]:
+            self._adam.run(_of_adam(options), step, targets, grads, states)
+            return
+        torch._foreach_mul_(targets, 1.0 - options["lr"] * options["weight_decay"])
+        torch._foreach_add_(targets, list(grads), alpha=options["lr"])
+
+    @staticmethod
+    def momentum(options: Group, buffer: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Return what is to be orthogonalized, after the buffer took `grad` (both float32, of any elements of matrices)."""
+        buffer.lerp_(grad, 1.0 - options["momentum"])
+        return grad.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
+
+    @staticmethod
+    def direction(options: Group, momentum: torch.Tensor) -> torch.Tensor:
+        """Return the way that a matrix moves for a learning rate of 1: float32, of the matrix's shape."""
+        move = torch.zeros(momentum.shape, device=momentum.device)
+        move.grad = momentum.float()
+        names = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+        given = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+        buffer = {move: {"momentum_buffer": torch.zeros_like(move)}}
+        cls = torch.optim.Muon
+        plain_step(cls)(bare_optimizer(cls, given | {name: options[name] for name in names}, [move], buffer))
+        move.grad = None
+        return move
+
+
+def _of_adam(options: Group) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key not in ("params", "use_muon")}

@@ -1,0 +1,146 @@
+"""Muon: torch's own alone, the same on shards, one hash over stages and tiers, whole matrices whatever their cuts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from shardcore.engine import cpu_store, orthogonalize
+from shardcore.optim.muon import MuonKind
+from tests.support.models import batch_of, error_of, hash_of_training, loss_of
+from tests.support.ranks import run_ranks
+
+PLACES: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (1, {"offload": {"optimizer": "cpu"}}),
+    (2, {}),
+    (2, {"offload": {"optimizer": "cpu", "ratio": 0.5}}),
+    (3, {}),
+    (3, {"offload": {"optimizer": "cpu", "params": "cpu"}, "units": nn.Linear}),
+]
+
+
+def make_model() -> nn.Module:
+    """A model of one unit: the shards of two ranks meet inside its second matrix."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 24), nn.Tanh(), nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, 5))
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [
+        {"params": matrices, "lr": 0.02, "adjust_lr_fn": "match_rms_adamw"},
+        {"params": others, "lr": 0.01, "weight_decay": 0.0, "use_muon": False},
+    ]
+
+
+def _sharded(stage: int, **options: Any) -> tuple[nn.Module, Any]:
+    model = make_model()
+    return shardcore.shard(model, shardcore.Muon(_groups(model)), stage, **options)
+
+
+def _train(model: nn.Module, optimizers: list[Any], steps: range, rank: int = 0) -> None:
+    for step in steps:
+        loss_of(model, batch_of(step, 0, rank)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_alone_it_is_torchs_muon_and_adamw_and_exchanges_states_with_shards() -> None:
+    plain, torchs = make_model(), make_model()
+    optimizer = shardcore.Muon(_groups(plain))
+    matrices, others = _groups(torchs)
+    others.pop("use_muon")
+    _train(plain, [optimizer], range(3))
+    _train(torchs, [torch.optim.Muon([matrices], weight_decay=0.1), torch.optim.AdamW([others])], range(3))
+    for key, value in torchs.state_dict().items():
+        assert torch.equal(plain.state_dict()[key], value)
+    model, sharded = _sharded(3)
+    _train(model, [sharded], range(3))
+    for key, value in plain.state_dict().items():
+        # A step moves an element by at most lr * 0.2 * sqrt(37) * 1.3; both round it to bfloat16 at the same places.
+        torch.testing.assert_close(model.state_dict()[key], value, rtol=0, atol=2**-20)
+    theirs = optimizer.state_dict()
+    sharded.load_state_dict(theirs)
+    for number, state in sharded.state_dict()["state"].items():
+        for key in theirs["state"][number]:
+            assert torch.equal(state[key], theirs["state"][number][key])
+
+
+def _hashes(rank: int, world_size: int, places: list[tuple[int, dict[str, Any]]], precision: str | None) -> list[str]:
+    found = []
+    for stage, options in places:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu_store.CpuStore.__init__, "__defaults__", (None, 512))  # several chunks per bucket
+            model, optimizer = _sharded(stage, precision=precision, clip_grad_norm=0.3, **options)
+        _train(model, [optimizer], range(3), rank)
+        found.append(hash_of_training(model, optimizer))
+    return found
+
+
+def test_one_hash_over_stages_and_tiers() -> None:
+    assert len({one for found in run_ranks(2, _hashes, PLACES, "bf16") for one in found}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_one_hash_over_stages_and_tiers_at_four_ranks(precision: str | None) -> None:
+    assert len({one for found in run_ranks(4, _hashes, PLACES, precision) for one in found}) == 1
+
+
+def _without_gather(rank: int, world_size: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        way = orthogonalize._way
+        patch.setattr(orthogonalize, "_way", lambda *args: way(*args[:-1], None))
+        return _hashes(rank, world_size, [(0, {}), (2, {})], None)
+
+
+def test_parts_of_matrices_give_another_hash() -> None:
+    whole, parts = run_ranks(2, _without_gather)[0]
+    assert whole != parts
+
+
+def test_momentum_left_out_gives_another_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _hashes(0, 1, [(2, {})], None)
+    monkeypatch.setattr(MuonKind, "momentum", staticmethod(lambda options, buffer, grad: grad))
+    assert _hashes(0, 1, [(2, {})], None) != expected
+
+
+def _goes_on(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer = _sharded(2, precision="bf16")
+    _train(model, [optimizer], range(2), rank)
+    shardcore.save(folder, model, optimizer)
+    other, other_optimizer = _sharded(3, precision="bf16", offload={"optimizer": "cpu"})
+    shardcore.load(folder, other, other_optimizer)
+    for one, its in ((model, optimizer), (other, other_optimizer)):
+        _train(one, [its], range(2, 4), rank)
+    return [hash_of_training(model, optimizer), hash_of_training(other, other_optimizer)]
+
+
+def test_a_checkpoint_goes_on_at_another_stage(tmp_path: Path) -> None:
+    assert len({one for found in run_ranks(2, _goes_on, str(tmp_path / "saved")) for one in found}) == 1
+
+
+def test_what_muon_cannot_do_is_refused() -> None:
+    model = make_model()
+    for options in ({"overlap_step": True}, {"offload": {"optimizer": "cpu", "gradients": "cpu"}}):
+        message = error_of_not_implemented(
+            lambda options=options: shardcore.shard(make_model(), _over(make_model()), 2, **options)
+        )
+        assert "with Muon; expected neither" in message
+    assert "a Muon" in error_of(lambda: shardcore.shard(model, torch.optim.Muon([model[0].weight])))
+
+
+def _over(model: nn.Module) -> Any:
+    return shardcore.Muon(_groups(model))
+
+
+def error_of_not_implemented(function: Any) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        function()
+    return str(caught.value)
