@@ -115,14 +115,14 @@ class ShardedLater(nn.Module):
 
 @dataclass
 class _Wish:
-    """What a wrapper was asked for: options of shard, and whether it lies in another wrapper."""
+    """What a wrapper was asked for: options of shard, FairScale's arguments; and whether it lies in another wrapper."""
 
     options: Mapping[str, Any]
-    only_first: bool
+    arguments: Mapping[str, Any]
     inside: bool = False
 
     def __deepcopy__(self, memo: Any) -> "_Wish":
-        return _Wish(self.options, self.only_first, self.inside)  # a process group has no copies
+        return _Wish(self.options, self.arguments, self.inside)  # a process group has no copies
 
 
 def _options_of(
@@ -244,9 +244,27 @@ class FullyShardedDataParallel(ShardedLater):
             buffer_dtype,
             move_grads_to_cpu,
         )
-        self.__dict__["_fsdp"] = _Wish({**wanted, **options}, state_dict_on_rank_0_only)
+        arguments = {
+            "process_group": process_group,
+            "reshard_after_forward": reshard_after_forward,
+            "mixed_precision": mixed_precision,
+            "flatten_parameters": flatten_parameters,
+            "move_params_to_cpu": move_params_to_cpu or cpu_offload,
+            "state_dict_on_rank_0_only": state_dict_on_rank_0_only,
+        }
+        self.__dict__["_fsdp"] = _Wish({**wanted, **options}, arguments)
         for part in get_fsdp_instances(self):
             part._fsdp.inside = part is not self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module; else what the wrapper was asked for."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wish = self.__dict__.get("_fsdp")
+            if wish is None or name not in wish.arguments:
+                raise
+            return wish.arguments[name]
 
     def shard_options(self) -> dict[str, Any] | None:
         """Return the options of shard, with the wrapped parts as units. ValueError if theirs are others."""
@@ -302,7 +320,7 @@ class FullyShardedDataParallel(ShardedLater):
         """Return full weights in float32, by the names of the plain model. Collective."""
         found = super().state_dict(*args, **kwargs)
         first = not dist.is_initialized() or dist.get_rank(self._fsdp.options["process_group"]) == 0
-        return {} if self._fsdp.only_first and not self._fsdp.inside and not first else found
+        return {} if self._fsdp.arguments["state_dict_on_rank_0_only"] and not self._fsdp.inside and not first else found
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the weights in shards, for torch.distributed.checkpoint (see shardcore.sharded_state_dict). Collective."""

@@ -1,5 +1,6 @@
 """OffloadModel and Pipe of FairScale: an nn.Sequential with weights in host memory, or on several devices of a process."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -144,8 +145,12 @@ class Pipe(nn.Module):
             raise NotImplementedError(
                 "Pipe: deferred_batch_norm is True; expected False, or norms without statistics of batches"
             )
-        layers, sizes = list(module), [*(() if balance is None else balance)]
-        if sum(sizes) != len(layers) or any(size <= 0 for size in sizes):
+        layers, sizes = list(module.named_children()), [*(() if balance is None else balance)]
+        if len(layers) != len(module):
+            raise ValueError(
+                "Pipe: module has a layer twice; expected distinct layers (which may share parameters on one device)"
+            )
+        if balance is None or sum(sizes) != len(layers) or any(size <= 0 for size in sizes):
             raise ValueError(
                 f"Pipe: balance is {None if balance is None else sizes} for {len(layers)} layers; expected positive numbers of "
                 "this sum"
@@ -162,7 +167,7 @@ class Pipe(nn.Module):
         places: dict[nn.Parameter, torch.device] = {}
         self.partitions = nn.ModuleList()
         for size, device in zip(sizes, self.devices, strict=True):
-            partition = nn.Sequential(*layers[:size])
+            partition = nn.Sequential(OrderedDict(layers[:size]))
             del layers[:size]
             if any(places.setdefault(param, device) != device for param in partition.parameters()):
                 raise ValueError("Pipe: a parameter is in partitions on different devices; expected it on one")
@@ -193,11 +198,13 @@ class Pipe(nn.Module):
         whole = (input,) if isinstance(input, torch.Tensor) else input
         if not isinstance(whole, tuple) or not all(isinstance(one, torch.Tensor) for one in whole):
             raise TypeError(f"Pipe: input is a {type(input).__name__}; expected a tensor, or a tuple of tensors")
+        if not self.devices:
+            return input
         chunked = zip(*(one.chunk(self.chunks) for one in whole), strict=True)
         parts: list[Tensors] = [part[0] if isinstance(input, torch.Tensor) else part for part in chunked]
         stop = {"always": len(parts), "except_last": self.chunks - 1, "never": 0}[self.checkpoint] if self.training else 0
         for cycle in range(len(parts) + len(self.devices) - 1):
-            for index in range(max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts))):
+            for index in reversed(range(max(0, cycle - len(self.devices) + 1), min(cycle + 1, len(parts)))):
                 partition, device = self.partitions[cycle - index], self.devices[cycle - index]
                 part = _to(parts[index], device)
                 checkpointed = index < stop

@@ -120,7 +120,7 @@ def _states(rank, world_size):
     assert hash_of_training(again, optimizer) == whole
     again.load_local_state_dict(shards)
     doubled = {**held[0], "head.weight": held[0]["head.weight"] * 2}
-    again._fsdp.only_first = False
+    assert not again.state_dict_on_rank_0_only
     assert all(torch.equal(value, doubled[name]) for name, value in again.state_dict().items())
     with again.summon_full_params():
         plain = copy.deepcopy(again)  # an ordinary model, which is not sharded
@@ -228,6 +228,7 @@ def test_wrap_is_for_enable_wrap_alone():
     assert isinstance(made, nn.Linear)
     assert not made.shard_options()["reshard_after_forward"]
     assert other.shard_options()["reshard_after_forward"]
+    assert (made.reshard_after_forward, made.mixed_precision, other.reshard_after_forward) == (False, False, True)
     assert not isinstance(wrap(nn.Linear(5, 5)), FSDP)
 
 

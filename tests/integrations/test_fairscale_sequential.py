@@ -1,5 +1,7 @@
 """OffloadModel and Pipe, in one process: the results of the plain model."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -98,7 +100,7 @@ def test_pipe_runs_each_micro_batch_on_the_next_partition_in_its_cycle():
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
     model.eval()(torch.arange(3.0).repeat(2, 1).T.contiguous())
-    assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert order == [(0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2)]
 
 
 def test_pipe_is_a_sequence_and_takes_tuples():
@@ -116,6 +118,11 @@ def test_pipe_is_a_sequence_and_takes_tuples():
         def forward(self, pair):
             return pair[0] + pair[1], pair[0] - pair[1]
 
+    assert set(Pipe(nn.Sequential(OrderedDict(a=first, b=second)), [1, 1], devices=["cpu"] * 2).state_dict()) == {
+        *("partitions.0.a.weight", "partitions.0.a.bias", "partitions.1.b.weight", "partitions.1.b.bias"),
+    }
+    with pytest.raises(ValueError, match="has a layer twice"):
+        Pipe(nn.Sequential(first, first), [1, 1], devices=["cpu"] * 2)
     a, b = torch.rand(5, 1), torch.rand(5, 1)
     outs = Pipe(nn.Sequential(Pair()), [1], devices=["cpu"], chunks=2)((a, b))
     assert torch.equal(outs[0], a + b)
