@@ -344,9 +344,11 @@ def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bo
                 f"shard: param_groups[{index}].capturable is True with offload; expected False (the host steps over what is in "
                 "its memory, and has to know the norm for that)"
             )
-    if isinstance(optimizer, AdamOptimizer):
+    if isinstance(optimizer, ShardableOptimizer):
         if optimizer._engine is not None:
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
+        if not isinstance(optimizer, AdamOptimizer):
+            return optimizer
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer) and (isinstance(optimizer, Muon) or is_elementwise(optimizer)):

@@ -244,5 +244,6 @@ def test_the_defaults_of_shard_are_those_of_its_options() -> None:
         "model",
         "optimizer",
         "process_group",
+        "model_parallel_group",
         "ranks_per_node",
     }

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardcore.deepspeed.keys import KEYS, OP, SECTIONS, Key, canonical, has, is_note
+from shardcore.deepspeed.keys import KEYS, OP, OTHER_OPTIMIZERS, SECTIONS, Key, canonical, has, is_note
 from shardcore.engine.loss_scale import LossScale
+from shardcore.optim import FusedAdam
 
 _PROBLEMS = (TypeError, ValueError, NotImplementedError)
 ZERO = "zero_optimization"
@@ -38,7 +39,7 @@ class BatchSizes:
 class Config:
     """A checked configuration. Batch sizes are as given (None: to be derived); the rest has DeepSpeed's defaults.
 
-    gradient_clipping: global norm, 0 for none. optimizer: FusedAdam's options, None without an optimizer. loss_scale: fixed or
+    gradient_clipping: global norm, 0 for none. optimizer: options of optimizer_type, None without one. loss_scale: fixed or
     dynamic, None without fp16. offload: "cpu", "nvme" (under nvme_path) or None, for states; ratio: their share; params: "cpu"
     or None, for weights. scheduler: (type, arguments). autocast: the dtype of torch.autocast around forward, None for none.
     steps_per_print: None for never. tensorboard and so on: these sections, None if off. given: dotted paths that the user
@@ -66,6 +67,7 @@ class Config:
     params: str | None = None
     pin_memory: bool = True
     optimizer: Mapping[str, Any] | None = None
+    optimizer_type: type[torch.optim.Optimizer] = FusedAdam
     scheduler: tuple[str, Mapping[str, Any]] | None = None
     cpu_checkpointing: bool = False
     dataloader_drop_last: bool = False
@@ -243,7 +245,7 @@ def read_config(config: Any, args: Any = None) -> Config:
         raise TypeError(f"{OP}: config has type {type(given).__name__}; expected a dict or the path of a JSON file")
     found = _Found()
     source = given
-    given = _translated(given, found.problems)
+    given, other = _without_other_optimizer(_translated(given, found.problems), found.problems)
     _walk(given, "", found)
     values = found.values
     problems = [*found.problems, *_contradictions(values)]
@@ -265,7 +267,8 @@ def read_config(config: Any, args: Any = None) -> Config:
         pin_memory=all(pinned),
         autocast=(values.get("torch_autocast.dtype") or "bf16") if values.get("torch_autocast.enabled") else None,
         loss_scale=_loss_scale(values) if values.get("fp16.enabled") else None,
-        optimizer=_adam_options(values) if "optimizer" in values else None,
+        optimizer=_adam_options(values) if "optimizer" in values else other and other[1],
+        optimizer_type=FusedAdam if other is None else other[0],
         given=frozenset(values),
         source=source,
         accepted=tuple(f"{', '.join(paths)}: {why}" for why, paths in found.accepted.items()),
@@ -310,6 +313,35 @@ def shard_options(settings: Config) -> dict[str, Any]:
         "overlap_step": overlap_step,
         **own,
     }
+
+
+def _without_other_optimizer(
+    given: Mapping[str, Any], problems: list[Exception]
+) -> tuple[Mapping[str, Any], tuple[type[torch.optim.Optimizer], dict[str, Any]] | None]:
+    """Take an optimizer that is not Adam out of the configuration: its class and arguments, which the class itself checks."""
+    section = given.get("optimizer")
+    name = section.get("type") if isinstance(section, Mapping) else None
+    cls = OTHER_OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
+    if cls is None:
+        return given, None
+    assert isinstance(section, Mapping)
+    options, own = section.get("params", {}), (given.get("shardcore") or {}).get("optimizer")
+    try:
+        if own:
+            raise ValueError(f"config shardcore.optimizer has {own} for {name}; expected it with Adam alone")
+        if unknown := sorted({str(key) for key in section} - {"type", "params", "legacy_fusion"}):
+            raise ValueError(f"config optimizer.{unknown[0]} is not supported; expected type and params")
+        if not isinstance(options, Mapping):
+            raise TypeError(f"config optimizer.params has {options!r}; expected an object with keys")
+        cls([torch.zeros(1, requires_grad=True)], **options)
+    except (TypeError, ValueError) as error:
+        said = str(error)
+        where = (
+            "" if said.startswith("config") else f"config optimizer.params are not those of {cls.__name__}; expected its own: "
+        )
+        problems.append(type(error)(f"{OP}: {where}{said}"))
+        options = {}
+    return {key: value for key, value in given.items() if key != "optimizer"}, (cls, dict(options))
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[Exception]:

@@ -220,7 +220,7 @@ def _optimizer(model: nn.Module, model_parameters: Any, settings: Config, optimi
                 f'{_OP}: there is no optimizer; expected optimizer=..., or {{"optimizer": {{"type": "Adam"}}}} in config '
                 "(shardcore.shard(model, None) takes a model that only runs forward)"
             )
-        return FusedAdam(params, **settings.optimizer)
+        return settings.optimizer_type(params, **settings.optimizer)
     if _is_function(optimizer):
         made = optimizer(params)
         if not isinstance(made, torch.optim.Optimizer):

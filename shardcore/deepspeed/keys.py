@@ -14,8 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from shardcore.deepspeed.lr_schedules import check_scheduler
 from shardcore.deepspeed.monitor import check_section
+from shardcore.optim import Lion
+from shardcore.optim.elementwise import ELEMENTWISE
 
 OP = "initialize"
 
@@ -193,11 +197,14 @@ def _prefetch(where: str, value: Any) -> float:
 
 _power = _integer(0, 127, "0 to 127 (the scale is 2 to that power, in float32)")
 _stage = _integer(0, 3, "0, 1, 2 or 3", kind="0, 1, 2 or 3")
+# By their names in lower case; they get optimizer.params as arguments.
+OTHER_OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {cls.__name__.lower(): cls for cls in (*ELEMENTWISE, Lion)}
+_OTHERS = ", ".join(cls.__name__ for cls in OTHER_OPTIMIZERS.values())
 _adam = _word(
     "adam",
     "adamw",
     expected='"Adam" or "AdamW"',
-    otherwise=" (shardcore trains with no other optimizer; DeepSpeed has Lamb, Lion, Adagrad, Muon and 1-bit ones)",
+    otherwise=f", or {_OTHERS} (DeepSpeed has Lamb and 1-bit ones)",
 )
 
 
@@ -277,7 +284,10 @@ KEYS: dict[str, Key] = {
     **_below(
         "optimizer",
         {
-            "type": _honoured(_adam, 'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false'),
+            "type": _honoured(
+                _adam,
+                f'FusedAdam; "Adam" means AdamW, too, unless adam_w_mode is false. {_OTHERS}: with params as its arguments',
+            ),
             "legacy_fusion": _accepted("there is one fused Adam"),
         },
     ),

@@ -36,7 +36,6 @@ from shardcore.deepspeed.initialize import check_model
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
 from shardcore.engine.engine import Engine
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
-from shardcore.optim import FusedAdam
 from shardcore.optim.interface import engine_of
 from shardcore.options import accept_optimizer
 
@@ -185,7 +184,7 @@ class ShardcoreTrainerMixin:
                 self._apply_config()
             if self._settings is not None and self._settings.optimizer is not None and self.optimizer is None:
                 params = [param for param in self.model.parameters() if param.requires_grad]
-                self.optimizer = FusedAdam(params, **self._settings.optimizer)
+                self.optimizer = self._settings.optimizer_type(params, **self._settings.optimizer)
         made = self.optimizer is None
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if made:

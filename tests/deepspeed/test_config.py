@@ -8,9 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import shardcore
 from shardcore import LossScale
 from shardcore.deepspeed.config import BatchSizes, read_config
+from shardcore.optim import Elementwise
 from tests.support.deepspeed import config_of
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -211,10 +214,13 @@ def test_defaults() -> None:
         ("optimizer", "Adam", TypeError, "config optimizer has 'Adam'; expected an object"),
         (
             "optimizer.type",
-            "SGD",
+            "OneBitAdam",
             ValueError,
-            'optimizer.type has \'SGD\'; expected "Adam" or "AdamW" \\(shardcore trains with no other',
+            'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Lion \\(DeepSpeed has Lamb',
         ),
+        ("optimizer", {"type": "SGD", "params": {"betas": [0.9]}}, TypeError, "are not those of SGD; .*'betas'"),
+        ("optimizer", {"type": "Lion", "params": {"lr": -1}}, ValueError, "are not those of Lion; .*lr=-1"),
+        ("optimizer", {"type": "SGD", "momentum": 0.9}, ValueError, "optimizer.momentum is not supported"),
         ("optimizer.type", 1, TypeError, "optimizer.type has 1"),
         ("optimizer.params.lr", "auto", TypeError, 'optimizer.params.lr has "auto"'),
         ("optimizer.params.lr", -0.1, ValueError, "optimizer.params.lr has -0.1; expected a finite number of at least 0"),
@@ -383,3 +389,14 @@ def test_sizes_that_trl_writes_beside_the_section_mean_nothing_either() -> None:
     assert read_config({"train_batch_size": 1, "zero_optimization": {"stage": 3}, **beside}).stage == 3
     with pytest.raises(ValueError, match="stage is given in two spellings"):
         read_config({"train_batch_size": 1, "zero_optimization": zero, "zero_optimization.stage": 2})
+
+
+def test_other_optimizers_get_their_arguments() -> None:
+    read = read_config({**BASE, "optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}})
+    assert (read.optimizer_type, read.optimizer) == (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    model = torch.nn.Linear(2, 2)
+    engine, optimizer, _, _ = shardcore.initialize(model=model, config=dict(read.source))
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert isinstance(optimizer, Elementwise)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
