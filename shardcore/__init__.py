@@ -19,6 +19,7 @@ from shardcore.ema import EMA
 from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
+from shardcore.engine.regroup import unfreeze
 from shardcore.launch.notebook import notebook_launcher
 from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
@@ -63,6 +64,7 @@ __all__ = [
     "sharded_state_dict",
     "split_sequences",
     "ulysses_attention",
+    "unfreeze",
 ]
 
 names.install(sys.modules[__name__])

@@ -28,13 +28,15 @@ from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.cpu_store import CpuStore, cpu_store_of, host_bytes, warn_of_misplaced, warn_of_pageable
-from shardcore.engine.engine import Engine, Plan, engine_behind
+from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.host_gradients import host_grad_bytes
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.nvme_states import RATED_TBW, NvmeStates, Scratch, StateFiles, disk_use
 from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
+from shardcore.engine.plan import Plan
+from shardcore.engine.regroup import regroup
 from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
@@ -358,6 +360,7 @@ def _plan(
             tiers.auto,
             tiers.device_memory_limit,
             options.compared(),
+            {spec.name: [name for name, _ in spec.params] for spec in specs},
         )
         needed = _host_bytes(plan, tiers)
         ranks = {"ranks": repr(comm.topology), "shard_world_size": len(comm.shard_ranks), "backend_sums": comm.backend_sums}
@@ -578,7 +581,7 @@ def _start(plan: Plan, given: Any, states: dict[Any, Any], others: dict[Any, Any
             adam._skipped, adam._device_state = adam.skipped_steps, None
         attach(plan.model, engine, _casts(plan, cast_inputs))
         adam.state = ShardedStates(engine.updater.buckets, engine.settle, others)
-        adam._engine = engine
+        adam._engine, adam._regroup = engine, regroup
         for name, param in () if plan.builder.trains else plan.frozen:
             if param.requires_grad:
                 build.refuse_backward(name, param)

@@ -61,6 +61,35 @@ class EMA:
         return self._averages[bucket]
 
     @torch.no_grad()
+    def follow(self) -> None:
+        """Follow the buckets of parameters that began to train since (shardcore.unfreeze): theirs begins with the weights.
+
+        Collective then.
+        """
+        engine, buckets = self._engine, self._engine.updater.buckets
+        gone = {bucket: average for bucket, average in self._averages.items() if bucket not in buckets}
+        if not gone and len(self._averages) == len(buckets):
+            return
+        engine.synchronize()
+        averages = dict[torch.Tensor, torch.Tensor]()
+        for bucket, full in zip(gone, engine.full_tensors.of_buckets(gone.items()), strict=True):
+            averages |= {managed.param: managed.slice_of(full).clone() for managed in bucket.params}
+            del self._averages[bucket]
+        self._set({managed.param: averages.get(managed.param) for bucket in buckets for managed in bucket.params})
+
+    def _set(self, averages: Mapping[torch.Tensor, torch.Tensor | None]) -> None:
+        """Set this rank's parts of the averages of parameters from full ones; None: they stay, or begin with the weights."""
+        for bucket in self._engine.updater.buckets:
+            shard = self.shard(bucket)
+            for managed in bucket.params:
+                full = averages[managed.param]
+                if full is None:
+                    continue
+                for piece in bucket.pieces_of(managed):
+                    part = full.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+                    shard[piece.start : piece.start + piece.numel].copy_(part)
+
+    @torch.no_grad()
     def update(self) -> None:
         """Average in the weights as they are: call it after each step (or each few steps), on every rank.
 
@@ -73,6 +102,7 @@ class EMA:
         engine.updater.refuse_swapped("update")
         engine.synchronize()
         engine.updater.accept_weight_edits()
+        self.follow()
         for bucket in engine.updater.buckets:
             average = self.shard(bucket)
             weights = read_weights(engine, bucket)(0, bucket.owned_numel).to(average.device, torch.float32)
@@ -100,6 +130,7 @@ class EMA:
             return "the average"
 
         engine.together("EMA.swap", check)
+        self.follow()
         own = {bucket: bucket.owned_values(0, bucket.owned_numel).clone() for bucket in engine.updater.buckets}
         try:
             engine.updater.swapped = True
@@ -132,6 +163,7 @@ class EMA:
         """
         engine, averages = self._engine, dict[str, torch.Tensor]()
         engine.together("EMA.state_dict", lambda: f"the average after {self.updates} updates")
+        self.follow()
         fulls = engine.full_tensors.of_buckets((bucket, self.shard(bucket)) for bucket in engine.updater.buckets)
         for bucket, full in zip(engine.updater.buckets, fulls, strict=True):
             averages |= {plain_name(managed.name): managed.slice_of(full).clone() for managed in bucket.params}
@@ -145,10 +177,11 @@ class EMA:
         """
         engine = self._engine
         given = state_dict["averages"]
-        params = {plain_name(managed.name): (bucket, managed) for bucket in engine.updater.buckets for managed in bucket.params}
+        self.follow()
+        params = {plain_name(m.name): m.param for bucket in engine.updater.buckets for m in bucket.params}
 
         def check() -> str:
-            shapes = {name: tuple(managed.param.shape) for name, (_, managed) in params.items()}
+            shapes = {name: tuple(param.shape) for name, param in params.items()}
             found = {name: tuple(value.shape) for name, value in given.items()}
             for name in [*shapes, *found]:
                 if shapes.get(name) != found.get(name):
@@ -159,9 +192,5 @@ class EMA:
             return f"the average after {state_dict['updates']} updates"
 
         engine.together("EMA.load_state_dict", check)
-        for name, (bucket, managed) in params.items():
-            flat = given[name].reshape(-1)
-            for piece in bucket.pieces_of(managed):
-                part = flat[piece.param_start : piece.param_start + piece.numel]
-                self.shard(bucket)[piece.start : piece.start + piece.numel].copy_(part)
+        self._set({param: given[name] for name, param in params.items()})
         self.updates = int(state_dict["updates"])

@@ -26,7 +26,7 @@ Every public name, with its docstring. Made by `python -m tools.make_reference`;
 GROUPS = {
     "Optimizers": ("FusedAdam", "CPUAdam", "clip_grad_norm_"),
     "Sharding": ("shard", "LossScale", "full_params", "full_grad", "full_state", "no_sync", "memory_report", "MemoryReport"),
-    "Training loops": ("EMA", "join", "register_forward_method"),
+    "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
     "Activations": ("checkpoint_wrapper", "apply_activation_checkpointing", "chunked_cross_entropy"),
     "Pipelines": ("shard_pipeline",),
     "Long sequences": ("SequenceParallelLoader", "split_sequences", "ulysses_attention"),

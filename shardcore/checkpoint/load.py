@@ -103,6 +103,8 @@ def load(
     engine = engine_behind("load", model)
     check_pair("load", engine, optimizer)
     check_pair("load", engine, ema, "ema")
+    if ema is not None:
+        ema.follow()
     finish_saving(engine)
     wanted = Wanted(strict, optimizer is not None, scheduler, stateful or {}, ema)
     source = open_together(engine, Path(directory), tag)

@@ -98,6 +98,8 @@ def save(
     engine = engine_behind("save", model)
     check_pair("save", engine, optimizer)
     check_pair("save", engine, ema, "ema")
+    if ema is not None:
+        ema.follow()
     return write_checkpoint(engine, Path(directory), tag, content, save_latest, keep_last, wait)
 
 
@@ -113,6 +115,7 @@ class Averages(Protocol):
 
     updates: int
 
+    def follow(self) -> None: ...
     def shard(self, bucket: Bucket) -> torch.Tensor: ...
 
 

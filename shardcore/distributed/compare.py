@@ -17,6 +17,8 @@ READS = (
     "save",
     "load",
     "detach",
+    "add_param_group",
+    "unfreeze",
     "EMA.swap",
     "EMA.state_dict",
     "EMA.load_state_dict",

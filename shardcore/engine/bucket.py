@@ -414,6 +414,10 @@ class Bucket:
             views = self._views[key] = slots, [full[start:end] for start, end in self._gaps]
         return views
 
+    def forget_all_views(self) -> None:
+        """Forget the views of all buffers."""
+        self._views.clear()
+
     def forget_views(self, memory: torch.Tensor) -> None:
         """Forget the views of a buffer that is given up."""
         for key in [key for key in self._views if key[0] == memory.data_ptr()]:

@@ -397,7 +397,7 @@ class Builder:
         if broadcast:
             self.comm.broadcast(values)
         with together(self.comm, doing):
-            self._keep(bucket, real, values, store)
+            self.keep(bucket, real, values, store)
 
     def _values_of(self, bucket: Bucket, real: Sequence[Managed]) -> torch.Tensor:
         exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
@@ -406,7 +406,8 @@ class Builder:
             managed.slice_of(values).copy_(managed.param.data)
         return values
 
-    def _keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:
+    def keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:
+        """Let the bucket have these values (layout.numel,) of its weights, and the parameters `real` be in it."""
         resident = self.lifetimes.full_weight_resident
         target, source = (bucket.weight, values) if resident else (bucket.owned_weight, bucket.owned_slice(values))
         if bucket.dtype != values.dtype:

@@ -91,6 +91,12 @@ class HostStates:
     def _zeros(self, bucket: Bucket) -> Kept:
         return bucket.state_format.new(bucket.host_numel, self._allocate)
 
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        for bucket in gone:
+            del self._states[bucket]
+        self._states |= {bucket: self._zeros(bucket) for bucket in made}
+
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, int]]:
         """Yield (key, bytes) of each tensor that keeps a bucket's states."""
         return ((key, flat.nbytes) for key, flat in self._states[bucket].items())
@@ -232,6 +238,12 @@ class CpuStore:
         assert isinstance(self._states, HostStates)
         self._parts.clear()
         return self._states.shrink(bucket)
+
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        assert isinstance(self._states, HostStates)
+        self._parts.clear()
+        self._states.replace(gone, made)
 
     def steps(
         self,

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,73 +18,23 @@ import torch
 from torch import nn
 
 from shardcore.distributed.clock import scope
-from shardcore.distributed.comm import Comm
-from shardcore.engine.bucket import Bucket, Managed, ReducePolicy, note_written
-from shardcore.engine.build import Builder, Membership
-from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.bucket import Bucket, Managed, note_written
+from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
 from shardcore.engine.full_tensors import FullTensors, agree_on_read
 from shardcore.engine.host_gradients import GradOffload
-from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.optimizer_state import OptimizerStateIO
-from shardcore.engine.overlap_step import OverlapStep, WorkerThreads, uses_worker
+from shardcore.engine.overlap_step import OverlapStep, uses_worker
+from shardcore.engine.plan import Plan
 from shardcore.engine.reducer import Reducer
 from shardcore.engine.split_store import RatioTuner, SplitStore
-from shardcore.engine.state_store import StateStore, StepError
+from shardcore.engine.state_store import StepError
 from shardcore.engine.step import OwnGrads, Updater
-from shardcore.engine.units import Unit, tensors_in
+from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
-from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import EngineRef, engine_of
 from shardcore.optim.state import step_tensor
 from shardcore.optim.step import DeviceScale, DeviceState, capturing
-
-
-@dataclass
-class Plan:
-    """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
-
-    builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
-    reduced and losses scaled. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the device
-    (None: what fits). options: shard's, equal on all ranks, as are others of its names here. host: what offload keeps in host
-    memory, if anything; store: what the step works on. threads: of the workers.
-    """
-
-    model: nn.Module
-    optimizer: ShardableOptimizer
-    comm: Comm
-    builder: Builder
-    units: Sequence[Unit]
-    buckets: Sequence[Bucket]
-    policy: ReducePolicy
-    scaler: LossScaler
-    max_norm: float | None
-    overlap_step: bool
-    reshard_after_forward: bool | int
-    prefetch: int
-    offloads_gradients: bool
-    gradients_in_flight: int
-    chooses_ratio: bool
-    device_memory_limit: int | None
-    options: Mapping[str, Any]
-    host: CpuStore | SplitStore | None = None
-    store: StateStore = field(init=False)
-    threads: WorkerThreads = field(init=False)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.builder.device
-
-    @property
-    def updated(self) -> list[Bucket]:
-        """The buckets that the optimizer updates."""
-        return [bucket for bucket in self.buckets if bucket.group is not None]
-
-    @property
-    def frozen(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that do not train, with their names."""
-        return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]
 
 
 class BackgroundSave(Protocol):
@@ -116,6 +65,7 @@ class Engine:
     def __init__(self, plan: Plan) -> None:
         """Take over the model of `plan`, whose weights are in place."""
         self.comm, self.device, self.lifetimes = plan.comm, plan.device, plan.builder.lifetimes
+        self.plan = plan.without_owners()
         self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
         self.scaler, self.max_norm, self.options = plan.scaler, plan.max_norm, plan.options
         self._model, self._optimizer = weakref.ref(plan.model), weakref.ref(plan.optimizer)  # both keep the engine
@@ -476,7 +426,7 @@ class Engine:
         for name, param in self.unmanaged:
             if param.grad is not None:
                 raise ValueError(
-                    f"step: {name} has a gradient but was frozen when shard() was called; expected requires_grad as it was then"
+                    f"step: {name} has a gradient but was frozen when shard() was called; expected shardcore.unfreeze(module)"
                 )
         optimizer = self._optimizer()
         if self.grads_in_shards and getattr(optimizer, "found_inf", None) is not None:

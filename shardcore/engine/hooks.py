@@ -40,14 +40,22 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
         for index, unit in enumerate(engine.overlap_step.units):  # before the user's own hooks, which may read weights, too
             model.get_submodule(unit.name).register_forward_pre_hook(_BeforeWeights(engine, index), prepend=True)
     model.register_forward_hook(_AfterForward(engine))
-    for name, module in model.named_modules():
-        if any(param in engine.managed for param in module.parameters()):
-            module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
-            module.register_state_dict_post_hook(_AfterStateDict(engine, name))
+    attach_state_dicts(model, engine)
+    for module in model.modules():
         if any(param is not None for param in module._parameters.values()):
             load = _LoadHooks(engine)
-            module.register_load_state_dict_pre_hook(load.before)
-            module.register_load_state_dict_post_hook(load.after)
+            module.register_load_state_dict_pre_hook(load.before)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(load.after)  # type: ignore[no-untyped-call]
+
+
+def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
+    """Install the hooks of state dicts where the engine has parameters, unless they are there."""
+    for name, module in model.named_modules():
+        hooks = [hook for hook in module._state_dict_pre_hooks.values() if isinstance(hook, _BeforeStateDict)]
+        there = any(hook.engine is engine for hook in hooks)
+        if not there and any(param in engine.managed for param in module.parameters()):
+            module.register_state_dict_pre_hook(_BeforeStateDict(engine, name))
+            module.register_state_dict_post_hook(_AfterStateDict(engine, name))
 
 
 @torch.no_grad()

@@ -92,6 +92,9 @@ class StateStore(Protocol):
     def watch(self, before_change: BeforeChange | None) -> None:
         """Let it be called before states in host memory change, by the thread that changes them; None: nothing any more."""
 
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """Free the states of some buckets, and keep zero states of others. Not for files, nor where they are split."""
+
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
@@ -130,8 +133,8 @@ class DeviceStore:
         """Allocate zero states for `buckets` on the device."""
         self._steppers = {bucket: _C.AdamStepper() for bucket in buckets}
         self._lists: dict[Bucket, _Lists] = {}  # of the last step, by the bucket of the first span
-        make = partial(allocate, device=device)
-        self._states = {bucket: bucket.state_format.new(bucket.device_numel, make) for bucket in buckets}
+        self._make = partial(allocate, device=device)
+        self._states = {bucket: bucket.state_format.new(bucket.device_numel, self._make) for bucket in buckets}
 
     def read(self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None) -> torch.Tensor:
         """See StateStore."""
@@ -150,6 +153,15 @@ class DeviceStore:
 
     def watch(self, before_change: BeforeChange | None) -> None:
         """See StateStore: there are none in host memory."""
+
+    def replace(self, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        self._lists.clear()
+        for bucket in gone:
+            del self._steppers[bucket], self._states[bucket]
+        for bucket in made:
+            self._steppers[bucket] = _C.AdamStepper()
+            self._states[bucket] = bucket.state_format.new(bucket.device_numel, self._make)
 
     def load(self, bucket: Bucket, kept: Kept) -> None:
         """Overwrite all states of a bucket with those that another store kept."""

@@ -125,16 +125,11 @@ class AdamOptimizer(ShardableOptimizer):
         """See ShardableOptimizer."""
         self._repeat = None
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group: {"params": ..., options that differ from the constructor's}.
-
-        Raises ValueError or TypeError for options and parameters that no step can use, and once the optimizer is sharded.
-        """
-        self._refuse_new_group()
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         where = f"param_groups[{len(self.param_groups)}]."
         if isinstance(param_group, dict):
             adopt_torch_group(self._op, where, param_group)
-        super().add_param_group(param_group)
+        super()._add_group(param_group)
         try:
             check_new_params(self._op, self.param_groups, self._device_type)
             check_group(self._op, param_group, where)

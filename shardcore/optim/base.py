@@ -13,7 +13,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardcore._native import _C
-from shardcore.optim.interface import Gradients, ShardedEngine
+from shardcore.optim.interface import Gradients, ShardedEngine, engine_of
 from shardcore.optim.state_format import StateFormat
 from shardcore.optim.step import DeviceState
 
@@ -89,6 +89,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
     kind: Kind
     # No default: Lightning's Fabric wraps an optimizer in a subclass that looks up what it lacks.
     _engine: ShardedEngine | None
+    _regroup: Callable[[Any, Any, Exception | None], None]  # after shard: lays out states for new groups (engine/regroup.py)
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
     profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
@@ -122,11 +123,39 @@ class ShardableOptimizer(torch.optim.Optimizer):
             self.forget()
         super().__setattr__(name, value)
 
-    def _refuse_new_group(self) -> None:
-        if self._engine is not None:
-            raise ValueError(
-                f"{self._op}: add_param_group was called after shard; expected all groups before it (shards are laid out once)"
-            )
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group: {"params": ..., options that differ from the constructor's}.
+
+        After `shard` it is collective and takes parameters of the model that are in no group, such as those that were frozen
+        then; they get masters and states (see shardcore.unfreeze, of which it has the errors, too).
+
+        Raises ValueError or TypeError for options and parameters that no step can use.
+        """
+        if self._engine is None:
+            self._add_group(param_group)
+            return
+        problem: Exception | None = None
+        self.synchronize()
+        before = len(self.param_groups)
+        try:
+            self._add_group(param_group)
+            if strange := [p for p in param_group["params"] if engine_of(p) is not self._engine]:
+                raise ValueError(
+                    f"{self._op}: add_param_group was called after shard with {len(strange)} parameters that are not the "
+                    "model's; expected parameters that it had in shard"
+                )
+        except (TypeError, ValueError) as error:
+            problem = error
+        try:
+            self._regroup(self._engine, self, problem)
+        except Exception:
+            del self.param_groups[before:]
+            raise
+        finally:
+            problem = None  # else a cycle
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
 
     @property
     def skipped_steps(self) -> int:

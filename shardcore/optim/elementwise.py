@@ -253,11 +253,6 @@ class Elementwise(ShardableOptimizer):
     def _op(self) -> str:
         return self.kind.name
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError: shards are laid out once."""
-        self._refuse_new_group()
-        super().add_param_group(param_group)
-
     def step(
         self,
         closure: Callable[[], float] | None = None,

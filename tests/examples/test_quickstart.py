@@ -27,6 +27,7 @@ SCRIPTS = {
     "ddp_to_shardcore.py": ([], TORCHRUN, []),
     "zero.py": (["--stage", "3", "--precision", "bf16"], TORCHRUN, []),
     "long_sequences.py": ([], TORCHRUN, []),
+    "unfreeze.py": ([], TORCHRUN, []),
     "ema.py": ([], TORCHRUN, []),
     "pipeline.py": ([], TORCHRUN, []),
     "sequence_parallel.py": ([], TORCHRUN, ["transformers"]),

@@ -57,8 +57,6 @@ def test_engine_takes_over(make):
     names = [call[0] for call in engine.calls]
     assert names == ["step", "zero_grad", "state_dict", "load_state_dict"]
     assert engine.calls[0][1:] == (None, None, 0.5, 3.0, [])
-    with pytest.raises(ValueError, match="add_param_group"):
-        optimizer.add_param_group({"params": params_of(2)})
     with pytest.raises(TypeError, match="sharded"):
         copy.deepcopy(optimizer)
 

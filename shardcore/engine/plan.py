@@ -1,0 +1,75 @@
+"""What `shard` has found out of a model, and the engine is made from."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.distributed.comm import Comm
+from shardcore.engine.bucket import Bucket, ReducePolicy
+from shardcore.engine.build import Builder
+from shardcore.engine.cpu_store import CpuStore
+from shardcore.engine.loss_scale import LossScaler
+from shardcore.engine.overlap_step import WorkerThreads
+from shardcore.engine.split_store import SplitStore
+from shardcore.engine.state_store import StateStore
+from shardcore.engine.units import Unit
+from shardcore.optim import ShardableOptimizer
+
+
+@dataclass
+class Plan:
+    """How one model is sharded: what `shard` has checked on every rank, and the memory that it has taken for it.
+
+    builder: knows device, lifetimes and dtypes. units, buckets: empty until they are filled. policy, scaler: how gradients are
+    reduced and losses scaled. chooses_ratio: after a few steps, with at most device_memory_limit bytes of states on the device
+    (None: what fits). members: the names of the parameters of each unit. options: shard's, equal on all ranks, as are others
+    of its names here. host: what offload keeps in host memory, if anything; store: what the step works on. threads: of the
+    workers.
+    """
+
+    model: nn.Module
+    optimizer: ShardableOptimizer
+    comm: Comm
+    builder: Builder
+    units: Sequence[Unit]
+    buckets: Sequence[Bucket]
+    policy: ReducePolicy
+    scaler: LossScaler
+    max_norm: float | None
+    overlap_step: bool
+    reshard_after_forward: bool | int
+    prefetch: int
+    offloads_gradients: bool
+    gradients_in_flight: int
+    chooses_ratio: bool
+    device_memory_limit: int | None
+    options: Mapping[str, Any]
+    members: Mapping[str, Sequence[str]]
+    host: CpuStore | SplitStore | None = None
+    store: StateStore = field(init=False)
+    threads: WorkerThreads = field(init=False)
+
+    def without_owners(self) -> Any:
+        """Return a copy that does not keep model and optimizer, which keep the engine."""
+        other: Any = copy.copy(self)
+        other.model = other.optimizer = None
+        return other
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.builder.device
+
+    @property
+    def updated(self) -> list[Bucket]:
+        """The buckets that the optimizer updates."""
+        return [bucket for bucket in self.buckets if bucket.group is not None]
+
+    @property
+    def frozen(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that do not train, with their names."""
+        return [(name, param) for name, param in self.model.named_parameters() if not self.builder.updates(param)]

@@ -1,0 +1,156 @@
+"""Parameters that begin to train after `shard`: the buckets of their units are laid out anew, with the states that there are.
+
+The engine is then set up again over the buckets, old and new: it stays the same object, which hooks and optimizer refer to.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardcore.engine.bucket import Bucket, allocate
+from shardcore.engine.build import together
+from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.hooks import attach_state_dicts
+from shardcore.engine.optimizer_state import ShardedStates
+from shardcore.engine.split_store import split
+from shardcore.engine.units import Unit, UnitSpec
+from shardcore.optim.options import PARAM_DTYPES, json_value
+
+
+def unfreeze(module: nn.Module) -> None:
+    """Let all parameters of a sharded model, or of a module of it, train from now on. Collective.
+
+    Sets requires_grad and lays out gradients, masters and states for them. Each has to be in a group of the optimizer: from
+    the start, or by `optimizer.add_param_group`, which does the same for parameters that require gradients already. Call it
+    between zero_grad() and the next backward; units without changes stay as they are, others keep their states bit for bit.
+
+    Raises ValueError or NotImplementedError, on every rank and with nothing changed, for parameters in no group, where
+    gradients wait for a step, and for states that are in files, or split by a ratio.
+    """
+    engine = engine_behind("unfreeze", next((p for p in module.parameters()), module))
+    optimizer: Any = engine._optimizer()
+    frozen = [param for param in module.parameters() if not param.requires_grad]
+    problem: Exception | None = None
+    grouped = set() if optimizer is None else {param for group in optimizer.param_groups for param in group["params"]}
+    if not grouped.issuperset(module.parameters()):
+        problem = ValueError("unfreeze: the optimizer has not all of these parameters; expected add_param_group before")
+    for param in frozen:
+        param.requires_grad_(True)
+    try:
+        regroup(engine, optimizer, problem, "unfreeze")
+    except Exception:
+        for param in frozen:
+            param.requires_grad_(False)
+        raise
+
+
+@torch.no_grad()
+def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str = "add_param_group") -> None:
+    """Bring the buckets in line with what requires gradients and is in which group. Collective.
+
+    problem: why this rank refuses.
+    """
+    model, plan = engine.model, engine.plan
+    param_of = {m.name: m.param for m in (*engine.managed.values(), *engine.constant.values())}
+    specs = [UnitSpec(unit, model, [(name, param_of[name]) for name in names]) for unit, names in plan.members.items()]
+    asleep = [param for param, bucket in engine.bucket_of.items() if bucket.trainable and not param.requires_grad]
+    planned: list[Bucket] = []
+
+    def check() -> str:
+        if problem is not None:
+            raise problem
+        tiers = engine.options["offload"]
+        if tiers.path is not None or tiers.auto or tiers.ratio < 1.0:
+            raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")
+        if engine.reducer.backwards or any(bucket.reduced for bucket in engine.reducer.buckets):
+            raise ValueError(f"{op}: gradients wait for a step or zero_grad(); expected it between zero_grad() and a backward")
+        if engine.unsharder is not None and any(unit.held for unit in engine.unsharder.units):
+            raise ValueError(f"{op}: called inside full_params; expected it after the block")
+        if plan.host is not None and not engine.updater.buckets:
+            raise NotImplementedError(
+                f"{op}: nothing trained when shard() was called with offload; expected at least one parameter"
+            )
+        engine._membership.check(op)
+        if engine.saving is not None:
+            engine.saving.wait()
+        engine.updater.accept_weight_edits()
+        planned.extend(plan.builder.plan(model, specs, optimizer))
+        trained = [f"{b.unit} {b.dtype} {b.group} {[m.name for m in b.params]}" for b in planned if b.trainable]
+        name_of = {param: name for name, param in param_of.items()}
+        groups = [
+            {key: [name_of[p] for p in value] if key == "params" else json_value(value) for key, value in group.items()}
+            for group in optimizer.param_groups
+        ]
+        return f"the buckets {trained} with {groups}"
+
+    for param in asleep:  # frozen for now: they keep their states
+        param.requires_grad_(True)
+    try:
+        engine.together(op, check)
+        if engine.unsharder is not None:
+            engine.unsharder.reshard_all()
+        there = {_key(bucket): bucket for bucket in engine.buckets}
+        buckets = [there.get(_key(bucket), bucket) for bucket in planned]
+        with together(engine.comm, f"{op}: laying out parameters anew"):
+            units = []
+            for unit in plan.units:
+                of_unit = [bucket for bucket in buckets if bucket.unit == unit.name]
+                gone = [bucket for bucket in engine.buckets if bucket.unit == unit.name and bucket not in of_unit]
+                _move(engine, gone, [bucket for bucket in of_unit if bucket not in engine.buckets])
+                units.append(Unit(unit.name, of_unit, unit.stays))
+            for bucket in buckets:  # its buffers belong to the pools of the old reducer
+                bucket.grad, bucket.wire, bucket.reduced = None, None, False
+                bucket.resident.clear()
+                bucket.forget_all_views()
+            plan = copy.copy(plan)
+            plan.model, plan.optimizer, plan.units, plan.buckets = model, optimizer, units, buckets
+            kept = engine.hooks, engine.save_staging, engine.saving
+            Engine.__init__(engine, plan)
+            engine.hooks, engine.save_staging, engine.saving = kept
+            attach_state_dicts(model, engine)
+            engine.go_on_from(engine.scaler.state())
+            optimizer.__dict__["state"] = ShardedStates(engine.updater.buckets, engine.settle, optimizer.state.others)
+    finally:
+        for param in asleep:
+            param.requires_grad_(False)
+
+
+def _key(bucket: Bucket) -> tuple[Any, ...]:
+    return bucket.unit, bucket.dtype, bucket.group, bucket.trainable, *(managed.param for managed in bucket.params)
+
+
+def _move(engine: Engine, gone: Sequence[Bucket], made: Sequence[Bucket]) -> None:
+    """Move weights and states of a unit from buckets that are given up to new ones. Collective; all of them are gathered."""
+    store, plan = engine.store, engine.plan
+    values: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+    before = {managed.param: managed for bucket in gone for managed in bucket.params}
+    for bucket in gone:
+        keys = [key for key in bucket.state_format.keys if key != "master"] if bucket.group is not None else []
+        parts = [(bucket, engine.master_or_weight(bucket)), *((bucket, store.read(bucket, key)) for key in keys)]
+        for key, full in zip(["weight", *keys], engine.full_tensors.of_buckets(parts), strict=True):
+            for managed in bucket.params:
+                values.setdefault(managed.param, {})[key] = managed.slice_of(full).clone()
+    if plan.host is not None:
+        split([bucket for bucket in made if bucket.group is not None], 1.0)
+    store.replace([b for b in gone if b.group is not None], [b for b in made if b.group is not None])
+    for bucket in made:
+        tier = plan.host.copies if plan.host is not None and engine.options["offload"].params is not None else None
+        plan.builder.allocate(bucket, tier)
+        dtype = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
+        weights = allocate(bucket.layout.numel, dtype, engine.device)
+        for managed in bucket.params:
+            found = values[managed.param]["weight"] if managed.param in values else managed.param.detach()
+            managed.slice_of(weights).copy_(found)
+        plan.builder.keep(bucket, bucket.params, weights, store)
+        for managed in bucket.params:
+            if managed.param in before:
+                old = before[managed.param]
+                managed.step, managed.tried, managed.cohort = old.step, old.tried, old.cohort
+            for key in bucket.state_format.keys if bucket.group is not None else ():
+                if key in values.get(managed.param, {}):
+                    flat = values[managed.param][key].reshape(-1)
+                    for piece in bucket.pieces_of(managed):
+                        store.write(bucket, key, piece.start, flat[piece.param_start : piece.param_start + piece.numel])
