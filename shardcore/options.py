@@ -335,6 +335,9 @@ class NoOptimizer:
         self.param_groups: list[dict[str, Any]] = []
         self.state: Any = {}
 
+    def forget(self) -> None:
+        """See ShardableOptimizer: there is nothing to forget."""
+
 
 def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bool = False) -> ShardableOptimizer:
     """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an Elementwise for others."""
