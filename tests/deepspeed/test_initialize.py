@@ -164,7 +164,7 @@ def test_refused_optimizers() -> None:
     _refused(ValueError, "there is no optimizer", plain, model=model, model_parameters=model.parameters())
     _refused(TypeError, r"optimizer\(\.\.\.\) returned a list", plain, optimizer=list)
     _refused(TypeError, "optimizer has type str", plain, optimizer="AdamW")
-    _refused(TypeError, "optimizer is a SGD", plain, optimizer=torch.optim.SGD)
+    _refused(TypeError, "optimizer is a NAdam", plain, optimizer=torch.optim.NAdam)
     for wrong in (model.gain, 5, model, "head", set(model.parameters()), dict(model.named_parameters()), model.parameters):
         kind = type(wrong).__name__
         _refused(TypeError, f"model_parameters has type {kind}; expected a list", model=model, model_parameters=wrong)

@@ -334,7 +334,7 @@ def test_predict_changes_nothing_and_refuses_what_shard_refuses() -> None:
         ({"ranks_per_node": 3}, ValueError, "ranks_per_node is 3; expected a divisor of the 2 ranks"),
         ({"units": "none"}, ValueError, 'units is "none"'),
         ({"optimizer": shardcore.FusedAdam(Net().parameters())}, ValueError, "not the model's"),
-        ({"optimizer": torch.optim.SGD(model.parameters())}, TypeError, "optimizer is a SGD; expected shardcore.FusedAdam"),
+        ({"optimizer": torch.optim.NAdam(model.parameters())}, TypeError, "optimizer is a NAdam; expected shardcore.FusedAdam"),
     ):
         with pytest.raises(error, match=message):
             predict(model, **{"world_size": 2, **options})

@@ -270,7 +270,7 @@ def _refuses(rank: int, world_size: int, folder: str) -> dict[str, str]:
     two = module_of(configure_optimizers=lambda self: [adamw(self.parameters()), adamw(self.parameters())])
     two.automatic_optimization = False
     found["two"] = error_of(lambda: fit(rank, world_size, "shardcore", two))
-    sgd = module_of(configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1))
+    sgd = module_of(configure_optimizers=lambda self: torch.optim.NAdam(self.parameters()))
     found["sgd"] = error_of(lambda: fit(rank, world_size, "shardcore", sgd))
     module = module_of()
     module.save_hyperparameters({"config": Made})
@@ -291,7 +291,7 @@ def test_errors_name_what_to_do(tmp_path):
     for found in run_ranks(2, _refuses, str(tmp_path)):
         assert found["value"].startswith('ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"')
         assert "configure_optimizers returned 2 optimizers; expected one" in found["two"]
-        assert "optimizer is a SGD; expected shardcore.FusedAdam" in found["sgd"]
+        assert "optimizer is a NAdam; expected shardcore.FusedAdam" in found["sgd"]
         assert "hparams['config'] has type type; expected plain data" in found["hparams"]
         assert "save_hyperparameters(ignore=[...])" in found["hparams"]
         assert "was not saved by Lightning's Trainer" in found["plain"]
