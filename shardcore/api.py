@@ -37,6 +37,7 @@ from shardcore.engine.optimizer_state import ShardedStates
 from shardcore.engine.overlap_step import WorkerThreads
 from shardcore.engine.plan import Plan
 from shardcore.engine.regroup import regroup
+from shardcore.engine.slices import refuse_slices, slice_mesh
 from shardcore.engine.split_store import SplitStore, split
 from shardcore.engine.state_store import DeviceStore
 from shardcore.engine.units import UnitPolicy, plan_units
@@ -169,7 +170,8 @@ def shard(
     The guide (docs/guide.md) has an example and says more of each option.
 
     Args:
-        model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay.
+        model: Changed in place, and moved to the rank's device; its class, parameter names and Parameter objects stay. It may
+            be tensor-parallel (parallelize_module), on a mesh of one dimension beside process_group (docs/tensor_parallel.md).
         optimizer: FusedAdam or CPUAdam (returned), torch's Adam or AdamW (replaced by a FusedAdam that shares its
             param_groups), Lion, Muon, another elementwise optimizer of torch.optim, or one of a class with `elementwise =
             True` (replaced by one that runs its steps on shards). States that it has are carried into the shards. None for a
@@ -305,7 +307,9 @@ def _plan(
     gpus = _gpus_of(model)
     if not gpus:
         use_own_gpu()
-    comm, problem = join(process_group, model_parallel_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
+    mesh, unfit = _slices_of(model)
+    comm, problem = join(process_group, mesh, model_parallel_group, ranks_per_node, gpus.pop() if len(gpus) == 1 else None)
+    problem = problem or unfit
     if comm.group is not None and comm.world_size == 1 < dist.get_world_size() and not comm.across:
         logger.warning(
             "shard: process_group has this rank (%d) alone, of %d: nothing is sharded, and its gradients are averaged with no "
@@ -326,12 +330,17 @@ def _plan(
     every = comm.gather_json(figures)
     try:
         options.check(len(comm.shard_ranks), comm.backend_sums)
+        if options.tiers.path is not None:
+            refuse_slices("shard: offload to files", bool(comm.slices), '{"optimizer": "cpu"}')
+        if options.materialize is not None:
+            refuse_slices("shard: materialize", bool(comm.slices), "a model with weights")
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(given, NoOptimizer)
         adam = accept_optimizer(given, options.offload, options.overlap_step) if trains else given
         build.check_ownership(model, given)
         device = _rank_device(comm, model, adam, options.offload)
         if options.chooses_offload:
+            refuse_slices('shard: offload="auto"', bool(comm.slices), "an offload of your choice")
             options = replace(options, offload=_choose(comm, model, adam, options, every))
         specs = plan_units(model, options.units)
         kept = build.kept_params(model, options.keep_fp32)
@@ -604,6 +613,14 @@ def _casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
         if dtype in dtypes or len(dtypes) == 1:
             found[name] = dtype if dtype in dtypes else dtypes.pop()
     return found
+
+
+def _slices_of(model: nn.Module) -> tuple[DeviceMesh | None, Exception | None]:
+    """Return the mesh over which parameters are sliced, and what is wrong with it, if anything."""
+    try:
+        return slice_mesh(model) if isinstance(model, nn.Module) else None, None
+    except ValueError as error:
+        return None, error
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:

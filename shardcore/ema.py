@@ -12,6 +12,7 @@ from shardcore.checkpoint.sharded import read_weights
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, note_written
 from shardcore.engine.engine import engine_behind
+from shardcore.engine.slices import refuse_slices
 
 
 class EMA:
@@ -31,6 +32,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999, *, offload: bool | None = None) -> None:
         """See the class."""
         self._engine = engine_behind("EMA", model)
+        refuse_slices("EMA", bool(self._engine.comm.slices), "torch.optim.swa_utils on model.state_dict()")
         if not self._engine.updater.buckets:
             raise ValueError("EMA: no optimizer updates this model; expected one that shard() was given an optimizer for")
         self._offload, self._averages = offload, dict[Bucket, torch.Tensor]()

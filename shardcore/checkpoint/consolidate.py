@@ -26,6 +26,7 @@ from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameter
 from shardcore.checkpoint.source import Source
 from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.slices import refuse_slices
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -64,6 +65,7 @@ def consolidate(
         raise ValueError(f"consolidate: output has {output!r}; expected a directory, or the name of a .safetensors file")
     if isinstance(source, nn.Module):
         engine = engine_behind("consolidate", source)
+        refuse_slices("consolidate", bool(engine.comm.slices), "model.state_dict(), whose tensors are full")
         return write_model(engine, Path(output), of_engine(engine, dtype), max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")

@@ -37,6 +37,7 @@ from shardcore.checkpoint.torch_files import source_of, tree_of
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.slices import refuse_slices
 from shardcore.optim.state_dict import warn_of_lost
 
 logger = logging.getLogger("shardcore")
@@ -101,6 +102,11 @@ def load(
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
+    refuse_slices(
+        "load",
+        bool(engine.comm.slices),
+        "torch.distributed.checkpoint with sharded_state_dict, or state_dict(), whose tensors are full",
+    )
     check_pair("load", engine, optimizer)
     check_pair("load", engine, ema, "ema")
     if ema is not None:

@@ -30,6 +30,7 @@ from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.slices import refuse_slices
 from shardcore.layout import BLOCK
 from shardcore.optim.state_format import SCALES
 
@@ -96,6 +97,11 @@ def save(
         ema=ema,
     )
     engine = engine_behind("save", model)
+    refuse_slices(
+        "save",
+        bool(engine.comm.slices),
+        "torch.distributed.checkpoint with sharded_state_dict, or state_dict(), whose tensors are full",
+    )
     check_pair("save", engine, optimizer)
     check_pair("save", engine, ema, "ema")
     if ema is not None:

@@ -22,6 +22,7 @@ from torch import nn
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine
+from shardcore.engine.slices import Slice
 from shardcore.engine.state_store import set_owned
 from shardcore.optim.state import step_count, step_tensor
 from shardcore.optim.state_dict import warn_of_lost
@@ -46,14 +47,19 @@ class Shards(torch.Tensor):
     boxes: dict[torch.Size, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, ranges: list[tuple[int, torch.Tensor]]) -> "Shards":
-        """Describe a tensor of this shape, of which this rank has `ranges`."""
+    def __new__(
+        cls, shape: torch.Size, dtype: torch.dtype, ranges: list[tuple[int, torch.Tensor]], cut: Slice | None = None
+    ) -> "Shards":
+        """Describe a tensor of this shape, of which this rank has `ranges`, of the slice `cut` of it if that is given."""
+        inside = shape if cut is None or cut.dim is None else cut.cut(torch.empty(shape, device="meta")).shape
         made: Shards = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made.ranges, made.boxes = ranges, {}
         for start, values in ranges:
             cursor = 0
-            for offsets, sizes in boxes_of(tuple(shape), start, values.numel()):
-                made.boxes[torch.Size(offsets)] = values[cursor : cursor + prod(sizes)].view(sizes)
+            for offsets, sizes in boxes_of(tuple(inside), start, values.numel()):
+                made.boxes[torch.Size(offsets if cut is None else cut.offset(offsets))] = values[
+                    cursor : cursor + prod(sizes)
+                ].view(sizes)
                 cursor += prod(sizes)
         return made
 
@@ -152,7 +158,7 @@ def shards_of(bucket: Bucket, managed: Managed, read: ReadOwned) -> torch.Tensor
     """Copy this rank's ranges of a parameter."""
     ranges = [(piece.param_start, read(piece.start, piece.numel).clone()) for piece in bucket.pieces_of(managed)]
     shape, none = managed.param.shape, read(0, 0)
-    return Shards(shape, none.dtype, ranges) if managed.param.numel() else none.new_empty(shape)
+    return Shards(shape, none.dtype, ranges, managed.sliced) if managed.param.numel() else none.new_empty(shape)
 
 
 def read_weights(engine: Engine, bucket: Bucket) -> ReadOwned:

@@ -114,7 +114,8 @@ class Comm:
     """Ranks that train a model: `rank` of `world_size` on `group` (None in a world of one), and their `topology`.
 
     clock: times the parts of their steps. sent: the bytes that this rank has sent to others, by kind. across: over the ranks
-    that hold other parts of the same model (tensor-parallel shards, pipeline stages), one Comm for each dimension of these.
+    that hold other parts of the same model (tensor-parallel slices, pipeline stages), one Comm for each dimension of these;
+    slices: those of them over which parameters are sliced.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class Comm:
         self.device = (gpu or own_gpu()) if self.uses_nccl else torch.device("cpu")  # where data travels
         self.tags, self.clock, self.sent = Tags(), Clock(), Counter[Traffic]()
         self.across: Sequence[Comm] = ()
+        self.slices: Sequence[Comm] = ()
         self._slot = GroupSlot(None)
         self._stream: torch.cuda.Stream | None = None
         self._in_flight: list[Any] = []
@@ -469,13 +471,20 @@ class Comm:
             return rows
         return self._gather_small(row, kind or Traffic.READ, name, self._slot.host)
 
-    def of_parts(self, row: torch.Tensor, kind: Traffic | None = None, name: str = watchdog.AGREEMENT) -> torch.Tensor:
-        """Return the `row` of each part of the model (see `across`), stacked in rank order, on row's device; see gather_rows.
+    def of_parts(
+        self,
+        row: torch.Tensor,
+        kind: Traffic | None = None,
+        name: str = watchdog.AGREEMENT,
+        over: "Sequence[Comm] | None" = None,
+    ) -> torch.Tensor:
+        """Return the `row` of each part of the model, stacked in rank order, on row's device; see gather_rows.
 
-        Every rank of the model gets the same if the ranks of each part have the same row.
+        over: some dimensions of the parts, None for `across`. Every rank of the model gets the same if the ranks of each part
+        have the same row.
         """
         rows = row.unsqueeze(0)
-        for comm in self.across:
+        for comm in self.across if over is None else over:
             gather = comm.all_gather_cpu if row.device.type == "cpu" else comm.gather_rows
             rows = gather(rows, kind, name).flatten(0, 1)
         return rows

@@ -13,16 +13,20 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import first_difference
 from shardcore.distributed.groups import NotAMemberError
 
+SLICES = "the mesh of the DTensors"
+
 
 def join(
     group: dist.ProcessGroup | DeviceMesh | None,
+    slices: DeviceMesh | None,
     parts: dist.ProcessGroup | DeviceMesh | None,
     ranks_per_node: int | None,
     gpu: torch.device | None,
 ) -> tuple[Comm, Exception | None]:
     """Return Comm(group, ranks_per_node, gpu), and None; if that fails one over which the error can be sent, and the error.
 
-    parts: the model_parallel_group. A rank that a group does not contain raises at once: no other rank waits for it.
+    slices: the mesh over which parameters are sliced. parts: the model_parallel_group. A rank that a group does not contain
+    raises at once: no other rank waits for it.
     """
     problem: Exception | None = None
     for arguments in ((group, ranks_per_node, gpu), (group, None, gpu)):
@@ -35,9 +39,12 @@ def join(
             problem = problem or error
     else:
         comm = Comm()
-    if parts is not None:
+    for name, others in ((SLICES, slices), ("model_parallel_group", parts)):
         try:
-            comm.across = [_across(comm, parts, gpu)]
+            if others is not None:
+                comm.across = [*comm.across, _across([comm, *comm.across], name, others, gpu)]
+            if others is not None and name == SLICES:
+                comm.slices = comm.across
         except NotAMemberError:
             raise
         except Exception as error:
@@ -45,23 +52,30 @@ def join(
     return comm, problem
 
 
-def _across(comm: Comm, parts: dist.ProcessGroup | DeviceMesh, gpu: torch.device | None) -> Comm:
-    """Return a Comm over the ranks that hold the other parts of the model that `comm`'s ranks hold a part of."""
-    name = "model_parallel_group"
-    if isinstance(parts, DeviceMesh):
-        if parts.ndim != 1:
-            raise ValueError(f"shard: {name} is a mesh of {parts.ndim} dimensions; expected one of 1 (mesh[...]._flatten())")
-        parts = parts.get_group()
-    if not isinstance(parts, dist.ProcessGroup):
-        raise TypeError(f"shard: {name} is {parts!r}; expected a process group with this rank, or a DeviceMesh of 1 dimension")
-    assert comm.group is not None
-    both = set(dist.get_process_group_ranks(comm.group)) & set(dist.get_process_group_ranks(parts))
-    if both != {dist.get_rank()}:
-        raise ValueError(
-            f"shard: process_group and {name} have the ranks {sorted(both)} in common; expected this rank, {dist.get_rank()}, "
-            "alone: process_group has those with the same part of the model, the other group those with the other parts"
-        )
-    return Comm(parts, gpu=gpu)
+def _across(known: Sequence[Comm], name: str, others: dist.ProcessGroup | DeviceMesh, gpu: torch.device | None) -> Comm:
+    """Return a Comm over `others`, the ranks that hold other parts of the model than this one. known: what is joined so far."""
+    if isinstance(others, DeviceMesh):
+        if others.ndim != 1:
+            raise ValueError(f"shard: {name} is a mesh of {others.ndim} dimensions; expected one of 1 (mesh[...]._flatten())")
+        others = others.get_group()
+    if not isinstance(others, dist.ProcessGroup):
+        raise TypeError(f"shard: {name} is {others!r}; expected a process group with this rank, or a DeviceMesh of 1 dimension")
+    for comm in known:
+        assert comm.group is not None
+        both = set(dist.get_process_group_ranks(comm.group)) & set(dist.get_process_group_ranks(others))
+        if both != {dist.get_rank()} and name == SLICES:
+            raise ValueError(
+                f"shard: the model is already sharded (DTensor) over the ranks {sorted(both)}, which process_group has, too; "
+                "expected an ordinary model, or tensor-parallel slices over the ranks of another dimension of the mesh "
+                "(process_group=mesh['dp'] beside parallelize_module(model, mesh['tp'], plan))"
+            )
+        if both != {dist.get_rank()}:
+            raise ValueError(
+                f"shard: {'process_group' if comm is known[0] else SLICES} and {name} have the ranks {sorted(both)} in common; "
+                f"expected this rank, {dist.get_rank()}, alone: process_group has those with the same part of the model, the "
+                "other group those with the other parts"
+            )
+    return Comm(others, gpu=gpu)
 
 
 def agree_in_parts(comm: Comm, refusal: Exception | None) -> None:

@@ -5,7 +5,8 @@ A unit has one bucket for each (dtype, optimizer group). What a rank keeps of it
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.distributed.comm import as_bytes
+from shardcore.engine.slices import Slice, held_by, slice_of
 from shardcore.layout import FlatLayout, Piece
 from shardcore.optim.options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
@@ -144,6 +146,7 @@ class Managed:
     step: how many updates it has had. Where the device counts them (engine/device_step.py) that is as of the last read; tried:
         how many steps had its gradient, skipped ones included; cohort: see Note [Cohorts].
     storage, version: where its data lay, and its version counter (in-place edits move it), when the engine last knew its value.
+    sliced: how it is cut over tensor-parallel ranks, None if it is not.
     changes: in words, whether its weights were loaded or edited since the last step, not with which values; ranks compare it,
         and a load makes up for what was before it.
     """
@@ -162,35 +165,63 @@ class Managed:
     storage: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
+    sliced: Slice | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find how the parameter is sliced, and know its value as it is now."""
+        self.sliced = slice_of(self.name, self.param)
+        self.version = self.version_now
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What is managed: the parameter, or the plain tensor of this rank's slice of it."""
+        return self.param if self.sliced is None else held_by(self.param)
+
+    def cut(self, full: torch.Tensor) -> torch.Tensor:
+        """Return what this rank has of a tensor of the parameter's shape."""
+        return full if self.sliced is None else self.sliced.cut(full)
+
+    def full(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of the parameter's shape of which `local` is what this rank has. Collective over slices."""
+        return local if self.sliced is None else self.sliced.assemble(local)
+
+    def shown(self, local: torch.Tensor) -> torch.Tensor:
+        """Return `local` in the parameter's form."""
+        return local if self.sliced is None else self.sliced.wrap(local)
 
     def storage_now(self) -> tuple[int, int]:
         """Return the parameter's storage and offset: what changes when its `.data` is re-assigned, moved or cast."""
-        return self.param.untyped_storage()._cdata, int(self.param.storage_offset())
+        return self.local.untyped_storage()._cdata, int(self.local.storage_offset())
+
+    @property
+    def version_now(self) -> int:
+        """The count of edits in place, of a DTensor or of what it holds."""
+        return self.param._version if self.sliced is None else self.param._version + self.local._version
 
     @property
     def edited(self) -> bool:
         """Whether others than the engine wrote to the parameter since the engine did."""
-        return self.param._version != self.version
+        return self.version_now != self.version
 
     def note_load(self) -> None:
         """Note that all its weights were set."""
-        self.changes, self.version = ", loaded", self.param._version
+        self.changes, self.version = ", loaded", self.version_now
 
     def note_edit(self) -> None:
         """Note that its weights were edited."""
         self.changes = self.changes.removesuffix(", edited") + ", edited"
-        self.version = self.param._version
+        self.version = self.version_now
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """View this parameter's slot of a full buffer of the bucket in the parameter's shape."""
-        return flat[self.offset : self.offset + self.param.numel()].view(self.param.shape)
+        """View this parameter's slot of a full buffer of the bucket in the shape of what is managed."""
+        return flat[self.offset : self.offset + self.local.numel()].view(self.local.shape)
 
 
 def note_written(params: Sequence[Managed]) -> None:
     """Note that the engine wrote these weights, behind autograd: a graph that saved the old ones must not run backward."""
     torch.autograd.graph.increment_version([managed.param for managed in params])
     for managed in params:
-        managed.version = managed.param._version
+        managed.version = managed.version_now
 
 
 def closed_message(name: str, unit: str) -> str:
@@ -238,6 +269,7 @@ class Bucket:
     weight_tier: where that memory lies; tier: the only way to it where that is the host, or to `files`, else None.
     device_numel: how many elements of the owned range, its first ones, the device updates (engine/split_store.py); the CPU
         updates the other `host_numel`, whose states are in host memory.
+    counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`), the first of them has it.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful while `reduced`.
     host_grad: (host_numel,), where gradients are offloaded (engine/host_gradients.py); then `grad` has `device_numel`.
     arrival: the copy that brings `host_grad`; None once it is known to be there.
@@ -266,12 +298,12 @@ class Bucket:
         self._pieces_of: dict[Managed, list[Piece]] = {managed: [] for managed in params}
         for piece in self.pieces:
             self._pieces_of[params[piece.slot]].append(piece)
-        self._lent = [managed.param for managed in params], [managed.offset for managed in params]
         self._closed = [closed_message(managed.name, unit) for managed in params]
         self._gaps = tuple(layout.gaps())
         self._views: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []  # see collect
         self.trainable, self.state_format = trainable, state_format
+        self.repeated, self.counted = False, True
         self.weight = self.owned_weight = _NOWHERE
         self.reduces = reduces[0] - owned[0], reduces[1] - owned[0]
         self.device_numel = self.owned_numel
@@ -285,6 +317,10 @@ class Bucket:
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self.reduced = False
         self.sq_norm: torch.Tensor | None = None
+
+    @cached_property
+    def _lent(self) -> tuple[list[torch.Tensor], list[int]]:
+        return [managed.local for managed in self.params], [managed.offset for managed in self.params]
 
     @property
     def owned_numel(self) -> int:

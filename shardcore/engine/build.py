@@ -15,10 +15,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.engine.bucket import Bucket, Lifetimes, Managed, WeightFiles, allocate, closed_message
+from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.state_store import StateStore
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim.base import Kind, ShardableOptimizer
+from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import engine_of
 from shardcore.optim.options import PARAM_DTYPES, check_dtype, dtype_name, json_value
 from shardcore.optim.state_dict import export_state
@@ -130,7 +132,8 @@ def check_model(model: nn.Module, alone: bool) -> None:
             raise ValueError(f"shard: {name} is uninitialized; expected its shape to be known (run a forward first)")
         if param.is_inference():
             raise ValueError(f"shard: {name} was made in torch.inference_mode(); expected a parameter that autograd can use")
-        if is_traceable_wrapper_subclass(param.data) or hasattr(param, "_is_flat_param"):  # DTensor; FSDP1's flat parameter
+        other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
+        if other or hasattr(param, "_is_flat_param"):  # FSDP1's flat parameter
             raise ValueError(f"shard: {name} is already sharded ({type(param.data).__name__}); expected an ordinary parameter")
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
@@ -141,8 +144,12 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"shard: {name} has strides {param.stride()} for shape {tuple(param.shape)}; expected contiguous memory "
                 "(p.data = p.data.contiguous() first: it is cut into shards)"
             )
+        if is_dtensor(param) and param.is_meta:
+            refuse_slices("shard: materialize", True, f"a model with weights ({name} has none) before parallelize_module")
         if param.grad is not None:
             raise ValueError(f"shard: {name} already has a gradient; expected None (call optimizer.zero_grad() first)")
+    for name, buffer in model.named_buffers():
+        refuse_slices(f"shard: the buffer {name} as a DTensor", is_dtensor(buffer), "an ordinary tensor")
     _check_apart(model)
 
 
@@ -246,6 +253,7 @@ def check_states(optimizer: torch.optim.Optimizer, kind: Kind, builder: "Builder
         for number, param in enumerate(group["params"]):
             state = optimizer.state.get(param)
             if state and param.requires_grad:
+                refuse_slices("shard: the state that the optimizer has", is_dtensor(param), "one that has made no step")
                 state_format = kind.format_of(group, builder.dtype_of(param))
                 where = f"the optimizer's state of param_groups[{index}] params[{number}]"
                 kind.import_state("shard", where, export_state(state, param), param, state_format)
@@ -345,22 +353,26 @@ class Builder:
         order = {param: index for index, param in enumerate(model.parameters())}
         buckets = []
         for spec in specs:
-            members: dict[tuple[torch.dtype, int | None, bool], list[Managed]] = {}
+            members: dict[tuple[torch.dtype, int | None, bool, bool], list[Managed]] = {}
             for name, param in spec.params:
                 trainable = self.updates(param)
                 if trainable or not self.lifetimes.full_weight_resident:
                     group = groups.get(param) if trainable else None
-                    key = self.dtype_of(param), group, trainable
-                    members.setdefault(key, []).append(Managed(name, param, order[param], group))
-            for (dtype, group, trainable), params in members.items():
-                layout = plan_flat([managed.param.numel() for managed in params], self.comm.world_size)
+                    managed = Managed(name, param, order[param], group)
+                    repeated = bool(self.comm.slices) and (managed.sliced is None or managed.sliced.dim is None)
+                    members.setdefault((self.dtype_of(param), group, trainable, repeated), []).append(managed)
+            for (dtype, group, trainable, repeated), params in members.items():
+                layout = plan_flat([managed.local.numel() for managed in params], self.comm.world_size)
                 owned, reduces = self._owned(layout), layout.shard_range(self.comm.topology.piece_index(self.comm.rank))
                 state_format = NO_STATES
                 if group is not None:
                     options = optimizer.param_groups[group]
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
                     state_format = optimizer.kind.format_of(options, dtype)
-                buckets.append(Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format))
+                bucket = Bucket(spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format)
+                bucket.repeated = repeated
+                bucket.counted = not repeated or all(comm.rank == 0 for comm in self.comm.slices)
+                buckets.append(bucket)
         return buckets
 
     def _owned(self, layout: FlatLayout) -> tuple[int, int]:
@@ -395,15 +407,19 @@ class Builder:
         with together(self.comm, doing):
             values = self._values_of(bucket, real)
         if broadcast:
-            self.comm.broadcast(values)
+            self._broadcast(values, bucket.repeated)
         with together(self.comm, doing):
             self.keep(bucket, real, values, store)
+
+    def _broadcast(self, values: torch.Tensor, repeated: bool) -> None:
+        for comm in (self.comm, *(self.comm.slices if repeated else ())):
+            comm.broadcast(values)
 
     def _values_of(self, bucket: Bucket, real: Sequence[Managed]) -> torch.Tensor:
         exact = torch.float32 if bucket.dtype in PARAM_DTYPES else bucket.dtype
         values = allocate(bucket.layout.numel, exact, self.device)
         for managed in real:
-            managed.slice_of(values).copy_(managed.param.data)
+            managed.slice_of(values).copy_(managed.local.data)
         return values
 
     def keep(self, bucket: Bucket, real: Sequence[Managed], values: torch.Tensor, store: StateStore) -> None:
@@ -428,12 +444,12 @@ class Builder:
     def attach(self, bucket: Bucket, managed: Managed) -> None:
         """Make the parameter a view of its slot in the bucket, or sharded where full weights exist only around their use."""
         if self.lifetimes.full_weight_resident:
-            become(managed.param, managed.slice_of(bucket.weight))
+            become(managed.param, managed.shown(managed.slice_of(bucket.weight)))
         else:
             message = closed_message(managed.name, bucket.unit)
             like = torch.empty(0, dtype=bucket.dtype, device=self.device)
-            become(managed.param, _C.closed(managed.param.shape, like, message))
-        managed.storage, managed.version = managed.storage_now(), managed.param._version
+            become(managed.param, managed.shown(_C.closed(managed.local.shape, like, message)))
+        managed.storage, managed.version = managed.storage_now(), managed.version_now
 
     @torch.no_grad()
     def move_rest(self, tensors: Iterable[torch.Tensor], broadcast: bool) -> None:
@@ -444,24 +460,29 @@ class Builder:
         tensors = list(tensors)
         with together(self.comm, "placing buffers and frozen weights"):
             for tensor in tensors:
-                tensor.data = tensor.data.to(self.device).contiguous()
+                cut, values = slice_of("a frozen weight", tensor), held_by(tensor).data.to(self.device).contiguous()
                 dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
                 if dtype != tensor.dtype:
-                    cast = torch.empty_like(tensor.data, dtype=dtype)
-                    _C.cast([cast], [tensor.data])
-                    tensor.data = cast
+                    values, exact = torch.empty_like(values, dtype=dtype), values
+                    _C.cast([values], [exact])
+                become(tensor, values if cut is None else cut.wrap(values))
         for tensor in tensors if broadcast else ():
-            self.comm.broadcast(tensor.data)
+            cut = slice_of("a frozen weight", tensor)
+            self._broadcast(held_by(tensor).data, cut is None or cut.dim is None)
 
 
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """Give `tensor` (a Parameter, a buffer) the data; on the meta device, where torch has no way, by swapping what it is."""
-    if tensor.is_meta:
-        twin = torch.empty(0, dtype=data.dtype, device=data.device).requires_grad_(tensor.requires_grad)
+    """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no other way: on the meta device,
+    and for DTensors.
+    """
+    if tensor.is_meta or is_dtensor(tensor):
+        twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
+        twin = nn.Parameter(twin, tensor.requires_grad) if is_dtensor(data) else twin.requires_grad_(tensor.requires_grad)
         twin.__class__ = tensor.__class__
         torch.utils.swap_tensors(tensor, twin)  # type: ignore[no-untyped-call]
         tensor.__dict__.update(twin.__dict__)  # the attributes were swapped, too
-    tensor.data = data
+    if not is_dtensor(tensor):
+        tensor.data = data
 
 
 @contextmanager

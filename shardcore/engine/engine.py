@@ -21,7 +21,7 @@ from shardcore.distributed.clock import scope
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
-from shardcore.engine.full_tensors import FullTensors, agree_on_read
+from shardcore.engine.full_tensors import FullTensors, agree_on_read, assemble_rest, keys_of
 from shardcore.engine.host_gradients import GradOffload
 from shardcore.engine.optimizer_state import OptimizerStateIO
 from shardcore.engine.overlap_step import OverlapStep, uses_worker
@@ -110,7 +110,7 @@ class Engine:
         self.managed: dict[nn.Parameter, Managed] = {m.param: m for b in self.buckets for m in b.params}
         self.constant = {m.param: m for b in self.buckets for m in b.params if b.group is None}  # updated by no step
         for name, param in self.unmanaged:
-            self.constant.setdefault(param, Managed(name, param, 0, None, version=param._version))
+            self.constant.setdefault(param, Managed(name, param, 0, None))
         self.device_step: DeviceStep | None = None
         capturable, kind = any(group.get("capturable") for group in groups), plan.optimizer.kind
         late = works and plan.overlap_step
@@ -262,23 +262,17 @@ class Engine:
         self._state_dict_of = None
         self.read_all("state_dict", name or "the model")
         self.updater.warn_of_lost_edits("state_dict")
-        # By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
-        param_at = {(*managed.storage, managed.param.shape): managed.param for managed in self.managed.values()}
-        keys: dict[nn.Parameter, list[str]] = {}
-        for key, value in state_dict.items():
-            if type(value) in (torch.Tensor, nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
-                at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
-                if at in param_at:
-                    keys.setdefault(param_at[at], []).append(key)
+        keys = keys_of(self.managed.values(), state_dict, prefix)
         with torch.no_grad():
             asked = [bucket for bucket in self.buckets if any(managed.param in keys for managed in bucket.params)]
             fulls = self.full_tensors.of_buckets((bucket, self.master_or_weight(bucket)) for bucket in asked)
             for bucket, full in zip(asked, fulls, strict=True):
                 for managed in bucket.params:
                     if managed.param in keys:
-                        values = managed.slice_of(full).clone()
+                        values = managed.full(managed.slice_of(full).clone())
                         for key in keys[managed.param]:
                             state_dict[key] = values
+            assemble_rest(state_dict)
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
         """Begin a load_state_dict of a module that has `params`. Where steps are committed, collective."""
@@ -291,7 +285,7 @@ class Engine:
         """Set masters, too, from the values that were given for parameters, not from those as rounded to the weights."""
         for param, value in given:
             if param in self.managed:
-                self.updater.set_weights(self.bucket_of[param], self.managed[param], value)
+                self.updater.set_weights(self.bucket_of[param], self.managed[param], self.managed[param].cut(value))
             else:
                 self.constant[param].note_load()
         if self.unsharder is not None:

@@ -7,7 +7,7 @@ Small gathers take long to wait for and little else, so what is read one after t
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -17,22 +17,23 @@ from shardcore.distributed.clock import scope
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.distributed.compare import READS, uneven_backwards
 from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.state_store import ReadPart
 
 
 def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Exception | None) -> None:
     """Raise on every rank if one has a `problem`, or ranks are in other reads than `op`, or read something else than `what`.
 
-    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), whose
-    ranks then all raise.
+    backwards: Reducer.count, where gradients are read, else 0. A norm is one of all parts of the model (Comm.across), and full
+    tensors are of all slices: the ranks of these then all raise.
     """
     here = zlib.crc32(what.encode())
     row = torch.tensor([READS.index(op), problem is not None, here, backwards], device="cpu")
     rows = comm.all_gather_cpu(row, Traffic.READ, op)
     others, other_part = rows.tolist(), False
-    if op == "clip_grad_norm_" and comm.across:
+    if over := comm.across if op == "clip_grad_norm_" else comm.slices:
         refused = bool(rows[:, 1].any()) or not bool((rows == row).all())
-        other_part = bool(comm.of_parts(torch.tensor([refused], device="cpu"), Traffic.READ, op).any())
+        other_part = bool(comm.of_parts(torch.tensor([refused], device="cpu"), Traffic.READ, op, over).any())
     if problem is not None:
         try:
             raise problem
@@ -49,6 +50,29 @@ def agree_on_read(comm: Comm, op: str, what: str, backwards: int, problem: Excep
             raise uneven_backwards([row[3] for row in others])
     if other_part:
         raise ValueError(f"{op}: another part of the model refused; see the error of its ranks")
+
+
+def keys_of(params: Iterable[Managed], state_dict: Mapping[str, Any], prefix: str) -> dict[torch.nn.Parameter, list[str]]:
+    """Return the keys of a module's part of a state dict under which each parameter is.
+
+    By memory, not by name: wrappers (torch's CheckpointWrapper, ...) show their parameters under other names.
+    """
+    param_at = {(*managed.storage, managed.local.shape): managed.param for managed in params}
+    keys: dict[torch.nn.Parameter, list[str]] = {}
+    for key, shown in state_dict.items():
+        value = held_by(shown)
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided and key.startswith(prefix):
+            at = value.untyped_storage()._cdata, int(value.storage_offset()), value.shape
+            if at in param_at:
+                keys.setdefault(param_at[at], []).append(key)
+    return keys
+
+
+def assemble_rest(state_dict: dict[str, Any]) -> None:
+    """Replace the slices of frozen weights that are in no bucket with full tensors. Collective."""
+    for key, value in state_dict.items():
+        if (cut := slice_of(key, value)) is not None:
+            state_dict[key] = cut.assemble(held_by(value).detach())
 
 
 class FullTensors:
@@ -85,7 +109,7 @@ class FullTensors:
 
         `read` reads from this rank's owned range; the result is on the device of what it returns.
         """
-        like, ranks, numel = read(0, 0), self._comm.shard_ranks, managed.param.numel()
+        like, ranks, numel = read(0, 0), self._comm.shard_ranks, managed.local.numel()
         travels = bucket.owned_numel < bucket.layout.numel
         full = torch.empty(numel, dtype=like.dtype, device=self._device if travels else like.device)
         for piece in bucket.pieces_of(managed):
@@ -95,7 +119,7 @@ class FullTensors:
             cuts = [min(max(0, number * size - managed.offset), numel) for number in range(len(ranks) + 1)]
             with scope("read", bucket.unit):
                 wait_all(self._comm.gather_parts([full[a:b] for a, b in pairwise(cuts)], Traffic.READ, _name(bucket), ranks))
-        return full.view(managed.param.shape).to(like.device)
+        return managed.full(full.view(managed.local.shape).to(like.device))
 
 
 def _name(bucket: Bucket) -> str:

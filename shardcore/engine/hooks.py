@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.slices import refuse_slices, slice_of
 from shardcore.engine.units import callable_parts, in_backward
 from shardcore.engine.unshard import Unsharder
 
@@ -66,6 +67,7 @@ def detach(model: nn.Module) -> None:
     the dtype that they train in): in host memory if they were sharded, else on the device. `engine_of(model)` is None then.
     """
     engine = engine_behind("detach", model)
+    refuse_slices("detach", bool(engine.comm.slices), "model.state_dict(), which a plain model loads")
     engine.read_all("detach", "the model")
     made: dict[nn.Parameter, nn.Parameter] = {}
     for _, param in engine.unmanaged:
@@ -324,6 +326,8 @@ class _LoadHooks(_EngineHook):
             value = state_dict.get(key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._given.append((param, value))
+                if (cut := slice_of(key, param)) is not None:  # torch copies no plain tensor to a DTensor
+                    state_dict[key] = cut.wrap(cut.cut(value).contiguous().to(param.device))
 
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.engine is not None:

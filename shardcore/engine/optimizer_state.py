@@ -7,7 +7,7 @@ import torch
 
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.step import Updater
-from shardcore.optim.state import step_tensor
+from shardcore.optim.state import check_tensor, step_tensor
 from shardcore.optim.state_dict import (
     export_state,
     numbers_of,
@@ -106,7 +106,7 @@ class OptimizerStateIO:
             for managed in bucket.params:
                 if managed.step > 0:
                     entry = found.setdefault(number_of[managed.param], {"step": step_tensor(managed.step)})
-                    entry[key] = managed.slice_of(full).clone()
+                    entry[key] = managed.full(managed.slice_of(full).clone())
         state = {number: found[number] for number in sorted(found)}
         return {"state": state, "param_groups": self.updater.kind.export_groups(self.groups)}
 
@@ -154,8 +154,15 @@ class OptimizerStateIO:
 
         What is returned are the tensors as given: full ones are made for the check alone, for one parameter at a time.
         """
-        entry, state_format = saved.get(managed.param, {}), bucket.state_format
-        state, lost = self.updater.kind.import_state(_OP, f"state of {managed.name}", entry, managed.param, state_format)
+        entry, state_format, where = saved.get(managed.param, {}), bucket.state_format, f"state of {managed.name}"
+        if managed.sliced is not None and isinstance(entry, Mapping):
+            full = {
+                key: check_tensor(_OP, f"{where}.{key}", entry[key], managed.param.shape)
+                for key in bucket.state_format.keys
+                if key in entry
+            }
+            entry = {**entry, **{key: managed.cut(value) for key, value in full.items()}}
+        state, lost = self.updater.kind.import_state(_OP, where, entry, managed.local, state_format)
         taken = {key: value for key, value in entry.items() if key != "master" or "master" in state or "remainder" in state}
         return ({**taken, "step": state["step"]} if state else {}), lost
 
@@ -166,7 +173,7 @@ class OptimizerStateIO:
             values = state.get(key)
             if values is None and key == "master":
                 continue
-            flat = torch.zeros(managed.param.numel(), device="cpu") if values is None else values.detach().reshape(-1)
+            flat = torch.zeros(managed.local.numel(), device="cpu") if values is None else values.detach().reshape(-1)
             if key == "master":
                 self.updater.set_weights(bucket, managed, flat)
                 continue

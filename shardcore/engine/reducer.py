@@ -171,9 +171,9 @@ class ParamGrads:
                 shown = take_full(bucket, bucket.dtype)
                 _C.cast([shown], [bucket.grad])
             for managed in bucket.params:
-                managed.grad_view = managed.slice_of(shown) if managed.has_grad else None
+                managed.grad_view = managed.shown(managed.slice_of(shown)) if managed.has_grad else None
                 managed.param.grad = managed.grad_view
-            self._buffers[bucket], self._versions[bucket] = shown, shown._version
+            self._buffers[bucket], self._versions[bucket] = shown, self._version(bucket, shown)
 
     def shown(self, bucket: Bucket) -> torch.Tensor | None:
         """Return the buffer that the bucket's `param.grad` are views of now."""
@@ -194,26 +194,32 @@ class ParamGrads:
         """Bring the reduced gradients in line with what `param.grad` says now."""
         for bucket in self.buckets:
             shown = self._buffers.get(bucket)
-            edited = shown is not None and shown._version != self._versions[bucket]
+            edited = shown is not None and self._version(bucket, shown) != self._versions[bucket]
             changed = edited
             for managed in bucket.params:
                 grad = managed.param.grad
                 if grad is managed.grad_view:
                     if edited and grad is not None and shown is not bucket.grad:
-                        self._take_edit(bucket, managed, grad)
+                        self._take_edit(bucket, managed, managed.cut(grad))
                     continue
                 changed = True
                 target = managed.slice_of(self._full_grad(bucket))
                 if grad is None:
                     target.zero_()
                 else:
-                    target.copy_(grad)
+                    target.copy_(managed.cut(grad))
                 managed.has_grad = grad is not None
                 managed.grad_view = grad
             if shown is not None:
-                self._versions[bucket] = shown._version
+                self._versions[bucket] = self._version(bucket, shown)
             if changed and bucket.grad is not None:
                 bucket.sq_norm = _C.sq_norm([bucket.reduced_slice(bucket.grad)])
+
+    @staticmethod
+    def _version(bucket: Bucket, shown: torch.Tensor) -> int:
+        """The count of edits of a buffer that `param.grad` are views of. (DTensors, which hold views of it, have their own.)"""
+        slices = (m.grad_view for m in bucket.params if m.sliced is not None and m.grad_view is not None)
+        return shown._version + sum(view._version for view in slices)
 
     def _take_edit(self, bucket: Bucket, managed: Managed, shown: torch.Tensor) -> None:
         """Take the edited elements of a lower-precision view; the others keep their full precision."""
@@ -346,6 +352,7 @@ class Reducer:
         if (grad := managed.param.grad) is None:
             return
         managed.param.grad = None
+        grad = managed.cut(grad)
         if grad.layout != torch.strided:
             raise ValueError(f"backward: gradient of {managed.name} has layout {grad.layout}; expected a dense gradient")
         if torch.is_grad_enabled():  # create_graph=True; else no_grad would take longer than all of this

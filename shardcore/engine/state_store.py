@@ -247,7 +247,7 @@ def part_of(values: torch.Tensor) -> ReadPart:
 def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPart) -> None:
     """Set a parameter and this rank's part of its master from new values; only what the rank keeps is read."""
     if bucket.weight.numel():
-        values = read(0, managed.param.numel()).to(bucket.weight.device)
+        values = read(0, managed.local.numel()).to(bucket.weight.device)
         assign(managed.slice_of(bucket.weight).view(-1), values)
         read = part_of(values)
     set_owned(store, bucket, managed, read)
@@ -262,4 +262,4 @@ def set_owned(store: StateStore, bucket: Bucket, managed: Managed, read: ReadPar
         bucket.assign(piece.start, part)
         if master:
             store.write(bucket, "master", piece.start, part)
-    managed.version = managed.param._version
+    managed.version = managed.version_now

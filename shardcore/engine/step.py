@@ -57,7 +57,7 @@ class OwnGrads:
                         self._views.setdefault(bucket, []).append(view)
         self.part = torch.zeros(2, dtype=torch.float64, device="cpu")
         if norm_type is not None:
-            self.part = norm_part([view for views in self._views.values() for view in views], norm_type)
+            self.part = norm_part([v for bucket, views in self._views.items() if bucket.counted for v in views], norm_type)
             if not lifetimes.owns_everything:
                 rows = comm.all_gather_cpu(self.part, Traffic.READ, "a norm")
                 self.part = join([rows[sorted(comm.shard_ranks)]], norm_type)
@@ -448,7 +448,7 @@ class Updater:
             )
 
     def set_weights(self, bucket: Bucket, managed: Managed, values: torch.Tensor) -> None:
-        """Set a parameter, and this rank's part of its master, from `values` (the parameter's shape; any float dtype)."""
+        """Set a parameter, and this rank's part of its master, from `values` (of what is managed; any float dtype)."""
         set_weights(self.store, bucket, managed, part_of(values))
         managed.note_load()
 
@@ -456,7 +456,7 @@ class Updater:
 def _squares_of(buckets: Sequence[Bucket]) -> torch.Tensor:
     """Return the squared norms of the buckets' gradients (n, 2), where they lie; those not taken yet in one call."""
     squares, grads = [], []
-    for bucket in buckets:
+    for bucket in (bucket for bucket in buckets if bucket.counted):
         if bucket.sq_norm is not None:
             squares.append(bucket.sq_norm)
         else:

@@ -481,13 +481,13 @@ class Unsharder:
                 self._reshard(unit)
             if unit.unsharded:
                 continue
-            memory = torch.empty_like(managed.param).detach().view(-1)
-            self._swap_memory(bucket, "load_state_dict", _C.lend, [managed.param], memory, [0])
+            memory = torch.empty_like(managed.local).detach().view(-1)
+            self._swap_memory(bucket, "load_state_dict", _C.lend, [managed.local], memory, [0])
             self._scratch.append((unit, managed))
 
     def end_load(self) -> None:
         """Free what `begin_load` gave."""
         for unit, managed in self._scratch:
-            _C.withdraw([managed.param], [closed_message(managed.name, unit.name)])
-            managed.version = managed.param._version
+            _C.withdraw([managed.local], [closed_message(managed.name, unit.name)])
+            managed.version = managed.version_now
         self._scratch = []

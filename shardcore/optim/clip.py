@@ -155,7 +155,7 @@ def clip_grad_norm_(
         params = [model_or_params] if isinstance(model_or_params, torch.Tensor) else list(model_or_params)
         engines = {**by_engine(params)}
     limit, order = check_max_norm(op, max_norm), check_norm_type(op, norm_type)
-    dtensors = find_rows(op, params)
+    dtensors = find_rows(op, [None if engine_of(p) is not None else p for p in params])
     plain = ((i, p) for i, p in enumerate(params) if engine_of(p) is None)
     found = {i: grad for i, p in plain if (grad := _local_grad(op, i, p, dtensors)) is not None}
     grads, owners = list(found.values()), [params[i] for i in found]

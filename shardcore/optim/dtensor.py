@@ -116,10 +116,14 @@ def rows_of(op: str, name: str, param: "DTensor") -> Rows:
     return Rows(param.shape, param.stride(), mesh, tuple(param.placements), tuple(sharded), first, rows)
 
 
-def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
-    """Raise unless the kernels can update param in place; return the rows of its local part if it is a DTensor."""
+def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = True) -> Rows | None:
+    """Raise unless the kernels can update param in place; return the rows of its local part if it is a DTensor.
+
+    rows: False for a DTensor that may be cut otherwise, as its optimizer is to be given to `shard`.
+    """
     if is_dtensor(param):
-        rows = rows_of(op, name, param)  # type: ignore[arg-type]
+        later = not rows and not any(placement.is_partial() for placement in param.placements)  # type: ignore[attr-defined]
+        found = None if later else rows_of(op, name, param)  # type: ignore[arg-type]
         local = local_part(param)
         check_param(op, name, local)
         if not local.is_contiguous():
@@ -127,7 +131,7 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
                 f"{op}: {name} has a local part with strides {local.stride()} for shape {tuple(local.shape)}; expected "
                 "contiguous memory in a DTensor (contiguous() before it is distributed)"
             )
-        return rows
+        return found
     if is_traceable_wrapper_subclass(param):
         raise TypeError(f"{op}: {name} has type {type(param).__name__}; expected a plain tensor or a DTensor")
     check_param(op, name, param)
@@ -135,12 +139,12 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor) -> Rows | None:
 
 
 def find_rows(
-    op: str, params: Iterable[torch.Tensor], known: Mapping[torch.Tensor, Rows] | None = None
+    op: str, params: Iterable[torch.Tensor | None], known: Mapping[torch.Tensor, Rows] | None = None
 ) -> dict[torch.Tensor, Rows]:
     """Return the rows of those parameters that are DTensors. known: those of some of them."""
     known = known or {}
     return {
-        p: known.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type]
+        p: known.get(p) or rows_of(op, f"params[{i}]", p)  # type: ignore[arg-type,misc]
         for i, p in enumerate(params)
         if is_dtensor(p)
     }

@@ -142,7 +142,7 @@ def _refusals(rank, world_size):
     ones = torch.ones(4, 6)
     for placement in (Shard(1), Partial()):
         p = DTensor.from_local(ones.clone(), mesh, [placement])
-        refused(lambda p=p: FusedAdam([p]))
+        refused(lambda p=p: FusedAdam([p]).step())  # shard takes slices of other dimensions
     refused(lambda: FusedAdam([DTensor.from_local(torch.ones(6, 4).t(), mesh, [Replicate()])]))
     p = nn.Parameter(distribute_tensor(ones, mesh, [Shard(0)]))
     plain = nn.Parameter(ones.clone())

@@ -1,0 +1,276 @@
+"""Tensor-parallel models: the unsliced model within rounding, one hash over stages and tiers, full state dicts."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardcore
+from shardcore.engine.bucket import Bucket
+from shardcore.engine.slices import Slice
+from shardcore.optim.dtensor import local_part
+from tests.support.models import hash_of, hash_of_training
+from tests.support.ranks import run_ranks
+from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
+
+OFFLOAD: dict[str, Any] = {"optimizer": "cpu"}
+STREAMING = OFFLOAD | {"gradients": "cpu", "params": "cpu"}
+Case = tuple[int, bool, dict[str, Any]]  # stage, whether the stream is cut by positions, options of shard
+PLACES: list[Case] = [(stage, True, {}) for stage in range(4)]
+PLACES += [(1, True, {"offload": OFFLOAD, "overlap_step": True}), (3, True, {"offload": STREAMING, "overlap_step": True})]
+
+
+def _train(rank: int, world: int, tp: int, cases: list[Case]) -> list[Any]:
+    mesh, found = mesh_of(world, tp), []
+    for stage, sequence, options in cases:
+        model, optimizer = sharded_lm(mesh, stage, sequence, **options)
+        norms = train_lm(model, optimizer, mesh, range(3))
+        found.append((hash_of_training(model, optimizer), {k: v.tolist() for k, v in model.state_dict().items()}, norms))
+    return found
+
+
+def _error(found: Any, expected: Any) -> float:
+    """The largest difference between two trainings' weights, relative to one, and norms."""
+    assert list(found[1]) == list(expected[1])
+    pairs = [(torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()]
+    pairs.append((torch.tensor(found[2]), torch.tensor(expected[2])))
+    return max(((a - b).abs() / b.abs().clamp(1.0)).max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
+    plain = run_ranks(dp, _train, 1, PLACES[2:3])[0][0]
+    found = run_ranks(2 * dp, _train, 2, [*PLACES, (2, False, {})])
+    for of_rank in found:
+        assert len({hashed for hashed, *_ in of_rank[:-1]}) == 1  # without positions the sums have another order
+        assert all(_error(one, plain) < 2e-6 for one in of_rank)
+    assert len({of_rank[0][0] for of_rank in found}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+def test_one_hash_over_forms(tp: int) -> None:
+    forms: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp16"}, {"units": nn.Linear}, {"clip_grad_norm": None}]
+    for form in forms:
+        cases = [(stage, sequence, options | form) for stage, sequence, options in PLACES]
+        found = run_ranks(4, _train, tp, cases)
+        assert len({hashed for of_rank in found for hashed, *_ in of_rank}) == 1, form
+
+
+_local = Slice.local
+
+
+def _without_sum(self: Slice, dtensor: Any) -> torch.Tensor:
+    return local_part(dtensor) if self.dim is None else _local(self, dtensor)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "a gradient whose sum over the mesh is not taken": lambda: mock.patch.object(Slice, "local", _without_sum),
+    "what all ranks have counts on each": lambda: mock.patch.object(
+        Bucket, "counted", property(lambda bucket: True, lambda bucket, value: None), create=True
+    ),
+}
+
+
+def _with_fault(rank: int, world: int, name: str) -> list[Any]:
+    with FAULTS[name]():
+        return _train(rank, world, 2, PLACES[2:3])
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_seen(name: str) -> None:
+    plain = run_ranks(1, _train, 1, PLACES[2:3])[0][0]
+    assert _error(run_ranks(2, _with_fault, name)[0][0], plain) > 1e-4
+
+
+# --- state dicts ----------------------------------------------------------------------------------------------------------
+
+
+def _through_state_dicts(rank: int, world: int, stage: int) -> list[bool]:
+    """From a model of dp x tp to one of another shape and stage, and a plain one, and back, by full state dicts."""
+    mesh = mesh_of(world, 2)
+    model, optimizer = sharded_lm(mesh, stage)
+    train_lm(model, optimizer, mesh, range(2))
+    saved = model.state_dict(), optimizer.state_dict()
+    same = []
+    plain = make_lm()
+    plain.load_state_dict(saved[0])
+    torch_adam = torch.optim.AdamW(plain.parameters())
+    torch_adam.load_state_dict(saved[1])
+    same.append(hash_of(plain.state_dict().values()) == hash_of(saved[0].values()))
+    other, other_optimizer = sharded_lm(mesh, (stage + 1) % 4)
+    other.load_state_dict(plain.state_dict())
+    other_optimizer.load_state_dict(saved[1])
+    same.append(hash_of_training(other, other_optimizer) == hash_of_training(model, optimizer))
+    train_lm(model, optimizer, mesh, range(2, 4))
+    train_lm(other, other_optimizer, mesh, range(2, 4))
+    same.append(hash_of_training(other, other_optimizer) == hash_of_training(model, optimizer))
+    return same
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_dicts_are_full_and_load_anywhere(stage: int) -> None:
+    assert all(all(same) for same in run_ranks(4, _through_state_dicts, stage))
+
+
+def _save_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> str:
+    mesh = mesh_of(world, tp)
+    model, optimizer = sharded_lm(mesh, stage)
+    train_lm(model, optimizer, mesh, range(2))
+    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    return hash_of_training(model, optimizer)
+
+
+def _load_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> str:
+    model, optimizer = sharded_lm(mesh_of(world, tp), stage)
+    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    shardcore.load_sharded_state_dict(model, state["model"])
+    shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
+    return hash_of_training(model, optimizer)
+
+
+SHAPES = [(4, 2), (4, 1), (2, 2), (1, 1)]  # ranks, and how many of them slice
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (0, 2), (0, 3), (1, 0), (3, 2)])
+def test_sharded_state_dicts_reshard_over_both_dimensions(before: int, after: int, tmp_path: Any) -> None:
+    (ranks, tp), (new_ranks, new_tp) = SHAPES[before], SHAPES[after]
+    saved = run_ranks(ranks, _save_sharded, tp, before % 4, str(tmp_path))
+    loaded = run_ranks(new_ranks, _load_sharded, new_tp, 3 - after % 4, str(tmp_path))
+    assert len({*saved, *loaded}) == 1
+
+
+# --- gradients, edits and frozen weights ----------------------------------------------------------------------------------
+
+
+def _gradients(rank: int, world: int, stage: int) -> list[Any]:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = mesh_of(world, 2)
+    model, optimizer = sharded_lm(mesh, stage, clip_grad_norm=None)
+    loss = lm_loss(model, 0, 0, True)
+    with loss_parallel():
+        loss.backward()
+    plain = make_lm()
+    lm_loss(plain, 0, 0, False).backward()
+    errors, names = [], dict(model.named_parameters())
+    for name, param in plain.named_parameters():
+        assert param.grad is not None
+        grad = shardcore.full_grad(names[name])
+        errors.append((grad - param.grad).abs().max().item())
+        shown = names[name].grad
+        if stage == 0:
+            shown = shown.full_tensor() if isinstance(shown, DTensor) else shown
+            errors.append((shown - param.grad).abs().max().item())
+        else:
+            assert shown is None
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    errors.append(abs((norm - nn.utils.clip_grad_norm_(plain.parameters(), 0.1)).item()))
+    clipped = shardcore.full_grad(model.head.weight)
+    assert clipped is not None
+    errors.append((clipped - plain.head.weight.grad).abs().max().item())
+    if stage == 0:  # edits in place reach the step
+        with torch.no_grad():
+            model.head.weight.grad.mul_(0.0)
+        edited = shardcore.full_grad(model.head.weight)
+        assert edited is not None
+        errors.append(edited.abs().max().item())
+    with shardcore.full_params(model), torch.no_grad():
+        model.head.weight.mul_(0.0)
+        model.norm.weight.mul_(0.0)
+    optimizer.zero_grad()
+    state = model.state_dict()
+    errors += [state[name].abs().max().item() for name in ("head.weight", "norm.weight")]
+    return errors
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_and_edits(stage: int) -> None:
+    assert all(max(errors) < 1e-6 for errors in run_ranks(2, _gradients, stage))
+
+
+def _frozen(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
+    """Some slices are frozen, each rank begins with other weights, and torch's AdamW is given."""
+    mesh, found = mesh_of(world, 2), []
+    for stage in stages:
+        model: Any = make_lm()
+        with torch.no_grad():
+            model.norm.weight.mul_(1.0 + rank)
+            model.blocks[0].first.weight.mul_(1.0 + rank)
+        slice_lm(model, mesh["tp"], sequence=False)
+        for name in ("norm.weight", "blocks.0.mlp.up.weight", "blocks.1.attention.out.bias"):
+            model.get_parameter(name).requires_grad_(False)
+        given = [param for param in model.parameters() if param.requires_grad]
+        model, optimizer = shardcore.shard(
+            model, torch.optim.AdamW(given, lr=1e-2), stage, process_group=mesh["dp"], precision="bf16"
+        )
+        train_lm(model, optimizer, mesh, range(2))
+        state = model.state_dict()
+        untouched = torch.equal(state["blocks.0.mlp.up.weight"].float(), make_lm().blocks[0].mlp.up.weight.bfloat16().float())
+        model.load_state_dict(state)
+        found.append((hash_of(value.float() for value in model.state_dict().values()), untouched))
+    return found
+
+
+def test_frozen_slices_and_weights_that_differ_before() -> None:
+    found = run_ranks(4, _frozen, [0, 2, 3])
+    assert len({hashed for of_rank in found for hashed, _ in of_rank}) == 1
+    assert all(untouched for of_rank in found for _, untouched in of_rank)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refusals(rank: int, world: int, folder: str) -> list[str]:
+    texts = []
+
+    def refused(call: Callable[[], Any]) -> None:
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            call()
+        texts.append(str(raised.value))
+
+    mesh = mesh_of(world, 2)
+    model, optimizer = sharded_lm(mesh, 2)
+    refused(lambda: shardcore.save(folder, model, optimizer))
+    refused(lambda: shardcore.load(folder, model, optimizer))
+    refused(lambda: shardcore.consolidate(model, folder))
+    refused(lambda: shardcore.EMA(model))
+    refused(lambda: sharded_lm(mesh, 2, offload={"optimizer": "nvme", "path": folder}))
+    refused(lambda: sharded_lm(mesh, 2, materialize=lambda module: None))
+    sliced = make_lm()
+    slice_lm(sliced, mesh["tp"], sequence=False)
+    refused(lambda: shardcore.shard(sliced, shardcore.FusedAdam(sliced.parameters())))
+    optimizer = torch.optim.AdamW(sliced.parameters())
+    sliced.head.weight.sum().full_tensor().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    refused(lambda: shardcore.shard(sliced, optimizer, process_group=mesh["dp"]))
+    both = make_lm()
+    slice_lm(both, init_device_mesh("cpu", (world,)), sequence=False)
+    refused(lambda: shardcore.shard(both, shardcore.FusedAdam(both.parameters()), process_group=mesh["dp"]))
+    return texts
+
+
+def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
+    expected = [
+        "save: not available yet for a tensor-parallel model",
+        "load: not available yet",
+        "consolidate: not available yet",
+        "EMA: not available yet",
+        "shard: offload to files: not available yet",
+        "shard: materialize: not available yet",
+        "shard: the model is already sharded (DTensor) over the ranks",
+        "shard: the state that the optimizer has: not available yet",
+        "shard: the model is already sharded (DTensor) over the ranks",
+    ]
+    for texts in run_ranks(4, _refusals, str(tmp_path)):
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start), text
