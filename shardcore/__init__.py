@@ -25,6 +25,7 @@ from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
 from shardcore.pipeline import shard_pipeline
 from shardcore.sequence_parallel import SequenceParallelLoader, split_sequences, ulysses_attention
+from shardcore.slicing import tensor_parallel
 from shardcore.uneven import join
 from shardcore.version import __version__
 
@@ -63,6 +64,7 @@ __all__ = [
     "shard_pipeline",
     "sharded_state_dict",
     "split_sequences",
+    "tensor_parallel",
     "ulysses_attention",
     "unfreeze",
 ]

@@ -47,6 +47,7 @@ from shardcore.estimate.predict import Prediction, predict_rank
 from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.interface import engine_of
+from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
 from shardcore.options import NoOptimizer, OffloadOptions, ShardOptions, accept_optimizer, replace_optimizer
 
@@ -346,6 +347,8 @@ def _plan(
         kept = build.kept_params(model, options.keep_fp32)
         builder = build.Builder(comm, LIFETIMES[options.stage], options.dtype, kept, device, trains)
         build.check_norms(model, builder)
+        whole_matrices = bool(comm.slices) and trains and isinstance(adam.kind, MuonKind)
+        refuse_slices("shard: Muon", whole_matrices, "an elementwise optimizer, as it takes whole matrices")
         build.check_states(given, adam.kind, builder)
         filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, adam)

@@ -30,6 +30,7 @@ GROUPS = {
     "Activations": ("checkpoint_wrapper", "apply_activation_checkpointing", "chunked_cross_entropy"),
     "Pipelines": ("shard_pipeline",),
     "Long sequences": ("SequenceParallelLoader", "split_sequences", "ulysses_attention"),
+    "Tensor parallel": ("tensor_parallel",),
     "Checkpoints": (
         *("save", "Saving", "load", "Loaded", "resume", "consolidate", "sharded_state_dict", "load_sharded_state_dict"),
         *("dcp.Writer", "dcp.Reader"),

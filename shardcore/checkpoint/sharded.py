@@ -57,9 +57,9 @@ class Shards(torch.Tensor):
         for start, values in ranges:
             cursor = 0
             for offsets, sizes in boxes_of(tuple(inside), start, values.numel()):
-                made.boxes[torch.Size(offsets if cut is None else cut.offset(offsets))] = values[
-                    cursor : cursor + prod(sizes)
-                ].view(sizes)
+                part = values[cursor : cursor + prod(sizes)].view(sizes)
+                for at, box in [(offsets, part)] if cut is None else cut.boxes(offsets, part):
+                    made.boxes[torch.Size(at)] = box
                 cursor += prod(sizes)
         return made
 

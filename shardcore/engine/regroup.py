@@ -15,6 +15,7 @@ from shardcore.engine.build import together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach_state_dicts
 from shardcore.engine.optimizer_state import ShardedStates
+from shardcore.engine.slices import refuse_slices
 from shardcore.engine.split_store import split
 from shardcore.engine.units import Unit, UnitSpec
 from shardcore.optim.options import PARAM_DTYPES, json_value
@@ -62,6 +63,7 @@ def regroup(engine: Engine, optimizer: Any, problem: Exception | None, op: str =
     def check() -> str:
         if problem is not None:
             raise problem
+        refuse_slices(op, bool(engine.comm.slices), "all groups, and what is to train, before shard")
         tiers = engine.options["offload"]
         if tiers.path is not None or tiers.auto or tiers.ratio < 1.0:
             raise NotImplementedError(f"{op}: states are in files, or split by a ratio; expected them on the device or the CPU")

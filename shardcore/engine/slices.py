@@ -6,7 +6,8 @@ looked up in sys.modules, never imported: see optim/dtensor.py.
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slice:
-    """How a DTensor is cut: along `dim` (None: every rank has all of it) from `start` on, `size` indices on this rank."""
+    """How a DTensor is cut: along `dim` (None: every rank has all of it) from `start` on, `size` indices on this rank.
+
+    blocks: the dimension has so many equal blocks (queries, keys and values in one weight), each of which is cut so.
+    """
 
     mesh: DeviceMesh
     placements: "tuple[Placement, ...]"
@@ -30,12 +34,18 @@ class Slice:
     dim: int | None
     start: int
     size: int
+    blocks: int = 1
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor, a view; of a DTensor its local part, placed as the parameter."""
         if is_dtensor(full):
             return self.local(full)
-        return full if self.dim is None else full.narrow(self.dim, self.start, self.size)
+        if self.dim is None:
+            return full
+        if self.blocks == 1:
+            return full.narrow(self.dim, self.start, self.size)
+        parts = divided(full, self.dim, self.blocks, -1).narrow(self.dim + 1, self.start, self.size)
+        return parts.flatten(self.dim, self.dim + 1)
 
     def local(self, dtensor: Any) -> torch.Tensor:
         """Return the local part of a DTensor, placed as the parameter first. Collective if that changes it."""
@@ -53,11 +63,30 @@ class Slice:
         """Return a new full tensor from the parts of all ranks, on the device of `local`. Collective over the mesh."""
         near = local.contiguous().to(self.mesh.device_type)
         with torch.no_grad():
-            return self.wrap(near).full_tensor().to(local.device, copy=self.dim is None)
+            if self.dim is None or self.blocks == 1:
+                return self.wrap(near).full_tensor().to(local.device, copy=self.dim is None)
+            shard = sys.modules["torch.distributed.tensor"].Shard(self.dim)
+            by_rank: torch.Tensor = replace(self, placements=(shard,)).wrap(near).full_tensor()
+            parts = divided(by_rank, self.dim, -1, self.blocks, self.size).transpose(self.dim, self.dim + 1)
+            return parts.flatten(self.dim, self.dim + 2).contiguous().to(local.device)
 
-    def offset(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the place in the full tensor of a place in the local part."""
-        return tuple(at + self.start * (dim == self.dim) for dim, at in enumerate(offsets))
+    def boxes(self, offsets: tuple[int, ...], part: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield a box of the local part, `part` at `offsets`, as boxes of the full tensor: where they are, and views."""
+        if self.dim is None:
+            yield offsets, part
+            return
+        block, first = self.shape[self.dim] // self.blocks, offsets[self.dim]
+        last = first + part.shape[self.dim]
+        for number in range(self.blocks):
+            low, high = max(first, number * self.size), min(last, (number + 1) * self.size)
+            if low < high:
+                at = number * block + self.start + low - number * self.size
+                yield (*offsets[: self.dim], at, *offsets[self.dim + 1 :]), part.narrow(self.dim, low - first, high - low)
+
+
+def divided(tensor: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
+    """Return a tensor with one of its dimensions as several, of these sizes."""
+    return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
 
 
 def slice_of(name: str, param: torch.Tensor) -> Slice | None:
@@ -74,19 +103,26 @@ def slice_of(name: str, param: torch.Tensor) -> Slice | None:
     shape, stride = param.shape, param.stride()
     if type(placements[0]) is tensor.Replicate:
         return Slice(mesh, placements, shape, stride, None, 0, 0)
-    if type(placements[0]) is not tensor.Shard:
+    blocks = placements[0].split_factor if type(placements[0]).__name__ == "_StridedShard" else 1
+    if blocks == 1 and type(placements[0]) is not tensor.Shard:
         raise ValueError(f"shard: {name} has the placement {placements[0]}; expected Shard(dim) or Replicate()")
     dim = placements[0].dim % max(1, param.dim())
-    chunk = -(-shape[dim] // mesh.size())  # as torch.chunk cuts
-    start = min(shape[dim], chunk * mesh.get_local_rank())
-    size = min(chunk, shape[dim] - start)
-    expected = [size if at == dim else length for at, length in enumerate(shape)]
+    if blocks > 1 and shape[dim] % (blocks * mesh.size()):
+        raise ValueError(
+            f"shard: {name} has the shape {tuple(shape)} and the placement {placements[0]}; expected {blocks} x {mesh.size()} "
+            f"equal parts along dimension {dim}"
+        )
+    length = shape[dim] // blocks
+    chunk = -(-length // mesh.size())  # as torch.chunk cuts
+    start = min(length, chunk * mesh.get_local_rank())
+    size = min(chunk, length - start)
+    expected = [blocks * size if at == dim else count for at, count in enumerate(shape)]
     if list(held_by(param).shape) != expected:
         raise ValueError(
             f"shard: {name} has a local part of shape {tuple(held_by(param).shape)}; expected {tuple(expected)} of "
             f"{tuple(shape)} (even chunks, as torch.chunk makes them)"
         )
-    return Slice(mesh, placements, shape, stride, dim, start, size)
+    return Slice(mesh, placements, shape, stride, dim, start, size, blocks)
 
 
 def held_by(param: torch.Tensor) -> torch.Tensor:

@@ -248,6 +248,8 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
     sliced = make_lm()
     slice_lm(sliced, mesh["tp"], sequence=False)
     refused(lambda: shardcore.shard(sliced, shardcore.FusedAdam(sliced.parameters())))
+    matrices = [param for param in sliced.blocks.parameters() if param.dim() == 2]
+    refused(lambda: shardcore.shard(sliced, shardcore.Muon(matrices), process_group=mesh["dp"]))
     optimizer = torch.optim.AdamW(sliced.parameters())
     sliced.head.weight.sum().full_tensor().backward()
     optimizer.step()
@@ -268,6 +270,7 @@ def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
         "shard: offload to files: not available yet",
         "shard: materialize: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",
+        "shard: Muon: not available yet",
         "shard: the state that the optimizer has: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",
     ]

@@ -31,6 +31,7 @@ SCRIPTS = {
     "ema.py": ([], TORCHRUN, []),
     "pipeline.py": ([], TORCHRUN, []),
     "sequence_parallel.py": ([], TORCHRUN, ["transformers"]),
+    "tensor_parallel.py": ([], TORCHRUN, ["transformers"]),
     "offload_one_gpu.py": ([], PYTHON, []),
     "nvme_resume.py": ([], PYTHON, []),
     "deepspeed_script.py": (CONFIG, SHARDCORE_RUN, []),

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardcore
 
-VOCAB, WIDTH, HEADS, LENGTH = 19, 16, 4, 6  # 19: the ranks' parts of the vocabulary differ in size
+VOCAB, WIDTH, HEADS, LENGTH = 19, 16, 4, 8  # 19: the ranks' parts of the vocabulary differ in size
 
 
 class Attention(nn.Module):

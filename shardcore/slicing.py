@@ -1,0 +1,218 @@
+"""tensor_parallel: slices a model over the ranks of a mesh, by torch's parallel styles, for `shard` to shard over the others.
+
+Plans of transformers' models name a style for each module; most are torch's own under other names. GPT-2 has none, and fused
+projections in Conv1D, which torch's styles do not take: `_sliced` makes classes for these.
+"""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardcore.engine.slices import divided
+from shardcore.optim.interface import engine_of
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# A style that is no ParallelStyle of torch's: changes the module in place.
+Change = Callable[[nn.Module, DeviceMesh], None]
+
+
+def tensor_parallel(model: Model, mesh: DeviceMesh, plan: Mapping[str, Any] | None = None) -> Model:
+    """Slice a model's weights over the ranks of a mesh, in place; returns it, for `shard` over the others. Collective.
+
+    Args:
+        model: With weights, the same on every rank of the mesh. Tied weights stay tied; Parameters that are sliced are
+            replaced by DTensors, so make the optimizer afterwards.
+        mesh: Of one dimension, such as `mesh["tp"]`.
+        plan: By the names of modules (`*` for numbers) a style of torch.distributed.tensor.parallel, or one of transformers'
+            names: "colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise",
+            "replicated_with_grad_allreduce", "replicate". None: the model's own (`tp_plan` of transformers' models: Llama,
+            Qwen3, Mistral, ...), or ours for GPT-2.
+
+    Raises:
+        ValueError: For a mesh of several dimensions, attention heads that the ranks cannot share equally, a model that has no
+            plan, and a name in the plan that is no module of it.
+        NotImplementedError: For a style of transformers' that is not supported (those of fused weights and experts), and for
+            tied weights that the plan slices differently.
+    """
+    op = "tensor_parallel"
+    if engine_of(model) is not None:
+        raise ValueError(f"{op}: the model is already sharded; expected to slice it before shard()")
+    if mesh.ndim != 1:
+        raise ValueError(f"{op}: mesh has {mesh.ndim} dimensions; expected 1, such as mesh['tp']")
+    modules = dict(model.named_modules())
+    if plan is None:
+        plan = _gpt2_plan(modules) or getattr(model, "_tp_plan", None)
+    if not plan:
+        raise ValueError(f"{op}: {type(model).__name__} has no plan; expected plan={{module name: style}}")
+    _check_heads(op, model, mesh.size())
+    changes: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        names = [name for name in modules if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise ValueError(f"{op}: plan has {pattern!r}, which is no module of the model; expected names of its modules")
+        changes |= {name: _style(op, name, style) for name in names}
+    tied: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(param, []).append(name)
+    for name, style in changes.items():
+        if callable(style):
+            style(modules[name], mesh)
+        elif style is not None:
+            _torch(".parallel").parallelize_module(modules[name], mesh, style)
+    for names in tied.values():
+        _tie_again(op, model, names)
+    return model
+
+
+def _check_heads(op: str, model: nn.Module, ranks: int) -> None:
+    config: Any = getattr(model, "config", None)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, name, None)
+        if heads is not None and heads % ranks:
+            raise ValueError(f"{op}: {name} is {heads} on {ranks} ranks; expected a number that they share equally")
+
+
+def _tie_again(op: str, model: nn.Module, names: list[str]) -> None:
+    """Let the parameters of these names be the first one, as they were one before."""
+    first, *others = (model.get_parameter(name) for name in names)
+    for name, other in zip(names[1:], others, strict=True):
+        if getattr(other, "placements", None) != getattr(first, "placements", None):
+            raise NotImplementedError(
+                f"{op}: {names[0]} and {name} are one weight, which the plan slices differently; expected the same slices of "
+                'both ("embedding_rowwise" for an embedding beside "colwise_gather_output" for the head), or untied ones'
+            )
+        module, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(module), attribute, first)
+
+
+def _torch(part: str = "") -> Any:
+    """Return torch.distributed.tensor, or a part of it: its import takes most of a second."""
+    return import_module(f"torch.distributed.tensor{part}")
+
+
+def _style(op: str, name: str, style: Any) -> Any:
+    """Return a style of torch's, a Change, or None for what stays as it is."""
+    if not isinstance(style, str):
+        return style
+    whole, column, row = _torch().Replicate(), _torch(".parallel").ColwiseParallel, _torch(".parallel").RowwiseParallel
+    known: dict[str, Any] = {
+        "colwise": column(),
+        "rowwise": row(),
+        "colwise_gather_output": column(output_layouts=whole),
+        "rowwise_split_input": row(input_layouts=whole),
+        "embedding_rowwise": row(input_layouts=whole),
+        "replicated_with_grad_allreduce": _sum_gradients,
+        "replicate": None,
+    }
+    known["colwise_rep"], known["rowwise_rep"] = known["colwise_gather_output"], known["rowwise_split_input"]
+    if style not in known:
+        raise NotImplementedError(f"{op}: {name} has the style {style!r}, which is not supported; expected one of {[*known]}")
+    return known[style]
+
+
+def _sum_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Add the gradients of a module that every rank has over the ranks: each has seen only its own heads."""
+    group = mesh.get_group()
+
+    def summed(grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    for param in module.parameters():
+        if param.requires_grad:
+            param.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
+# --- GPT-2 ---------------------------------------------------------------------------------------------------------------
+
+
+def _gpt2_plan(modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return the plan of transformers' GPT-2, with or without a head, nothing for other models."""
+    plan: dict[str, Any] = {}
+    for name, module in modules.items():
+        kind = type(module).__name__
+        if kind == "GPT2Attention":
+            if getattr(module, "is_cross_attention", False):
+                raise NotImplementedError(f"tensor_parallel: {name} is cross attention, which is not supported in GPT-2")
+            plan |= {name: _split_heads, f"{name}.c_attn": _columns(3), f"{name}.c_proj": _rows}
+        elif kind == "GPT2MLP":
+            plan |= {f"{name}.c_fc": _columns(1), f"{name}.c_proj": _rows}
+        elif kind == "GPT2Model":
+            plan[f"{name}.wte".lstrip(".")] = "embedding_rowwise"
+        elif kind == "GPT2LMHeadModel":
+            plan["lm_head"] = "colwise_gather_output"
+    return plan
+
+
+def _split_heads(attention: Any, mesh: DeviceMesh) -> None:
+    attention.split_size //= mesh.size()
+
+
+@cache
+def _sliced(conv1d: Any) -> tuple[type[nn.Module], type[nn.Module]]:
+    """Return transformers' Conv1D, whose weight is (inputs, outputs), with sliced outputs, and with sliced inputs."""
+    tensor = _torch()
+
+    class ColumnConv1D(conv1d):  # type: ignore[misc]
+        """Takes whole inputs; returns this rank's outputs."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            whole = tensor.DTensor.from_local(x, self.weight.device_mesh, [tensor.Replicate()], run_check=False)
+            x, weight = whole.to_local(grad_placements=[tensor.Partial()]), self.weight.to_local()
+            flat = torch.addmm(self.bias.to_local(), x.reshape(-1, x.size(-1)), weight)
+            out: torch.Tensor = flat.view(*x.shape[:-1], -1)
+            return out
+
+    class RowConv1D(conv1d):  # type: ignore[misc]
+        """Takes this rank's inputs; returns whole outputs."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mesh, mine = self.weight.device_mesh, x @ self.weight.to_local()
+            added = tensor.DTensor.from_local(mine, mesh, [tensor.Partial()], run_check=False)
+            whole: torch.Tensor = added.redistribute(placements=[tensor.Replicate()]).to_local() + self.bias
+            return whole
+
+    return ColumnConv1D, RowConv1D
+
+
+def _columns(blocks: int) -> Change:
+    """Return what slices the outputs of a Conv1D, each of so many blocks of them (queries, keys, values) by itself."""
+
+    def change(module: Any, mesh: DeviceMesh) -> None:
+        module.weight, module.bias = (_slice(param, mesh, -1, blocks) for param in (module.weight, module.bias))
+        module.__class__ = _sliced(module.__class__)[0]
+
+    return change
+
+
+def _rows(module: Any, mesh: DeviceMesh) -> None:
+    module.weight = _slice(module.weight, mesh, 0, 1)
+    module.__class__ = _sliced(module.__class__)[1]
+
+
+def _slice(param: nn.Parameter, mesh: DeviceMesh, dim: int, blocks: int) -> nn.Parameter:
+    """Return a parameter of rank 0's values, of which this rank has a slice of each block along `dim`."""
+    dim %= param.dim()
+    if param.shape[dim] % (blocks * mesh.size()):
+        raise ValueError(
+            f"tensor_parallel: a weight has the shape {tuple(param.shape)}; expected {blocks} x {mesh.size()} equal parts of "
+            f"dimension {dim}"
+        )
+    values = param.detach().contiguous()
+    dist.broadcast(values, dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+    mine = divided(values, dim, blocks, mesh.size(), -1).select(dim + 1, mesh.get_local_rank()).flatten(dim, dim + 1)
+    strided = _torch(".placement_types")._StridedShard
+    placement = _torch().Shard(dim) if blocks == 1 else strided(dim, split_factor=blocks)
+    sliced = _torch().DTensor.from_local(
+        mine.contiguous(), mesh, [placement], run_check=False, shape=param.shape, stride=values.stride()
+    )  # fmt: skip
+    return nn.Parameter(sliced, requires_grad=param.requires_grad)

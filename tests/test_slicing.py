@@ -1,0 +1,174 @@
+"""tensor_parallel: models of transformers by their plans, within rounding of the unsliced ones, and full state dicts."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardcore
+from shardcore import slicing
+from tests.support.models import hash_of_training
+from tests.support.ranks import run_ranks
+from tests.support.slices import mesh_of
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 22}
+LLAMA = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 16}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 22, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)),
+    "llama, tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LLAMA, head_dim=4)),
+    "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, **NO_DROPOUT)),
+}
+Found = tuple[str, dict[str, Any], list[float]]
+
+
+def _make(name: str, mesh: Any, stage: int, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if mesh["tp"].size() > 1:
+        assert shardcore.tensor_parallel(model, mesh["tp"]) is model
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], clip_grad_norm=0.5, **options)
+
+
+def _steps(model: Any, optimizer: Any, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        tokens = torch.randint(22, (3, 7), generator=torch.Generator().manual_seed(1009 * step + rank))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _train(rank: int, world: int, tp: int, cases: list[tuple[str, int]]) -> list[Found]:
+    mesh, found = mesh_of(world, tp), []
+    for name, stage in cases:
+        model, optimizer = _make(name, mesh, stage)
+        losses = _steps(model, optimizer, mesh["dp"].get_local_rank(), range(3))
+        weights = {key: value.tolist() for key, value in model.state_dict().items()}
+        found.append((hash_of_training(model, optimizer), weights, losses))
+    return found
+
+
+def _error(found: Found, expected: Found) -> float:
+    assert list(found[1]) == list(expected[1])
+    pairs = [(torch.tensor(found[1][key]), torch.tensor(value)) for key, value in expected[1].items()]
+    return max((a - b).abs().max().item() for a, b in [*pairs, (torch.tensor(found[2]), torch.tensor(expected[2]))])
+
+
+CASES = [("llama", 2), ("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3)]
+
+
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_models_by_their_plans(dp: int) -> None:
+    expected, found = run_ranks(dp, _train, 1, CASES), run_ranks(2 * dp, _train, 2, CASES)
+    for rank, of_rank in enumerate(found):
+        for case, one, other in zip(CASES, of_rank, expected[rank // 2], strict=True):
+            assert _error(one, other) < 2e-5, case  # Adam's first steps are as large as the signs of gradients
+        assert of_rank[1][0] == of_rank[2][0]
+        assert of_rank[4][0] == of_rank[5][0]
+
+
+FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "queries, keys and values are cut as one": (
+        "gpt2",
+        lambda: mock.patch.object(slicing, "_columns", _as_one(slicing._columns)),
+    ),
+    "heads' gradients are not added": ("qwen3", lambda: mock.patch.object(slicing, "_sum_gradients", None)),
+}
+
+
+def _as_one(columns: Any) -> Any:
+    return lambda blocks: columns(1)
+
+
+def _with_fault(rank: int, world: int, fault: str) -> list[Found]:
+    name, patch = FAULTS[fault]
+    with patch():
+        return _train(rank, world, 2, [(name, 2)])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str) -> None:
+    (expected,) = run_ranks(1, _train, 1, [(FAULTS[fault][0], 2)])[0]
+    assert _error(run_ranks(2, _with_fault, fault)[0][0], expected) > 1e-3
+
+
+def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:
+    mesh = mesh_of(world, tp)
+    model, optimizer = _make("gpt2", mesh, 2)
+    _steps(model, optimizer, mesh["dp"].get_local_rank(), range(2))
+    dcp.save(
+        {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)},
+        checkpoint_id=folder,
+    )
+    torch.manual_seed(0)
+    other, other_optimizer = _make("gpt2", mesh, 3)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    return [hash_of_training(model, optimizer), hash_of_training(other, other_optimizer)]
+
+
+def _load(rank: int, world: int, tp: int, folder: str) -> list[str]:
+    model, optimizer = _make("gpt2", mesh_of(world, tp), 3)
+    state = {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    shardcore.load_sharded_state_dict(model, state["model"])
+    shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
+    return [hash_of_training(model, optimizer)]
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2))])
+def test_fused_weights_load_anywhere(before: tuple[int, int], after: tuple[int, int], tmp_path: Any) -> None:
+    saved = run_ranks(before[0], _save, before[1], str(tmp_path))
+    loaded = run_ranks(after[0], _load, after[1], str(tmp_path))
+    assert len({hashed for of_rank in [*saved, *loaded] for hashed in of_rank}) == 1
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    texts = []
+    mesh = init_device_mesh("cpu", (world,))
+    llama, tied = MODELS["llama"], MODELS["llama, tied"]()
+    calls: list[Callable[[], Any]] = [
+        lambda: shardcore.tensor_parallel(nn.Linear(4, 4), mesh),
+        lambda: shardcore.tensor_parallel(nn.Linear(4, 4), init_device_mesh("cpu", (1, world))),
+        lambda: shardcore.tensor_parallel(llama(), mesh),
+        lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"1": "colwise"}),
+        lambda: shardcore.tensor_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "moe_tp_experts"}),
+        lambda: shardcore.tensor_parallel(tied.base_model, mesh, {}),
+    ]
+    for call in calls:
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            call()
+        texts.append(str(raised.value))
+    tied.config.num_attention_heads = tied.config.num_key_value_heads = 3
+    with pytest.raises(NotImplementedError) as raised:
+        shardcore.tensor_parallel(tied, mesh, {"lm_head": "colwise_gather_output"})
+    return [*texts, str(raised.value)]
+
+
+def test_what_cannot_be_sliced_is_named() -> None:
+    expected = [
+        "tensor_parallel: Linear has no plan",
+        "tensor_parallel: mesh has 2 dimensions; expected 1",
+        "tensor_parallel: num_attention_heads is 4 on 3 ranks",
+        "tensor_parallel: plan has '1', which is no module of the model",
+        "tensor_parallel: 0 has the style 'moe_tp_experts', which is not supported",
+        "tensor_parallel: LlamaModel has no plan",
+        "tensor_parallel: model.embed_tokens.weight and lm_head.weight are one weight, which the plan slices differently",
+    ]
+    for texts in run_ranks(3, _refusals):
+        for text, start in zip(texts, expected, strict=True):
+            assert text.startswith(start), text
