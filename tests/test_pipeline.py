@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardcore
 from shardcore import pipeline
@@ -52,12 +53,15 @@ class Pipeline:
     """This rank's stages, sharded, and their schedule."""
 
     def __init__(self, rank: int, world: int, kind: str, pp: int, stage: int, loss: Any = part_of_loss, **options: Any) -> None:
-        mesh = init_device_mesh("cpu", (world // pp, pp), mesh_dim_names=("dp", "pp"))
+        tp = options.pop("tp", 1)
+        mesh = init_device_mesh("cpu", (world // pp // tp, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
         self.dp, self.pp, self.ends = mesh.get_local_rank("dp"), mesh.get_local_rank("pp"), pp - 1
         count = pp * STAGES_OF_A_RANK.get(kind, 1)
         self.numbers = range(self.pp, count, pp)
         scale = options.pop("scale_grads", False)
         parts, group = modules(count), mesh["pp"].get_group()
+        for block in (module for part in parts for module in part.modules() if isinstance(module, Block) and tp > 1):
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         stages = [PipelineStage(parts[number], number, count, torch.device("cpu"), group=group) for number in self.numbers]
         groups = {"process_group": mesh["dp"], "model_parallel_group": mesh["pp"], "n_microbatches": MICROBATCHES}
         optimizer = shardcore.FusedAdam(chain(*(one.submod.parameters() for one in stages)), lr=1e-2)
@@ -83,29 +87,30 @@ class Pipeline:
         return {f"{self.numbers[int(index)]}.{name}": value.tolist() for (index, name), value in split.items()}
 
 
-def gradients(rank: int, world: int, kind: str, pp: int, stage: int, twin: str = "") -> tuple[dict[str, Any], float]:
+def gradients(rank: int, world: int, kind: str, pp: int, tp: int, stage: int, twin: str = "") -> tuple[dict[str, Any], float]:
     with pytest.MonkeyPatch.context() as patch:
-        given: dict[str, Any] = {}
+        given: dict[str, Any] = {"tp": tp}
         if twin:
             patch.setattr(pipeline, "_refuse_scaling", lambda factor: None)
-            given = {"scale_grads": True, "loss": lambda output, y: part_of_loss(output, y) * MICROBATCHES}
+            given |= {"scale_grads": True, "loss": lambda output, y: part_of_loss(output, y) * MICROBATCHES}
         one = Pipeline(rank, world, kind, pp, stage, **given)
         one.backwards(0)
     grads = one.named({name: shardcore.full_grad(param) for name, param in one.model.named_parameters()})
     return grads, shardcore.clip_grad_norm_(one.model, MAX_NORM).item()
 
 
-def error_of(world: int, kind: str, pp: int, stage: int, twin: str = "") -> float:
+def error_of(world: int, kind: str, pp: int, stage: int, tp: int = 1, twin: str = "") -> float:
     """Return the largest error of the gradients and of their norm, as shares, beside the whole model in float64."""
     whole = nn.Sequential(*modules(pp * STAGES_OF_A_RANK.get(kind, 1))).double()
-    for dp in range(world // pp):
+    replicas = world // pp // tp
+    for dp in range(replicas):
         x, y = batch_of(0, dp)
-        ((whole(x.double()) - y.double()).square().mean() / (world // pp)).backward()
+        ((whole(x.double()) - y.double()).square().mean() / replicas).backward()
     expected = {name: param.grad for name, param in whole.named_parameters() if param.grad is not None}
     found: dict[str, Any] = {}
     errors = []
     norm = nn.utils.get_total_norm(expected.values()).item()
-    for grads, its_norm in run_ranks(world, gradients, kind, pp, stage, twin):
+    for grads, its_norm in run_ranks(world, gradients, kind, pp, tp, stage, twin):
         found.update(grads)
         errors.append(abs(its_norm - norm) / norm)
     assert set(found) == set(expected)
@@ -119,6 +124,12 @@ def test_gradients_are_those_of_the_whole_model(world: int, kind: str, pp: int) 
     assert error_of(world, kind, pp, 2) < BOUND
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_in_three_dimensions(stage: int) -> None:
+    assert error_of(8, "1f1b", 2, stage, tp=2) < BOUND
+
+
 def test_gradients_that_nothing_divides_are_noticed() -> None:
     assert error_of(2, "gpipe", 2, 1, twin="scale_grads") > 1
 
@@ -129,9 +140,9 @@ def trained(rank: int, world: int, kind: str, stage: int, options: dict[str, Any
     return one.named(one.model.state_dict())
 
 
-def hash_of(kind: str, stage: int, options: dict[str, Any]) -> str:
+def hash_of(kind: str, stage: int, options: dict[str, Any], world: int = 4) -> str:
     weights: dict[str, Any] = {}
-    for part in run_ranks(4, trained, kind, stage, options):
+    for part in run_ranks(world, trained, kind, stage, options):
         weights.update(part)
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest()
 
@@ -148,6 +159,11 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[str, Any]]]) -> None:
     assert len({hash_of(kind, stage, options) for stage, options in [(0, {}), *places]}) == 1
+
+
+@pytest.mark.slow
+def test_one_hash_in_three_dimensions() -> None:
+    assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in [(0, {}), *PLACES]}) == 1
 
 
 def resumed(rank: int, world: int, folder: str) -> bool:

@@ -17,10 +17,11 @@ FOLDER = ROOT / "examples" / "quickstart"
 CONFIG = ["--deepspeed", "--deepspeed_config", str(FOLDER / "ds_config.json")]
 STARTED_BY = {
     "torchrun --nproc-per-node 2": torchrun,
+    "torchrun --nproc-per-node 8": lambda: torchrun(8),
     "shardcore run": lambda: ["-m", "shardcore", "run", "--num_gpus", "2"],
     "python": list,
 }
-TORCHRUN, SHARDCORE_RUN, PYTHON = STARTED_BY
+TORCHRUN, EIGHT_RANKS, SHARDCORE_RUN, PYTHON = STARTED_BY
 # The script, its arguments, how it is started, the packages that it needs.
 SCRIPTS = {
     "ddp.py": ([], TORCHRUN, []),
@@ -30,6 +31,7 @@ SCRIPTS = {
     "unfreeze.py": ([], TORCHRUN, []),
     "ema.py": ([], TORCHRUN, []),
     "pipeline.py": ([], TORCHRUN, []),
+    "three_dimensions.py": ([], EIGHT_RANKS, []),
     "sequence_parallel.py": ([], TORCHRUN, ["transformers"]),
     "tensor_parallel.py": ([], TORCHRUN, ["transformers"]),
     "offload_one_gpu.py": ([], PYTHON, []),
