@@ -33,8 +33,9 @@ from shardcore.engine.step import OwnGrads, Updater
 from shardcore.engine.units import tensors_in
 from shardcore.engine.unshard import Unsharder
 from shardcore.optim.interface import EngineRef, engine_of
+from shardcore.optim.options import capturing
 from shardcore.optim.state import step_tensor
-from shardcore.optim.step import DeviceScale, DeviceState, capturing
+from shardcore.optim.step import DeviceScale, DeviceState
 
 
 class BackgroundSave(Protocol):

@@ -37,9 +37,9 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
-from shardcore.distributed.comm import Comm, Started, Traffic, wait_all
+from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.engine.bucket import Bucket, Lifetimes
-from shardcore.engine.state_store import Scalars, Span, StateStore, StepError
+from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, gather_new_weights
 from shardcore.engine.units import Unit, in_backward
 from shardcore.optim.interface import keep_uncompiled, weakly
 
@@ -392,14 +392,6 @@ class OverlapStep:
         finally:
             if self._pending and self._worker_gathers:
                 self._unfinished += self._pending.values()
-
-
-def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
-    """Start to gather the new weights of some buckets of a unit."""
-    unit = buckets[0].unit
-    with scope("gather", unit):
-        name = f"the new weights of {unit or 'the root'}"
-        return comm.all_gather([bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 
 from shardcore._native import _C
 from shardcore.distributed.clock import scope
+from shardcore.distributed.comm import Comm, Started, Traffic
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.optim.elementwise import ElementFormat
 from shardcore.optim.state_format import SCALES, Kept, kept_values, range_of, values_of
@@ -231,6 +232,14 @@ def update_parts(units: Sequence[str | None], steps: Iterator[_C.CopyEvent | Non
     if copied is not None:
         copied.wait()
     yield
+
+
+def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:
+    """Start to gather the new weights of some buckets of a unit."""
+    unit = buckets[0].unit
+    with scope("gather", unit):
+        name = f"the new weights of {unit or 'the root'}"
+        return comm.all_gather([bucket.weight for bucket in buckets], Traffic.STEP, name, comm.shard_ranks)
 
 
 # (start, numel) -> that range of a flattened parameter's new values; any float dtype, any device.

@@ -19,8 +19,16 @@ from shardcore.engine.bucket import Bucket, Lifetimes, Managed, note_written
 from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.host_gradients import sq_norm_of
 from shardcore.engine.orthogonalize import orthogonalized
-from shardcore.engine.overlap_step import gather_new_weights
-from shardcore.engine.state_store import Scalars, Span, StateStore, StepError, part_of, set_weights, update_parts
+from shardcore.engine.state_store import (
+    Scalars,
+    Span,
+    StateStore,
+    StepError,
+    gather_new_weights,
+    part_of,
+    set_weights,
+    update_parts,
+)
 from shardcore.optim.base import Kind
 from shardcore.optim.clip import join, norm_part
 from shardcore.optim.muon import MuonKind

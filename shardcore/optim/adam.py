@@ -17,7 +17,17 @@ from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
 from shardcore.optim.interface import Gradients
-from shardcore.optim.options import check_capturable, check_group, check_groups, check_options, hyper_of, lr_on_device
+from shardcore.optim.options import (
+    capturing,
+    check_capturable,
+    check_group,
+    check_groups,
+    check_max_norm,
+    check_options,
+    host_scale,
+    hyper_of,
+    lr_on_device,
+)
 from shardcore.optim.state import States
 from shardcore.optim.state_dict import (
     adopt_torch_group,
@@ -35,12 +45,9 @@ from shardcore.optim.step import (
     DeviceScale,
     DeviceState,
     Update,
-    capturing,
     check_grads_list,
-    check_max_norm,
     check_new_params,
     device_scale,
-    host_scale,
 )
 
 logger = logging.getLogger("shardcore")

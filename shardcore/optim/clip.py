@@ -31,8 +31,8 @@ from shardcore._native import _C
 from shardcore.distributed.comm import Comm
 from shardcore.optim.dtensor import Groups, Rows, find_rows, grouped
 from shardcore.optim.interface import ShardedEngine, engine_of
-from shardcore.optim.options import PARAM_DTYPES, number
-from shardcore.optim.step import bad_grad, check_max_norm
+from shardcore.optim.options import PARAM_DTYPES, check_max_norm, number
+from shardcore.optim.step import bad_grad
 
 # Local gradients by the ranks that hold the rest of them (shardcore.optim.dtensor.grouped).
 ShardedGradients = Mapping[Groups, Sequence[torch.Tensor]]

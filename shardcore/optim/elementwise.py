@@ -14,11 +14,10 @@ import torch
 from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.interface import Gradients
-from shardcore.optim.options import MASTERED_DTYPES, number
+from shardcore.optim.options import MASTERED_DTYPES, check_max_norm, host_scale, number
 from shardcore.optim.state import check_tensor, step_count, step_tensor
 from shardcore.optim.state_dict import SCHEDULER_KEYS, TORCH_ONLY, import_groups, numbers_of
 from shardcore.optim.state_format import Allocate, Kept, StateFormat
-from shardcore.optim.step import check_max_norm, host_scale
 
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,

@@ -1,4 +1,4 @@
-"""The options of a parameter group: their names, their checks, and the one conversion into the scalars of a step.
+"""Options of a parameter group and arguments of a step: names, checks, and the one conversion into the scalars of a step.
 
 Invariants: every check runs before anything is written; the engine uses the same functions, so that a bad option reads
 the same whether the optimizer is sharded or not.
@@ -26,6 +26,7 @@ _FLAGS = ("adam_w_mode", "amsgrad", "maximize", "bias_correction", "capturable",
 
 
 _OPTIONS = operator.itemgetter("betas", *_NUMBERS, *_FLAGS, "seed", "master", "state_dtype")
+_LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 _FIXED = (float, int, bool, str, type(None))  # types whose objects never change
 
 
@@ -63,6 +64,11 @@ def on_device(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether work queued now on this device becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
     """Return a tensor on a device as it is (a kernel reads it), anything else as `number` does. Raises TypeError."""
     if not on_device(value):
@@ -74,6 +80,30 @@ def device_number(op: str, name: str, value: object) -> float | torch.Tensor:
             "one float32 or float64 number (a capturable step reads it there)"
         )
     return value
+
+
+def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
+    """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale if there is one."""
+    scale = 1.0 if grad_scale is None else number(op, "grad_scale", grad_scale)
+    divisor = 1.0 if loss_scale is None else number(op, "optimizer.grad_scale", loss_scale)
+    if not (math.isfinite(divisor) and divisor != 0.0 and abs(scale / divisor) <= _LARGEST):
+        raise ValueError(
+            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers, and a quotient that "
+            "float32 holds"
+        )
+    return scale / divisor
+
+
+def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float:
+    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without clipping."""
+    if capturable and on_device(max_norm):
+        raise TypeError(
+            f"{op}: max_norm has a tensor on the device; expected a number (a capturable step does not wait for it)"
+        )
+    x = number(op, "max_norm", max_norm)
+    if not x >= 0.0:
+        raise ValueError(f"{op}: max_norm has {x}; expected a number of at least 0")
+    return x
 
 
 def check_options(op: str, group: Mapping[str, Any], where: str = "") -> None:

@@ -5,7 +5,6 @@ them in place only after every kernel call was accepted. A capturable step reads
 graph can capture it: a number (or a CPU tensor) is fixed in the graph, a tensor on the device is read at every replay.
 """
 
-import math
 import operator
 import weakref
 from collections import defaultdict
@@ -22,16 +21,14 @@ from shardcore.optim.options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
     CheckedOptions,
+    capturing,
     check_options,
     device_number,
     dtype_name,
-    number,
-    on_device,
+    host_scale,
 )
 from shardcore.optim.state import DeviceStepCount, ParamState, States, StepCount, device_counts, has_memory, new_state
 from shardcore.optim.state_format import MASTER_STORAGE, MOMENT_DTYPES, new_moments, zeros
-
-_LARGEST = torch.finfo(torch.float32).max  # gradients are multiplied in float32
 
 
 class DeviceState:
@@ -92,18 +89,6 @@ class DeviceScale:
         )
 
 
-def host_scale(op: str, grad_scale: object, loss_scale: object) -> float:
-    """Return what multiplies the gradients, in double: grad_scale, over GradScaler's loss_scale if there is one."""
-    scale = 1.0 if grad_scale is None else number(op, "grad_scale", grad_scale)
-    divisor = 1.0 if loss_scale is None else number(op, "optimizer.grad_scale", loss_scale)
-    if not (math.isfinite(divisor) and divisor != 0.0 and abs(scale / divisor) <= _LARGEST):
-        raise ValueError(
-            f"{op}: grad_scale has {scale} (over a loss scale of {divisor}); expected finite numbers, and a quotient that "
-            "float32 holds"
-        )
-    return scale / divisor
-
-
 def device_scale(
     op: str, state: DeviceState, grad_scale: object, loss_scale: object, found_inf: object, max_norm: float | None
 ) -> DeviceScale:
@@ -113,23 +98,6 @@ def device_scale(
     host_scale(op, *(1.0 if isinstance(value, torch.Tensor) else value for value in (scale, divisor)))
     found = device_number(op, "optimizer.found_inf", 0.0 if found_inf is None else found_inf)
     return DeviceScale(state, scale, divisor, found, max_norm)
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether work queued now on this device becomes part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def check_max_norm(op: str, max_norm: object, capturable: bool = False) -> float:
-    """Return max_norm as a float; ValueError if it is negative or NaN. Infinity measures without clipping."""
-    if capturable and on_device(max_norm):
-        raise TypeError(
-            f"{op}: max_norm has a tensor on the device; expected a number (a capturable step does not wait for it)"
-        )
-    x = number(op, "max_norm", max_norm)
-    if not x >= 0.0:
-        raise ValueError(f"{op}: max_norm has {x}; expected a number of at least 0")
-    return x
 
 
 Group = Mapping[str, Any]
