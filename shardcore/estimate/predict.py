@@ -82,6 +82,7 @@ class _Rank(Comm):
     def __init__(self, rank: int, topology: Topology) -> None:
         self.group, self.rank, self.world_size, self.topology = None, rank, topology.world_size, topology
         self.uses_nccl, self.clock = True, Clock()  # NCCL keeps no buffers of others
+        self.slices, self.across = (), ()
 
     def all_to_all(self, *_: Any, **__: Any) -> list[Started]:
         return []
