@@ -97,8 +97,8 @@ def load(
 
     Raises:
         FileNotFoundError: If there is no checkpoint.
-        ValueError, TypeError: For other names, shapes or groups, before anything is changed; for damaged data, with file and
-            offset (then the model is partly loaded). On the other ranks RuntimeError.
+        ValueError, TypeError: For other names, shapes or groups, or another optimizer's states, before anything is changed; for
+            damaged data, with file and offset (then the model is partly loaded). On the other ranks RuntimeError.
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
@@ -258,6 +258,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             _check_averages(source, engine)
         if wanted.states:
             options = options_of(source, engine)
+            _check_states(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
         if wanted.scheduler is not None:
             check_scheduler("load", source, wanted.scheduler)
@@ -321,6 +322,19 @@ def _check_averages(source: Source, engine: Engine) -> None:
             f"load: {source.path} has no moving average of {_in_short(lacks)}; expected one that save was given ema for, or "
             "ema=None"
         )
+
+
+def _check_states(source: Source, engine: Engine) -> None:
+    """Raise ValueError where parameters have some of the states that a step needs: those of another optimizer."""
+    names = _names_in(source, engine)
+    for bucket in engine.updater.buckets:
+        for name in (names[managed.param] for managed in bucket.params if managed.param in names):
+            keys, saved = set(bucket.state_format.keys) - {"master", "max_exp_avg_sq"}, source.keys(name)
+            if source.steps.get(name, 0) > 0 and (lacks := sorted(keys - set(saved))):
+                raise ValueError(
+                    f"load: {source.path} has no {lacks[0]!r} of {name}, so another optimizer saved it; expected one that "
+                    f"keeps {', '.join(sorted(keys))} (or load without an optimizer, and train on from its weights)"
+                )
 
 
 def check_scheduler(op: str, source: Source, scheduler: Any) -> None:

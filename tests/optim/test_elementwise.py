@@ -134,6 +134,21 @@ def test_a_checkpoint_goes_on_at_another_stage(name: str, tmp_path: Path) -> Non
     assert len({one for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name) for one in found}) == 1
 
 
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.RAdam])
+def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path: Path) -> None:
+    """One that keeps part of what is needed, too: Lion's exp_avg without exp_avg_sq would let Adam divide by zeros."""
+    model, optimizer = _sharded("lion")
+    _train(model, optimizer, range(1))
+    shardcore.save(tmp_path, model, optimizer)
+    model = make_net(1)
+    model, optimizer = shardcore.shard(model, other(model.parameters()))
+    before = hash_of_training(model, optimizer)
+    with pytest.raises(ValueError, match=r"has no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq"):
+        shardcore.load(tmp_path, model, optimizer)
+    assert hash_of_training(model, optimizer) == before
+    shardcore.load(tmp_path, model)
+
+
 def _refusals(rank: int, world_size: int) -> list[str | None]:
     model = make_net()
 
