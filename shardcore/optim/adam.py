@@ -88,10 +88,6 @@ class AdamKind:
 class AdamOptimizer(ShardableOptimizer):
     """What FusedAdam and CPUAdam share. See FusedAdam for the arguments."""
 
-    # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
-    # during one step. They must not be class attributes: GradScaler multiplies what it finds.
-    _step_supports_amp_scaling = True
-
     kind = AdamKind()
     _device_type: str | None = None  # the only kind of device allowed, or None
     _capture_type = "cuda"  # the kind of device that can be captured

@@ -92,6 +92,9 @@ class ShardableOptimizer(torch.optim.Optimizer):
     _regroup: Callable[[Any, Any, Exception | None], None]  # after shard: lays out states for new groups (engine/regroup.py)
     _skipped: int
     _device_state: DeviceState | None  # of capturable steps
+    # GradScaler's protocol: it leaves gradients alone and sets the attributes grad_scale (divides) and found_inf (skips)
+    # during one step. They must not be class attributes: GradScaler multiplies what it finds.
+    _step_supports_amp_scaling = True
     profile_hook_step = staticmethod(hooked_step)  # torch.optim wraps step in this
 
     @property

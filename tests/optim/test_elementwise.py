@@ -149,6 +149,25 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path:
     shardcore.load(tmp_path, model)
 
 
+def test_grad_scaler_at_stage_0_alone() -> None:
+    plain = make_net()
+    torchs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    model, optimizer = _sharded("sgd", 0)
+    for net, steps in ((plain, torchs), (model, optimizer)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(3):
+            scaler.scale(loss_of(net, batch_of(step, 0, 0)) * (torch.inf if step == 1 else 1.0)).backward()
+            scaler.step(steps)
+            scaler.update()
+            steps.zero_grad()
+    assert optimizer.skipped_steps == 1
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+    model, optimizer = _sharded("sgd", 2)
+    scaler.scale(loss_of(model, batch_of(0, 0, 0))).backward()
+    with pytest.raises(ValueError, match="called by a GradScaler"):
+        scaler.step(optimizer)
+
+
 def _refusals(rank: int, world_size: int) -> list[str | None]:
     model = make_net()
 
