@@ -27,7 +27,8 @@ class Muon(torch.optim.Optimizer):
 
     Alone it is torch's two optimizers. shardcore.shard keeps momentum in shards, and gathers a unit's in bfloat16 where a rank
     needs whole matrices; each rank orthogonalizes those that it has a part of.
-    ValueError for a parameter under Muon that is no matrix. Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
+    ValueError for a parameter under Muon that is no matrix, and for options that torch's optimizers refuse.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon
     """
 
     def __init__(
@@ -44,6 +45,13 @@ class Muon(torch.optim.Optimizer):
         for key, value in (_OF_MUON if use_muon else _OF_ADAM).items():
             param_group.setdefault(key, value)
         super().add_param_group(param_group)
+        names = ("lr", "weight_decay", *(_OF_MUON if use_muon else _OF_ADAM))
+        try:  # torch's constructor knows what is wrong with options
+            cls = torch.optim.Muon if use_muon else torch.optim.AdamW
+            cls([torch.zeros(1, 1)], **{name: self.param_groups[-1][name] for name in names})
+        except (TypeError, ValueError):
+            del self.param_groups[-1]
+            raise
         for index, param in enumerate(self.param_groups[-1]["params"]):
             if use_muon and param.ndim != 2:
                 del self.param_groups[-1]

@@ -1,5 +1,7 @@
 """Muon's groups. tests/engine/test_orthogonalize.py has its steps, alone and on shards."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,3 +17,12 @@ def test_groups_have_the_options_of_torchs_optimizers_and_muon_takes_matrices() 
         assert all(group[key] == expected[key] for key in group if key not in ("params", "use_muon"))
     with pytest.raises(ValueError, match=r"param_groups\[1\]\.params\[0\] has shape \(3,\); expected a matrix"):
         shardcore.Muon([{"params": [matrix]}, {"params": [bias]}])
+
+
+@pytest.mark.parametrize("options", [{"adjust_lr_fn": "match_rms_adam"}, {"use_muon": False, "betas": (0.9, 1.0)}])
+def test_options_that_torchs_optimizers_refuse(options: dict[str, Any]) -> None:
+    matrix, other = (torch.zeros(3, 2, requires_grad=True) for _ in range(2))
+    optimizer = shardcore.Muon([matrix])
+    with pytest.raises(ValueError, match=r"not supported|Invalid"):
+        optimizer.add_param_group({"params": [other], **options})
+    optimizer.add_param_group({"params": [other]})
