@@ -366,7 +366,7 @@ def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bo
                 f'shard: overlap_step is {overlap_step}, and offload["gradients"] is {"cpu" if in_host else None}, with Muon; '
                 "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
             )
-        return Elementwise(optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer)))
+        return Elementwise(optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer))
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "

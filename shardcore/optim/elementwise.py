@@ -83,12 +83,16 @@ class ElementStep:
 
 
 def bare_optimizer(
-    cls: type[torch.optim.Optimizer], options: Group, params: list[torch.Tensor], states: MutableMapping[Any, Any]
+    cls: type[torch.optim.Optimizer],
+    options: Group,
+    params: list[torch.Tensor],
+    states: MutableMapping[Any, Any],
+    attributes: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Return an optimizer of torch's over these tensors and states, made without its constructor."""
+    """Return an optimizer over these tensors and states, made without its constructor. attributes: others that it has."""
     optimizer = cls.__new__(cls)
     group = {**options, "params": params, "capturable": False, "differentiable": False}
-    optimizer.__setstate__({"defaults": group, "param_groups": [group], "state": states})
+    optimizer.__setstate__({**(attributes or {}), "defaults": group, "param_groups": [group], "state": states})
     return optimizer
 
 
@@ -103,9 +107,11 @@ class ElementKind:
 
     on_device = False
 
-    def __init__(self, cls: type[torch.optim.Optimizer]) -> None:
-        """Know the optimizers of this class."""
+    def __init__(self, cls: type[torch.optim.Optimizer], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Know the optimizers of this class; what `optimizer` has beside groups and states, a step may read."""
         self.cls, self.name = cls, cls.__name__
+        own = {} if optimizer is None else vars(optimizer)
+        self._attributes = {key: value for key, value in own.items() if key not in ("defaults", "param_groups", "state")}
         self._step = plain_step(cls)
         self._names: dict[str, tuple[str, ...]] = {}
 
@@ -149,7 +155,7 @@ class ElementKind:
         if switches not in self._names:
             param = torch.zeros(2, device="cpu")
             states = {param: self._first(self._computes(group), param)}
-            optimizer = bare_optimizer(self.cls, self._computes(group), [param], defaultdict(dict, states))
+            optimizer = bare_optimizer(self.cls, self._computes(group), [param], defaultdict(dict, states), self._attributes)
             param.grad = torch.zeros(2, device="cpu")
             self._step(optimizer)
             names = []
@@ -183,7 +189,8 @@ class ElementKind:
             mine: list[dict[str, Any]] = [self._first(options, target) for target in targets]
         else:
             mine = [{key: state[key] for key in names} | {"step": step_tensor(step - 1)} for state in states]
-        optimizer = bare_optimizer(self.cls, options, targets, defaultdict(dict, zip(targets, mine, strict=True)))
+        of_targets = defaultdict(dict, zip(targets, mine, strict=True))
+        optimizer = bare_optimizer(self.cls, options, targets, of_targets, self._attributes)
         for target, grad in zip(targets, grads, strict=True):
             target.grad = grad
         try:

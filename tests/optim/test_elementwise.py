@@ -215,3 +215,29 @@ def test_a_class_says_that_it_is_elementwise_and_its_other_states_are_refused() 
     model = make_net()
     with pytest.raises(NotImplementedError, match=r"a Mine keeps mu_product=.*; expected states of the parameter's shape"):
         shardcore.shard(model, Mine(model.parameters()))
+
+
+class Signed(torch.optim.Optimizer):
+    """Signed momentum, whose factor is an attribute."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, beta: float) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.beta = beta
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            average = self.state[param].setdefault("average", torch.zeros_like(param))
+            average.lerp_(param.grad, 1.0 - self.beta)
+            param.sub_(average.sign(), alpha=self.param_groups[0]["lr"])
+
+
+def test_a_step_may_read_attributes_of_its_optimizer() -> None:
+    plain, model = make_net(), make_net()
+    theirs = Signed(plain.parameters(), 0.5)
+    model, ours = shardcore.shard(model, Signed(model.parameters(), 0.5))
+    _train(plain, theirs, range(3))
+    _train(model, ours, range(3))
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
