@@ -216,11 +216,17 @@ class ElementKind:
     def import_state(
         self, op: str, name: str, saved: Any, param: torch.Tensor, state_format: StateFormat
     ) -> tuple[Mapping[str, Any], list[str]]:
-        """See Kind. A state without "step" (torch's SGD has none) has made one, if it has anything."""
+        """See Kind. A state without "step" (torch's SGD has none) has made one, if it has anything.
+
+        What a constructor made is made anew by the first step: none of it is read (on the meta device there is nothing).
+        """
         if not isinstance(saved, Mapping):
             raise TypeError(f"{op}: {name} has type {type(saved).__name__}; expected a dict")
         lost: list[str] = []
         given = {key: value for key, value in saved.items() if value is not None}
+        count = step_count(op, f"{name}.step", given.get("step", 1 if given else 0))
+        if count == 0:
+            return {}, lost
         keys = [key for key in state_format.keys if key != "master"]
         state: dict[str, Any] = {}
         for key, value in given.items():
@@ -233,12 +239,11 @@ class ElementKind:
             else:
                 expected = ", ".join(("step", *state_format.keys))
                 raise ValueError(f"{op}: {name} has the unknown key {key!r}; expected {expected} (a {self.name}'s)")
-        count = step_count(op, f"{name}.step", given.get("step", 1 if given else 0))
-        if count and (missing := [key for key in keys if key not in state]):
+        if missing := [key for key in keys if key not in state]:
             raise ValueError(
                 f"{op}: {name} has no {missing[0]!r}; expected {', '.join(keys)} (a {self.name}'s, with these options)"
             )
-        return (state | {"step": step_tensor(count)} if given else {}), lost
+        return state | {"step": step_tensor(count)}, lost
 
 
 class Elementwise(ShardableOptimizer):

@@ -140,8 +140,8 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing(other: Any, tmp_path:
     model, optimizer = _sharded("lion")
     _train(model, optimizer, range(1))
     shardcore.save(tmp_path, model, optimizer)
-    model = make_net(1)
-    model, optimizer = shardcore.shard(model, other(model.parameters()))
+    net = make_net(1)
+    model, optimizer = shardcore.shard(net, other(net.parameters()))
     before = hash_of_training(model, optimizer)
     with pytest.raises(ValueError, match=r"has no 'exp_avg_sq' of gain, so another optimizer saved it; expected .*exp_avg_sq"):
         shardcore.load(tmp_path, model, optimizer)
@@ -235,9 +235,27 @@ class Signed(torch.optim.Optimizer):
 
 
 def test_a_step_may_read_attributes_of_its_optimizer() -> None:
-    plain, model = make_net(), make_net()
+    plain, net = make_net(), make_net()
     theirs = Signed(plain.parameters(), 0.5)
-    model, ours = shardcore.shard(model, Signed(model.parameters(), 0.5))
+    model, ours = shardcore.shard(net, Signed(net.parameters(), 0.5))
     _train(plain, theirs, range(3))
     _train(model, ours, range(3))
     assert all(torch.equal(model.state_dict()[key], value) for key, value in plain.state_dict().items())
+
+
+def test_states_of_adagrads_constructor_on_the_meta_device() -> None:
+    def fill(module: nn.Module) -> None:
+        for param in module.to_empty(device="cpu", recurse=False).parameters(recurse=False):
+            nn.init.constant_(param, 0.1)
+
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model: nn.Module = nn.Linear(10, 5)
+        if device == "cpu":
+            fill(model)
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        model, sharded = shardcore.shard(model, optimizer, 3, materialize=fill if device == "meta" else None)
+        _train(model, sharded, range(2))
+        found.append(hash_of_training(model, sharded))
+    assert found[0] == found[1]
