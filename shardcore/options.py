@@ -339,6 +339,21 @@ class NoOptimizer:
         """See ShardableOptimizer: there is nothing to forget."""
 
 
+def _check_places(optimizer: ShardableOptimizer, offload: object, overlap_step: bool) -> None:
+    """Raise NotImplementedError for tiers and steps that Adam alone has."""
+    if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
+        raise NotImplementedError(
+            f'shard: offload["optimizer"] is "nvme" with {optimizer.kind.name}; expected "cpu" (files have states of '
+            "Adam alone)"
+        )
+    in_host = isinstance(offload, Mapping) and offload.get("gradients") is not None
+    if isinstance(optimizer.kind, MuonKind) and (overlap_step or in_host):
+        raise NotImplementedError(
+            f'shard: overlap_step is {overlap_step}, and offload["gradients"] is {"cpu" if in_host else None}, with Muon; '
+            "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
+        )
+
+
 def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bool = False) -> ShardableOptimizer:
     """Return the optimizer to use: the same one, a FusedAdam for torch's Adam or AdamW, an Elementwise for others."""
     for index, group in enumerate(getattr(optimizer, "param_groups", ())):
@@ -350,23 +365,17 @@ def accept_optimizer(optimizer: object, offload: object = None, overlap_step: bo
     if isinstance(optimizer, ShardableOptimizer):
         if optimizer._engine is not None:
             raise ValueError("shard: the optimizer is already sharded; expected one that shard() has not changed")
-        if not isinstance(optimizer, AdamOptimizer):
+        if not isinstance(optimizer, AdamOptimizer):  # Trainer has made it
+            _check_places(optimizer, offload, overlap_step)
             return optimizer
         check_capturable("shard", optimizer.param_groups, optimizer._capture_type)
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer) and (isinstance(optimizer, Muon) or is_elementwise(optimizer)):
-        if isinstance(offload, Mapping) and offload.get("optimizer") == "nvme":
-            raise NotImplementedError(
-                f'shard: offload["optimizer"] is "nvme" with {type(optimizer).__name__}; expected "cpu" (files have states of '
-                "Adam alone)"
-            )
-        in_host = isinstance(offload, Mapping) and offload.get("gradients") is not None
-        if isinstance(optimizer, Muon) and (overlap_step or in_host):
-            raise NotImplementedError(
-                f'shard: overlap_step is {overlap_step}, and offload["gradients"] is {"cpu" if in_host else None}, with Muon; '
-                "expected neither (a step orthogonalizes gradients on the device, and waits for it)"
-            )
-        return Elementwise(optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer))
+        accepted = Elementwise(
+            optimizer, MuonKind() if isinstance(optimizer, Muon) else ElementKind(type(optimizer), optimizer)
+        )
+        _check_places(accepted, offload, overlap_step)
+        return accepted
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise TypeError(
             f"shard: optimizer is a {type(optimizer).__name__}; expected shardcore.FusedAdam, CPUAdam, Lion or Muon, one of "

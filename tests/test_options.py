@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.options import ShardOptions
+from shardcore.options import ShardOptions, accept_optimizer
 from tests.support.models import Net, Run, batch_of, hash_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -247,3 +247,11 @@ def test_the_defaults_of_shard_are_those_of_its_options() -> None:
         "model_parallel_group",
         "ranks_per_node",
     }
+
+
+def test_an_optimizer_that_was_accepted_before_its_offload_is_known_is_checked_in_shard() -> None:
+    """As Trainer does it: files would take none of what an elementwise step writes."""
+    model = nn.Linear(3, 2)
+    accepted = accept_optimizer(torch.optim.SGD(model.parameters(), momentum=0.9))
+    with pytest.raises(NotImplementedError, match=r'"nvme" with SGD'):
+        shardcore.shard(model, accepted, offload={"optimizer": "nvme", "path": "."})
