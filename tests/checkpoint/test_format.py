@@ -176,7 +176,7 @@ FORGED = {
     ),
     "codes alone": (lambda m: m["tensors"]["gain"]["parts"]["exp_avg"].update(dtype="I8"), "do not belong together"),
     "an unknown dtype": (lambda m: _part(m).update(dtype="object"), "'object', which is unknown"),
-    "an unknown part": (lambda m: m["tensors"]["head.weight"]["parts"].update(code=_part(m)), r"head.weight\.code"),
+    "an unknown part": (lambda m: m["tensors"]["head.weight"]["parts"].update({"a b": _part(m)}), r"head.weight\.a b"),
     "no tensors": (lambda m: m.pop("tensors"), "is no manifest"),
     "a list": (lambda m: m.update(tensors=[]), "is no manifest"),
     "an alias of nothing": (lambda m: m.update(tied={"a": "nothing"}), "is no manifest"),

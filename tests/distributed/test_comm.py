@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardcore
-from shardcore import api
+from shardcore.distributed import joining
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.distributed.groups import NotAMemberError
 from tests.support.models import make_net
@@ -69,7 +69,7 @@ def test_the_gpu_over_which_the_first_message_goes(
         world.bound_device_id = None if bound is None else torch.device("cuda", bound)
         with monkeypatch.context() as patch:
             patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-            patch.setattr(api, "Comm", joined)
+            patch.setattr(joining, "Comm", joined)
             with pytest.raises(NotAMemberError):
                 shardcore.shard(model, None)
         world.bound_device_id = None

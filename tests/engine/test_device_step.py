@@ -17,7 +17,6 @@ from shardcore.engine import engine as engine_module
 from shardcore.engine.bucket import Managed
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.optim import options
-from shardcore.optim import step as scale
 from tests.support.choice import combinations
 from tests.support.groups import RUNS, device_decides, said_of
 from tests.support.models import Run, batch_of, hash_of_training, loss_of, make_net, train
@@ -184,8 +183,7 @@ def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
     for stage in range(4):
         with pytest.MonkeyPatch.context() as patch:
             expected = said_of(*_steps(rank, stage, name, shardcore.FusedAdam))
-            for module in (options, scale):
-                patch.setattr(module, "on_device", lambda value: isinstance(value, torch.Tensor))
+            patch.setattr(options, "on_device", lambda value: isinstance(value, torch.Tensor))
             model, optimizer = _steps(rank, stage, name, OnCpu)
             assert optimizer._engine.device_step is not None
             found.append((expected, said_of(model, optimizer)))

@@ -10,7 +10,6 @@ import torch
 from shardcore._native import _C
 from shardcore.optim import CPUAdam, FusedAdam, options
 from shardcore.optim import step as batch
-from shardcore.optim import step as scale
 from shardcore.options import accept_optimizer
 from tests.support.params import CAPTURABLE_KINDS, OnCpu, grads_of, params_of, same, snapshot
 
@@ -19,15 +18,13 @@ from tests.support.params import CAPTURABLE_KINDS, OnCpu, grads_of, params_of, s
 def cpu_is_a_device(monkeypatch):
     """CPU tensors count as tensors that the host would have to wait for, and must not be read."""
     monkeypatch.setattr(options, "on_device", lambda value: isinstance(value, torch.Tensor))
-    monkeypatch.setattr(scale, "on_device", lambda value: isinstance(value, torch.Tensor))
 
 
 @pytest.fixture
 def captured(monkeypatch):
     """Every device is being captured once the list has an item."""
     now = []
-    for module in (batch, scale):
-        monkeypatch.setattr(module, "capturing", lambda device: bool(now))
+    monkeypatch.setattr(batch, "capturing", lambda device: bool(now))
     monkeypatch.setattr("shardcore.optim.adam.capturing", lambda device: bool(now))
     return now
 
