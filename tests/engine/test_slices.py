@@ -42,7 +42,7 @@ def _error(found: Any, expected: Any) -> float:
     return max(((a - b).abs() / b.abs().clamp(1.0)).max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
     plain = run_ranks(dp, _train, 1, PLACES[2:3])[0][0]
     found = run_ranks(2 * dp, _train, 2, [*PLACES, (2, False, {})])

@@ -60,8 +60,8 @@ def test_an_interpreter_ends_whatever_is_in_flight():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-# The second holds what the first does, and more.
-@pytest.mark.parametrize("end", [pytest.param("all at once", marks=pytest.mark.slow), "in another module"])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["all at once", "in another module"])
 def test_a_first_interpreter_ends_as_well(end):
     result = run(ENDS[end])
     assert (result.returncode, result.stderr) == (0, "")

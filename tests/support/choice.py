@@ -15,8 +15,8 @@ def some(rows: Iterable[Sequence[Any]], chosen: Iterable[Sequence[Any]]) -> list
     return [row if row in chosen else pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
-# For parametrize: of a list of runs, a case of several ranks makes every fifth one, and all as a slow test.
-EVERY = [5, pytest.param(1, marks=pytest.mark.slow)]
+# For parametrize: of a list of runs, a case of several ranks makes every tenth one, and all as a slow test.
+EVERY = [10, pytest.param(1, marks=pytest.mark.slow)]
 
 
 def part(runs: Sequence[Any], every: int, number: int) -> list[Any]:

@@ -29,6 +29,7 @@ def checkout(tmp_path):
     return write
 
 
+@pytest.mark.slow  # tools/lint.sh runs it
 def test_this_checkout_keeps_the_rules():
     assert list(check_includes.problems()) == []
 
