@@ -258,7 +258,8 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
             _check_averages(source, engine)
         if wanted.states:
             options = options_of(source, engine)
-            _check_states(source, engine)
+            if not wanted.in_place:  # else the source has what is to be read alone
+                _check_states(source, engine)
             engine.scaler.check_state("load", source.loss_scale)
         if wanted.scheduler is not None:
             check_scheduler("load", source, wanted.scheduler)
