@@ -14,6 +14,7 @@ import shardcore
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.slices import Slice
 from shardcore.optim.dtensor import local_part
+from tests.support.choice import some
 from tests.support.models import hash_of, hash_of_training
 from tests.support.ranks import run_ranks
 from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, slice_lm, train_lm
@@ -113,7 +114,7 @@ def _through_state_dicts(rank: int, world: int, stage: int) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_state_dicts_are_full_and_load_anywhere(stage: int) -> None:
     assert all(all(same) for same in run_ranks(4, _through_state_dicts, stage))
 
@@ -139,7 +140,7 @@ def _load_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> st
 SHAPES = [(4, 2), (4, 1), (2, 2), (1, 1)]  # ranks, and how many of them slice
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (0, 2), (0, 3), (1, 0), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), some([(0, 1), (0, 2), (0, 3), (1, 0), (3, 2)], [(0, 1), (3, 2)]))
 def test_sharded_state_dicts_reshard_over_both_dimensions(before: int, after: int, tmp_path: Any) -> None:
     (ranks, tp), (new_ranks, new_tp) = SHAPES[before], SHAPES[after]
     saved = run_ranks(ranks, _save_sharded, tp, before % 4, str(tmp_path))
@@ -192,7 +193,7 @@ def _gradients(rank: int, world: int, stage: int) -> list[Any]:
     return errors
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradients_and_edits(stage: int) -> None:
     assert all(max(errors) < 1e-6 for errors in run_ranks(2, _gradients, stage))
 

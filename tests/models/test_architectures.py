@@ -40,7 +40,7 @@ def _training(name: str, **options: Any) -> Training:
 
 
 ALONE = [pytest.param(name, 1, marks=() if name == "t5" else pytest.mark.slow) for name in ARCHITECTURES]
-TWO = [pytest.param(name, 2, marks=() if name in ("gpt2", "llama_lora") else pytest.mark.slow) for name in ARCHITECTURES]
+TWO = [pytest.param(name, 2, marks=() if name == "llama_lora" else pytest.mark.slow) for name in ARCHITECTURES]
 FOUR = pytest.param("gpt2", 4, marks=pytest.mark.slow)
 
 
