@@ -29,7 +29,7 @@ def python_blocks(*pages):
     ("pages", "count"),
     [
         (["README.md"], 1),
-        ([f"docs/{page}.md" for page in ("guide", "checkpoints", "meta_models", "optimizers", "deepspeed")], 9),
+        ([f"docs/{page}.md" for page in ("guide", "checkpoints", "meta_models", "optimizers", "deepspeed")], 11),
         (["docs/huggingface.md"], 2),
     ],
 )
