@@ -134,5 +134,5 @@ def test_commands_are_there(command, capsys):
 
 def test_a_row_without_ours_says_why():
     for theirs, here, note in rows(PAGE.read_text()):
-        assert here.startswith(("`", "-")), theirs
+        assert here.startswith(("`", "-", "[")), theirs  # code, none, or a link to what has no line that runs
         assert here != "-" or len(note) > 10, theirs
