@@ -1,8 +1,8 @@
 # make demo    train a real model on real text over two ranks, with and without offload, and compare the bits
-# make test    run the tests but those marked slow, two files at a time where pytest-xdist is installed (WORKERS=0: one after
-#              the other). ARGS="-k adam" goes to pytest; ARGS="-m slow" runs the others
+# make test    run the tests but those marked slow or more, two files at a time where pytest-xdist is installed (WORKERS=0: one
+#              after the other). ARGS="-k adam" goes to pytest; ARGS="-m more" runs what CI adds, ARGS="-m slow" the longest
 # make quick   tests of one process, in less than a minute: no ranks, no builds, no examples, no other libraries
-# make test-all    all tests, those marked slow, too (three times as long)
+# make test-all    all tests, those marked more and slow, too
 # make crash-test  kill, fill, damage: checkpoints and commits lose nothing. KILLS=300 COMMITS=500 MUTATIONS=20000 FAULTS=200
 #                  FULL_DISKS=100 DEAD_RANKS=20
 # make gpu-check   on a machine with a CUDA GPU: tests, sanitizer, benchmarks on it (PART=ranks, activations, kernels,
@@ -20,8 +20,8 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-MARKS ?= -m "not slow"
-QUICK = -m "not slow and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_peers.py)
+MARKS ?= -m "not slow and not more"
+QUICK = -m "not slow and not more and not ranks" $(addprefix --ignore=tests/,build examples tools test_cpp.py test_cli.py optim/test_adam_peers.py)
 ARGS ?=
 WORKERS ?= 2
 KILLS ?= 300

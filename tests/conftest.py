@@ -1,5 +1,6 @@
-"""What holds for every test: its threads, Ctrl-C, which file begins, what is marked ranks, and where gpu tests are skipped."""
+"""What holds for every test: its threads, Ctrl-C, which file begins, which marks are set here, where gpu tests are skipped."""
 
+import itertools
 import os
 import signal
 
@@ -35,7 +36,7 @@ def why_no_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest test first; mark the files that import from tests/support/ranks.py.
+    """Put the longest test first; mark the files that import from tests/support/ranks.py, and cases that make test leaves out.
 
     Skip tests marked gpu without a CUDA device or a build for it, and say which is missing.
     """
@@ -43,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.getparent(pytest.Module) for item in items} - {None}:
         if any(getattr(value, "__module__", None) == ranks.__name__ for value in vars(module.obj).values()):
             module.add_marker("ranks")
+    for _, group in itertools.groupby(items, key=lambda item: item.nodeid.partition("[")[0]):
+        cases = [item for item in group if item.get_closest_marker("slow") is None]
+        for marker in [mark for item in cases[:1] if (mark := item.get_closest_marker("cases"))]:
+            (count,) = marker.args
+            kept = {(2 * number + 1) * len(cases) // (2 * count) for number in range(count)}  # spread evenly
+            for number, item in enumerate(cases):
+                if number not in kept:
+                    item.add_marker("more")
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     reason = why_no_gpu() if marked else None
     if reason is not None:

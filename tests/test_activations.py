@@ -182,6 +182,7 @@ def _trained(rank: int, world_size: int, stage: int, options: dict[str, Any] | N
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_sharded_training_has_the_same_bits(world_size: int) -> None:
     expected = run_ranks(world_size, _trained, 0, None)

@@ -47,6 +47,7 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
     return train(rank, run)[2]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "world_size"), some(product([0, 1, 2, 3], [1, 2, 4]), [(0, 2), (1, 2), (2, 2), (3, 2), (3, 1), (1, 4)])
 )
@@ -74,6 +75,7 @@ def _grads(rank: int, world_size: int, stage: int, precision: str) -> dict[str, 
     return {"shown": {n: None if g is None else (g.float().tolist(), str(g.dtype)) for n, g in shown.items()}, "full": full}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_are_averages(stage: int, precision: str) -> None:
@@ -120,6 +122,7 @@ def _branches(rank: int, world_size: int, stage: int, offload: Any, plan: list[l
     return {"weights": {k: v.tolist() for k, v in model.state_dict().items()}, "steps": steps}
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}])
 def test_unused_and_frozen_parameters_behave_as_in_torch(stage: int, offload: Any) -> None:
@@ -302,6 +305,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world_size", "precision", "order"), some(itertools.product([1, 2, 3, 4], ["fp32", "bf16"], ORDERS), CHOSEN)
 )
@@ -323,6 +327,7 @@ def test_the_two_orders_of_accumulation_differ() -> None:
     assert each != once
 
 
+@pytest.mark.more
 def test_amsgrad_and_groups_are_the_same_everywhere(tmp_path: Path) -> None:
     adam = {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "adam_w_mode": False, "maximize": True}
     hashes = run_ranks(2, hashes_of_runs, _variants(tmp_path, adam=adam))
@@ -342,6 +347,7 @@ def _other_runs(rank: int, world_size: int) -> list[str]:
     return [base, *others]
 
 
+@pytest.mark.more
 def test_the_hash_sees_what_matters() -> None:
     """Broken twins: other clipping, precision, steps, decay, data, and a rank that repeats another's data."""
     hashes = run_ranks(2, _other_runs)[0]
@@ -464,6 +470,7 @@ def _forward(rank: int, world_size: int, stage: int, offload: Any) -> None:
     copied(x).sum().backward()  # an ordinary model
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("stage", "offload"), PLACES)
 def test_a_model_without_an_optimizer(stage: int, offload: Any) -> None:
     run_ranks(2, _forward, stage, offload)

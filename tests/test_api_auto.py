@@ -48,6 +48,7 @@ def _plain(rank: int, world_size: int) -> str:
     return hash_of_training(*train(rank, Run(2, STEPS, 1, "bf16"))[:2])
 
 
+@pytest.mark.more
 def test_the_rank_with_the_least_memory_decides_and_the_bits_stay() -> None:
     nothing = taken(2, 2, None)["device"]
     plain = run_ranks(2, _plain)

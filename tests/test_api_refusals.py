@@ -14,6 +14,7 @@ from tests.support.models import Run, adam, batch_of, hash_of_training, loss_of,
 from tests.support.ranks import run_ranks
 
 
+@pytest.mark.cases(53)
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [

@@ -161,6 +161,7 @@ KINDS: dict[str, Any] = {
 CHOSEN = [*((2, kind) for kind in KINDS), (1, "lora"), (1, "branching"), (3, "tiny"), (3, "checkpointed, reentrant")]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "kind"), some(product([1, 2, 3], KINDS), CHOSEN))
 def test_stages_train_alike(kind: str, world_size: int) -> None:
     hashes = {stage: set(run_ranks(world_size, _hash_of_kind, kind, stage)) for stage in (1, 2, 3)}
@@ -323,6 +324,7 @@ def test_one_graph_for_a_whole_model_is_refused_with_what_to_compile(fresh_graph
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch_of(0, 0, 0)[0])
 
 
+@pytest.mark.more
 def test_blocks_that_are_compiled_are_not_warned_of(caplog: pytest.LogCaptureFixture, fresh_graphs: None) -> None:
     _compiled(0, 1, "in place", 3, False)
     assert not [record for record in caplog.records if record.name == "shardcore"]

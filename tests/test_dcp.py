@@ -138,6 +138,7 @@ def _load_fsdp2(rank: int, world_size: int, path: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("how", ["", "async", "checkpoint_id"])
 def test_fsdp2_models_and_optimizers_are_restored(tmp_path: Path, how: str) -> None:
     path = tmp_path / "runs" / "step20"
@@ -181,6 +182,7 @@ def _load_tensors(rank: int, world_size: int, path: str, dim: int | None) -> Non
     assert state["one"] == 2.5
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("saved", "loaded"), [(1, 1), (1, 0), (0, 1), (2, 1)])
 def test_other_dimensions_are_restored(tmp_path: Path, saved: int, loaded: int) -> None:
     path = str(tmp_path / "x")
@@ -337,6 +339,7 @@ def _save_with_fault(rank: int, world_size: int, path: str, fault: str, bad: int
 FAULTS = [("write:EIO@4096", "Input/output error"), ("write:ENOSPC@4096", "No space left"), ("reserve:ENOSPC", "No space left")]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("fault", "name"), [*FAULTS, ("sync:EIO", "Input/output error")])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_write_that_fails_is_named_on_every_rank(tmp_path: Path, fault: str, name: str, bad: int) -> None:
@@ -527,6 +530,7 @@ class _Held:
     """What is no plain data."""
 
 
+@pytest.mark.more
 def test_a_writer_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began, goes_on = threading.Event(), threading.Event()
 

@@ -61,6 +61,7 @@ def averages_on(rank: int, world_size: int, options: dict[str, Any], steps: int)
     return equal(state, expected) and ("precision" in options or equal(state, averaged_by_torch(steps)))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", TIERS, ids=str)
 def test_it_is_the_average_of_the_masters_and_torchs(options: dict[str, Any], world_size: int) -> None:
@@ -109,6 +110,7 @@ SWAPPED = [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}]
 SLOW = [{"stage": 1, "offload": {"optimizer": "cpu"}}, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [*SWAPPED, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=str)
 def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(
@@ -158,6 +160,7 @@ def goes_on(rank: int, world_size: int, folder: str, steps: int) -> None:
     assert equal(found.state_dict(), averaged_by_torch(steps + 1))
 
 
+@pytest.mark.more
 def test_a_checkpoint_keeps_it_for_any_world_and_stage(tmp_path: Any) -> None:
     run_ranks(2, saves, str(tmp_path), 3)
     run_ranks(4, goes_on, str(tmp_path), 3)

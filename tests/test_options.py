@@ -118,6 +118,7 @@ def _mixed(rank: int, world_size: int, stage: int, master: str | None) -> tuple[
         return hash_of([*model.parameters(), *kept]), hash_of([*plain.parameters(), *masters])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("master", [None, "split"])
 def test_bfloat16_weights_have_masters_beside_float32_ones(stage: int, master: str | None) -> None:
@@ -162,6 +163,7 @@ def _grad_dtype(rank: int, world_size: int, run: Run) -> tuple[str, str]:
     return hash_of_training(model, optimizer), str(shardcore.full_grad(model.head.weight).dtype)
 
 
+@pytest.mark.more
 def test_bf16_gradients_are_the_same_on_every_stage_and_tier() -> None:
     runs = [
         Run(stage=stage, precision="bf16", shard={"grad_dtype": "bf16", "offload": offload, "clip_grad_norm": 0.3})
@@ -209,6 +211,7 @@ def _empty(rank: int, world_size: int, stage: int, offload: Any) -> str:
     return hash_of_training(*train(rank, Run(stage=stage, shard=options), model)[:2])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_empty_parameters_and_empty_shards(world_size: int) -> None:
     hashes = {

@@ -119,6 +119,7 @@ def error_of(world: int, kind: str, pp: int, stage: int, tp: int = 1, twin: str 
     return max(errors)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world, kind, pp", [(2, "gpipe", 2), (4, "1f1b", 4), (4, "interleaved", 2)])
 def test_gradients_are_those_of_the_whole_model(world: int, kind: str, pp: int) -> None:
     assert error_of(world, kind, pp, 2) < BOUND
@@ -155,6 +156,7 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("places", [PLACES[:2], pytest.param(PLACES[2:], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[str, Any]]]) -> None:

@@ -71,6 +71,7 @@ def _error(found: Found, expected: Found) -> float:
 CASES = [("llama", 2), ("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("gpt2", 0), ("gpt2", 3)]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_models_by_their_plans(dp: int) -> None:
     expected, found = run_ranks(dp, _train, 1, CASES), run_ranks(2 * dp, _train, 2, CASES)
@@ -100,6 +101,7 @@ def _with_fault(rank: int, world: int, fault: str) -> list[Found]:
         return _train(rank, world, 2, [(name, 2)])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_seen(fault: str) -> None:
     (expected,) = run_ranks(1, _train, 1, [(FAULTS[fault][0], 2)])[0]
@@ -130,6 +132,7 @@ def _load(rank: int, world: int, tp: int, folder: str) -> list[str]:
     return [hash_of_training(model, optimizer)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2))])
 def test_fused_weights_load_anywhere(before: tuple[int, int], after: tuple[int, int], tmp_path: Any) -> None:
     saved = run_ranks(before[0], _save, before[1], str(tmp_path))

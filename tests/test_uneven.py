@@ -109,6 +109,7 @@ KINDS: list[Any] = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("options, streams", KINDS, ids=str)
 def test_a_rank_without_batches_adds_nothing(options: dict[str, Any], streams: bool, world_size: int) -> None:

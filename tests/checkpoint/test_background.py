@@ -61,6 +61,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 FORMS: dict[str, dict[str, Any]] = {"fp32": {}, "split 8-bit": {"master": "split", "state_dtype": "8bit"}}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("offload", "form"), some(product(OFFLOADS, FORMS), zip(OFFLOADS, [*FORMS] * 3, strict=True)))
 def test_a_background_save_has_what_was_there(tmp_path: Path, offload: str, form: str) -> None:
     run = Run(stage=3, steps=2, precision="bf16", shard=OFFLOADS[offload], adam={"lr": 1e-2, **FORMS[form]})

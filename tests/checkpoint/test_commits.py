@@ -65,6 +65,7 @@ def _hashes(rank: int, world_size: int, run: Run) -> tuple[list[str], list[int]]
         return [*found, last], begun
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
 def test_a_resumed_run_is_the_same_run(stage: int, form: str, way: str, tmp_path: Path) -> None:
     for hashes, begun in run_ranks(2, _hashes, _on_disk(stage, form, way, str(tmp_path))):
@@ -148,6 +149,7 @@ def test_random_states_data_and_learning_rates_go_on_too(tmp_path: Path) -> None
     assert whole_hashes == hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("left_out", ["random", "stateful", "buffers", "options"])
 def test_what_is_left_out_of_a_commit_is_seen(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if left_out == "buffers":
@@ -193,6 +195,7 @@ def _two_steps(rank: int, world_size: int, folder: str, stage: int) -> str:
         return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_load_reads_the_last_commit_into_any_world(stage: int, tmp_path: Path) -> None:
     expected = run_ranks(2, _two_steps, str(tmp_path), stage)
@@ -251,6 +254,7 @@ def test_resume_says_what_it_needs(tmp_path: Path) -> None:
     assert "stateful has data" in error_of(lambda: shardcore.resume(model, stateful={"data": _Batches()}))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("form", ["masters", "fp32", "split 8-bit"])
 def test_weights_that_are_edited_after_a_step_are_committed(form: str, tmp_path: Path) -> None:
     run = _on_disk(2, form, "states", str(tmp_path))

@@ -121,6 +121,7 @@ def _check_saved(folder: Path, expected: list[str]) -> int:
     return len(found)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int, record_property: Record) -> None:
     chance, folder, count = random.Random(world_size), tmp_path / "nvme", times("commits", 6) // 2
@@ -141,6 +142,7 @@ def test_a_killed_job_goes_on_from_its_last_step(tmp_path: Path, world_size: int
     record_property("crash", (what, count, "0 steps lost that another had followed"))
 
 
+@pytest.mark.more
 def test_one_slot_alone_is_torn(tmp_path: Path) -> None:
     chance, folder = random.Random(0), tmp_path / "nvme"
     expected = run_ranks(1, _reference, 160)[0]
@@ -180,6 +182,7 @@ def _resumed(rank: int, world_size: int, folder: str) -> tuple[int, str, str]:
         return step, first, hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 def test_ranks_whose_last_commits_differ_go_on_from_the_one_that_both_have(tmp_path: Path) -> None:
     folder, port = tmp_path / "nvme", free_port()
     ranks = [start(_dies_before_its_commit, rank, port, str(folder)) for rank in range(2)]

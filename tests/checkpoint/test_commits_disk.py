@@ -56,6 +56,7 @@ def with_faults(patch: pytest.MonkeyPatch, module: Any, faults: str) -> None:
     patch.setattr(module, "file_engine", lambda: engine)
 
 
+@pytest.mark.more
 def test_a_slow_disk_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]) -> None:
     for module in (nvme_states, write):
         with_faults(monkeypatch, module, "delay:2")
@@ -125,6 +126,7 @@ COMMITS_FAIL: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", COMMITS_FAIL)
 def test_a_commit_that_fails_leaves_the_step_before_and_is_made_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[str]

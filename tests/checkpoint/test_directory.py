@@ -250,6 +250,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.more
 def test_what_a_killed_process_has_forked_holds_no_lock(tmp_path: Path) -> None:
     done = subprocess.Popen([sys.executable, "-c", FORKS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert done.stdout is not None

@@ -280,6 +280,7 @@ def _fuzz(copied: Path, count: int, seed: int) -> int:
     return refused
 
 
+@pytest.mark.more
 @pytest.mark.crash
 def test_mutated_files_end_in_an_error(copied: Path, opened: set[Path], record_property: Callable[[str, Any], None]) -> None:
     canary = Path(shutil.copy(copied / layout.data_file(0), copied.parent / "x"))  # some manifests name it: "../x"

@@ -82,6 +82,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "tier", "form", "model"), some(product([0, 1, 2, 3], TIERS, FORMS, ["net", "frozen"]), CHOSEN), ids=str
 )
@@ -117,6 +118,7 @@ def _micro_steps_of_one(rank: int, world_size: int, run: Run, folder: str, whole
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("worlds", "stage"),
     some(product([(1, 2), (2, 1), (4, 2), (3, 1)], [0, 2, 3]), [((1, 2), 0), ((2, 1), 2), ((4, 2), 3), ((3, 1), 2)]),
@@ -163,6 +165,7 @@ def _rolled_back(rank: int, world_size: int, folder: str, before: str) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 def test_a_run_is_rolled_back_in_the_middle_of_a_step(tmp_path: Path) -> None:
     cases = ("nothing", "forward", "failed forward", "backward")
     assert len({hash_of for case in cases for hash_of in run_ranks(2, _rolled_back, str(tmp_path), case)}) == 1
@@ -210,6 +213,7 @@ def test_weights_that_are_not_finite_are_no_rounded_ones(tmp_path: Path) -> None
     assert model.state_dict()["gain"].isnan()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("first", "second", "exact"),
     [
@@ -326,6 +330,7 @@ def _from_torch(rank: int, world_size: int, folder: str, stage: int) -> tuple[An
     return loaded, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_of_torchs_goes_on(tmp_path: Path, stage: int) -> None:
     plain = make_net()

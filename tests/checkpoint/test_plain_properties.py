@@ -28,6 +28,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.more
 @hypothesis.settings(max_examples=300, deadline=None)
 @hypothesis.given(VALUES)
 def test_values_come_back(value: object) -> None:

@@ -63,6 +63,7 @@ def _from_memory(rank: int, world_size: int, run: Run, frozen: bool) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True]))
 def test_files_give_the_bits_that_they_hold(tmp_path: Path, stage: int, precision: str, frozen: bool, safetensors: Any) -> None:
     torch.manual_seed(5)
@@ -207,6 +208,7 @@ def _refused_files(rank: int, world_size: int, good: str, bad: Any) -> tuple[str
     return "no error", False
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("how, text", FAULTS, ids=[how for how, _ in FAULTS])
 def test_bad_files_are_refused_on_every_rank(tmp_path: Path, how: str, text: str, safetensors: Any) -> None:
     (tmp_path / "good").mkdir()
@@ -317,6 +319,7 @@ def _peak(rank: int, world_size: int, stage: int, precision: str, path: str | No
     return [peak - now, unit, unit * len(model.blocks), now]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("source", ["function", "files"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -104,6 +104,7 @@ def _check_what_is_left(folder: Path, complete: int, model: Any, optimizer: Any,
         assert shardcore.load(folder, model, optimizer).client_state["step"] >= complete, "what is on disk is not lost"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_killed_job_loses_nothing(tmp_path: Path, world_size: int, record_property: Record) -> None:
     chance = random.Random(world_size)
@@ -126,6 +127,7 @@ def test_a_killed_job_loses_nothing(tmp_path: Path, world_size: int, record_prop
     record_property("crash", (what, count, f"0 lost ({how})"))
 
 
+@pytest.mark.more
 def test_a_checkpoint_that_is_named_too_early_is_lost(tmp_path: Path) -> None:
     chance, folder = random.Random(0), tmp_path / "saved"
     model, optimizer = make()

@@ -61,6 +61,7 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str, frozen: bool) -> 
     return _after_a_step(rank, model, optimizer), before
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "precision", "frozen"), combinations([0, 1, 2, 3], ["fp32", "bf16"], [False, True], meet=1))
 def test_a_checkpoint_of_shards_resumes_in_other_worlds(tmp_path: Path, stage: int, precision: str, frozen: bool) -> None:
     run = Run(stage=stage, precision=precision, steps=2)
@@ -227,6 +228,7 @@ def _through_files(rank: int, world_size: int, folder: str, precision: str, name
     return "all equal"
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("how", ["torch", "safetensors, whole"])

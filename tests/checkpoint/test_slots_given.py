@@ -91,6 +91,7 @@ def _loaded(rank: int, world_size: int, run: Run, folder: str) -> list[str]:
     return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "form", "way", "wait"), combinations([1, 2, 3], list(FORMS), list(WAYS), [True, False], meet=1)
 )
@@ -167,6 +168,7 @@ def _branches(folder: Path, seed: int = 0, path: Path | None = None) -> tuple[An
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_chunks_that_lie_in_different_slots(tmp_path: Path, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
@@ -292,6 +294,7 @@ def test_no_room_for_another_slot_fails_the_save_and_not_the_training(tmp_path: 
     assert hash_of_training(model, optimizer) == hash_of_training(*_trained(tmp_path / "other", 5))
 
 
+@pytest.mark.more
 def test_files_and_descriptors_do_not_grow(tmp_path: Path) -> None:
     model, optimizer = _trained(tmp_path / "nvme", 0)
     sizes = []

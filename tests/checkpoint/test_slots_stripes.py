@@ -74,6 +74,7 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stage", "form", "way", "durable"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), [True, False], meet=1)
 )
@@ -240,6 +241,7 @@ def _train_until_killed(paths: list[str], made: str) -> None:
             step += 1
 
 
+@pytest.mark.more
 def test_a_killed_job_goes_on_over_two_directories(tmp_path: Path) -> None:
     folders, made = [str(one) for one in _folders(tmp_path, 2, 1)], tmp_path / "made"
     threads, last = torch.get_num_threads(), 0

@@ -373,6 +373,7 @@ def _opened(path: Path, names: list[str], what: str) -> bool:
     return True
 
 
+@pytest.mark.more
 def test_files_with_other_things_in_them_are_errors(tmp_path: Path) -> None:
     model, optimizer = _trained()
     tree = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "scheduler": {"a": 1}, "epoch": (1, [2])}
@@ -442,6 +443,7 @@ def _fsdp2(rank: int, world_size: int, form: str, folder: str) -> None:
 FORMS = ["model and optim", "app", "flattened", "a file an item", "model", "safetensors", "consolidated"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_fsdp2(tmp_path: Path, form: str) -> None:
     if form in ("safetensors", "consolidated"):

@@ -45,6 +45,7 @@ def _both(rank: int, world_size: int) -> list[tuple[str, str]]:
     return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_bits_as_shard(world_size: int) -> None:
     assert all(got == expected for hashes in run_ranks(world_size, _both) for got, expected in hashes)
@@ -65,6 +66,7 @@ def _fp16_both(rank: int, world_size: int) -> list[Any]:
     return found
 
 
+@pytest.mark.more
 def test_fp16_is_shards_fp16() -> None:
     for found in run_ranks(2, _fp16_both):
         assert all(same for same, _, _, _ in found)
@@ -97,6 +99,7 @@ def _other_options(rank: int, world_size: int) -> list[str]:
     return hashes
 
 
+@pytest.mark.more
 def test_every_option_reaches_the_arithmetic() -> None:
     """Broken twins of the test above: each option changed alone gives other bits."""
     hashes = run_ranks(2, _other_options)[0]
@@ -218,6 +221,7 @@ def _overflow(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_the_step_and_the_scheduler_on_all(stage: int) -> None:
     for result in run_ranks(2, _overflow, stage):
@@ -470,6 +474,7 @@ def _plainly(rank: int, world_size: int) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.more
 def test_other_ways_of_backward_give_the_bits_of_the_engines() -> None:
     for hashes in run_ranks(2, _plainly):
         for found, expected in hashes:

@@ -50,6 +50,7 @@ def _scopes(rank: int, world_size: int, stage: int, twin: bool) -> Counter[str]:
         return _step(rank, stage)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_trace_names_every_gather_reduce_and_step(stage: int) -> None:
     for found in run_ranks(2, _scopes, stage, False):

@@ -125,6 +125,7 @@ def _all_fail_in_backward(rank: int, world_size: int, stage: int, where: str, op
     return [hash_of_training(model, optimizer), *errors]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("stage", "where", "options"),
     [
@@ -183,6 +184,7 @@ def _one_refuses_its_arguments(rank: int, world_size: int, stage: int, how: str,
     return error, same, int(shardcore.full_state(model.gain, "step"))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("with_grads", "how", "stage"), combinations([True, False], REFUSALS, [0, 2, 3], meet=1))
 def test_arguments_that_one_rank_refuses_raise_on_every_rank_at_once(stage: int, how: str, with_grads: bool) -> None:
     other, own = run_ranks(2, _one_refuses_its_arguments, stage, how, with_grads)
@@ -320,6 +322,7 @@ def _with_values(rank: int, world_size: int, stage: int) -> list[tuple[str, str]
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_one_rank_loads_or_edits_alone_is_refused(stage: int) -> None:
     first, second = run_ranks(2, _with_values, stage)

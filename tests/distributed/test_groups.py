@@ -99,6 +99,7 @@ def _all_told_by_gloo(rank: int, world_size: int, runs: list[Run], store: str) -
     return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "index"), combinations([2, 3], range(len(RUNS)), meet=1))
 def test_what_ranks_exchange_about_a_step_goes_over_gloo(world_size: int, index: int, tmp_path: Any) -> None:
     run = RUNS[index]

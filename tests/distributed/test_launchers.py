@@ -64,6 +64,7 @@ def _launched(pipe: Any, variables: dict[str, str], rank: int, world_size: int) 
     dist.destroy_process_group()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("of", [of_open_mpi, of_mpich, of_srun])
 def test_initialize_starts_the_ranks_of_mpirun_and_srun(of: Any) -> None:
     expected, port = run_ranks(2, _train), free_port()

@@ -292,6 +292,7 @@ def test_threads_that_cannot_start_say_what_to_do() -> None:
     assert run_fresh(_why_no_thread_starts).startswith(expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("own_thread", [True, False])
 def test_the_worker_needs_no_gil(own_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the caller never releases the interpreter all buckets are updated; the twin gets no further than the first."""

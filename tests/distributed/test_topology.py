@@ -49,6 +49,7 @@ def _hashes(rank: int, world_size: int, layout: str, runs: list[dict[str, Any]],
     return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("accumulate", "sync_each"), some([(1, None), (3, True), (3, False)], [(1, None), (3, True)]))
 @pytest.mark.parametrize("every", EVERY)
 def test_one_hash_for_every_stage_and_layout_of_nodes(accumulate: int, sync_each: bool | None, every: int) -> None:
@@ -158,6 +159,7 @@ def _grads(rank: int, world_size: int, layout: str, stage: int) -> list[tuple[bo
     ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("layout", [MESH, NODES])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_are_added_over_a_node_and_then_over_nodes(layout: str, stage: int) -> None:
@@ -182,6 +184,7 @@ def _reads(rank: int, world_size: int, layout: str, stage: int) -> list[Any]:
     return [norm, grads, edited, hash_of_training(model, optimizer), state]
 
 
+@pytest.mark.more
 def test_whole_values_edits_and_loading_are_the_same_in_every_layout() -> None:
     seen = [of_rank for layout in (MESH, NODES) for stage in (1, 3) for of_rank in run_ranks(4, _reads, layout, stage)]
     assert all(values == seen[0] for values in seen)
@@ -200,6 +203,7 @@ def _saved_and_loaded(rank: int, world_size: int, layout: str, stage: int, folde
     return [live, hash_of(saved[name] for name, _ in sorted(model.named_parameters()))]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", [MESH, NODES])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_state_in_shards_is_restored(layout: str, stage: int, tmp_path: Path) -> None:
@@ -311,6 +315,7 @@ def _in_more_groups(rank: int, world_size: int, meshes: bool) -> list[str]:
     return [hash_of_training(*model) for model in models]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("meshes", [True, False])
 def test_ranks_that_are_in_other_groups_besides_make_one_together(meshes: bool) -> None:
     first, second, third = run_ranks(3, _in_more_groups, meshes)

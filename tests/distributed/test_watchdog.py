@@ -122,6 +122,7 @@ def _diverge(rank: int, world_size: int, what: str, stage: int, nccl: bool) -> t
         return "no error", time.monotonic() - began
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
 @pytest.mark.parametrize(("what", "stage"), [(what, stage) for what, (_, stages, _) in DIFFERENT.items() for stage in stages])
 def test_what_can_never_end_is_an_error_that_names_it(what: str, stage: int, nccl: bool) -> None:
@@ -176,6 +177,7 @@ HERE = [("reduction", 2, 3, True), ("reduction", 3, 5, False), ("state_dict", 1,
 
 
 # gloo's own collectives, which stand in for NCCL's, end the process where sizes differ: as they do at stage 3.
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("where", "stage", "point", "nccl"),
     some([(*point, nccl) for point in POINTS for nccl in (False, True) if point[1] < 3 or not nccl], HERE),
@@ -202,6 +204,7 @@ def _leaves(rank: int, world_size: int, nccl: bool) -> str:
         return "no error"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
 def test_a_rank_whose_engine_is_gone_is_not_waited_for(nccl: bool) -> None:
     waiting, gone, _ = run_ranks(3, _leaves, nccl)
@@ -224,6 +227,7 @@ def _late(rank: int, world_size: int, late: bool) -> tuple[list[str], str]:
         return lines, hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 def test_ranks_that_are_late_are_named_and_waited_for() -> None:
     (first, trained), (second, _), (third, _) = run_ranks(3, _late, True)
     assert second == third == []
@@ -365,6 +369,7 @@ def _different(rank: int, world_size: int, what: str, trained: int, stage: int =
 WHATS = ["skips the last unit", "has no backward", "evaluates", "reads"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("what", "trained"),
     some([("skips a unit", 0), *product(WHATS, (0, 2))], [("skips a unit", 0), *zip(WHATS, [0, 2, 2, 0], strict=True)]),
@@ -375,6 +380,7 @@ def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trai
         assert NEVER_ENDS.match(error), error
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
 def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what: str, odd: str, stage: int) -> None:
@@ -455,6 +461,7 @@ def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, a
         return "nothing"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("what", "precision", "accumulate"),
@@ -495,6 +502,7 @@ def _one_engine_backward_more(rank: int, world_size: int, stage: int) -> str:
     return "nothing"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_one_engine_backward_more_is_an_error_on_every_rank(stage: int) -> None:
     for said in run_ranks(2, _one_engine_backward_more, stage):
@@ -540,6 +548,7 @@ def _rank(rank: int, store: str, stage: int, where: str, answer: Any) -> None:
     os._exit(0)  # a group that lost a rank cannot be left in order
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "where"), [(1, "shard"), (0, "backward"), (2, "step"), (3, "forward")])
 def test_the_other_ranks_raise(stage: int, where: str, tmp_path: Path) -> None:
     pipes, processes = [], []

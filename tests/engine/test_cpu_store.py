@@ -50,6 +50,7 @@ def _with_late_copies(rank: int, world_size: int, stage: int, offload: Any, over
         return hash_of_training(*train(rank, run)[:2])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("offload", "overlap"), [(CPU_TIER, False), (CPU_TIER, True), (GRADS, False), (GRADS, True)])
 def test_what_ranks_gather_was_copied_from_the_tier(offload: dict[str, Any], overlap: bool) -> None:
     """Copies are made only when someone waits for them; a gather that does not wait sends the weights of before."""
@@ -168,6 +169,7 @@ def _policy_at(tensor: torch.Tensor) -> str:
     return max((int(start, 16), policy) for start, policy in areas if int(start, 16) <= tensor.data_ptr())[1]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("nodes", [(0, 1), (0,), (1022, 1023), ()])
 def test_states_lie_on_the_nodes_of_the_cores_that_update_them(
     nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -213,6 +215,7 @@ ORDERS = [(1, "fp32", 1, None), (2, "bf16", 2, True)]
 MORE_ORDERS = [(1, "bf16", 2, True), (1, "bf16", 1, None), (2, "fp32", 2, False), (2, "bf16", 1, None), (3, "fp16", 2, True)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "precision", "accumulate", "sync_each"), some(ORDERS + MORE_ORDERS, ORDERS))
 @pytest.mark.parametrize("every", EVERY)
 def test_one_hash_wherever_things_lie(
@@ -285,6 +288,7 @@ def test_the_whole_grid_has_one_hash(world_size: int, accumulate: int, sync_each
     assert hashes[world_size - 1] == hashes[0]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_what_was_checked_is_what_is_taken_and_no_step_takes_more(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     needed: list[int] = []

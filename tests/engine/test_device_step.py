@@ -39,6 +39,7 @@ def _both(rank: int, world_size: int, runs: list[Run]) -> list[Any]:
 ORDERS = [(1, None), (2, True), (2, False)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "name", "order"), combinations([2, 1, 3], list(RUNS), ORDERS, meet=1))
 def test_the_bits_of_the_hosts_decision(world_size: int, name: str, order: tuple[int, Any]) -> None:
     accumulate, sync_each = order
@@ -70,6 +71,7 @@ def _over_nodes(rank: int, world_size: int, stage: int) -> list[tuple[Any, ...]]
     return said
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_bits_of_the_hosts_decision_with_hybrid_sharding(stage: int) -> None:
     found = run_ranks(4, _over_nodes, stage)
@@ -151,6 +153,7 @@ def test_a_twin_that_takes_one_count_for_all_has_other_bits() -> None:
         assert _experts(0, 1, 1, True, 12) != expected
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_each_parameter_has_its_own_count(world_size: int, stage: int) -> None:
@@ -190,6 +193,7 @@ def _capturable(rank: int, world_size: int, name: str) -> list[Any]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "name"), combinations([1, 2], list(RUNS), meet=1))
 def test_capturable_has_the_bits_of_the_ordinary_step(world_size: int, name: str) -> None:
     found = run_ranks(world_size, _capturable, name)

@@ -51,6 +51,7 @@ def _one_overflows(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         return {"silent": silent, "skipped": skipped, "log": messages, "same": same, "scale": scale, "after": after}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_and_halves_on_all(stage: int) -> None:
     first, second = run_ranks(2, _one_overflows, stage)
@@ -108,6 +109,7 @@ def _refuses(rank: int, world_size: int, stage: int) -> tuple[list[str], bool, b
         return found, same, hash_of_training(model, optimizer) != before
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_a_rank_refuses_is_an_error_at_once(stage: int) -> None:
     first, second = run_ranks(2, _refuses, stage)
@@ -187,6 +189,7 @@ def _resume(rank: int, world_size: int, stage: int, forced: tuple[bool, bool]) -
     return found[0] == found[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("forced", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_state_dicts_go_both_ways(stage: int, forced: tuple[bool, bool]) -> None:
@@ -328,6 +331,7 @@ def _initialize(rank: int, world_size: int, forced: bool, scheduler: bool) -> tu
         return hash_of_training(engine.module, optimizer), *said, waited
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("scheduler", [True, False])
 def test_a_scheduler_of_initialize_stays_behind_at_an_overflow(scheduler: bool) -> None:
     host, device = (run_ranks(2, _initialize, forced, scheduler)[0] for forced in (False, True))

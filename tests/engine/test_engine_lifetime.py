@@ -321,6 +321,7 @@ def _many(overlap: bool) -> list[int]:
     return sizes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_many_models_take_the_memory_of_one(overlap: bool) -> None:
     sizes = run_fresh(_many, overlap)
@@ -365,6 +366,7 @@ def _sharded_again(rank: int, world_size: int, run: Run, failing: str) -> tuple[
         gc.enable()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("world_size", "stage", "options"),
     [(2, 0, {}), (3, 1, PLACES[1]), (2, 2, {**GRADS, "overlap_step": True}), (2, 3, PLACES[3])],
@@ -377,6 +379,7 @@ def test_ranks_take_the_threads_and_files_of_one_model(world_size: int, stage: i
         assert files_now <= files + 1, counts  # the watchdog's connection, which opens with its first long wait
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "failing"), [(3, "forward"), (2, "backward"), (3, "backward")])
 def test_ranks_train_anew_after_a_pass_that_failed(stage: int, failing: str) -> None:
     for rest, _ in run_ranks(3, _sharded_again, Run(stage=stage), failing):

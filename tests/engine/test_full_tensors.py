@@ -42,6 +42,7 @@ def _received(rank: int, world_size: int, stage: int) -> list[tuple[str, int, in
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_read_of_one_parameter_moves_no_other(stage: int) -> None:
     for found in run_ranks(3, _received, stage):

@@ -143,6 +143,7 @@ def _hash_of_model(rank: int, world_size: int, kind: str, stage: int) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_train_as_at_stage_1(kind: str) -> None:
     assert len({hash_ for stage in (1, 3) for hash_ in run_ranks(2, _hash_of_model, kind, stage)}) == 1
@@ -313,6 +314,7 @@ def _done(rank: int, world_size: int, stage: int, doing: Any) -> tuple[Any, str]
     return said, hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("doing", DOINGS)
 def test_what_is_done_counts_as_at_stage_1(doing: Any) -> None:
     results = [run_ranks(2, _done, stage, doing) for stage in (1, 3)]

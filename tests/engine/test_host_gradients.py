@@ -336,6 +336,7 @@ def test_a_gradient_that_does_not_leave_changes_the_hash(which: int, monkeypatch
     assert hash_of_training(*train(0, run)[:2]) != good
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_arrive_in_parts_and_backwards_that_fail(world_size: int) -> None:
     common = {"offload": GRADS | {"ratio": 0.6}}

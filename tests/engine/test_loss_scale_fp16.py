@@ -34,6 +34,7 @@ def _train(rank: int, world_size: int, runs: list[Run]) -> list[tuple[str, float
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("world_size", "order"), combinations([1, 2, 3], [(1, None), (2, True), (2, False)], meet=1))
 @pytest.mark.parametrize("every", EVERY)
 def test_one_hash_for_every_stage_tier_and_unit_size(world_size: int, order: tuple[int, Any], every: int) -> None:
@@ -54,6 +55,7 @@ def _losses(rank: int, world_size: int, run: Run) -> list[float]:
     return train(rank, run)[2]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_losses_follow_float32(stage: int) -> None:
     shard = {"loss_scale": None, "clip_grad_norm": 0.7}
@@ -73,6 +75,7 @@ def _grads(rank: int, world_size: int, stage: int, scale: Any, twin: bool) -> tu
     return full, shardcore.clip_grad_norm_(model, 1e9).item(), shown
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("scale", "stage", "twin"),
     combinations([64.0, 1000.0, shardcore.LossScale(initial_power=12)], [0, 1, 2, 3], [False, True]),
@@ -107,6 +110,7 @@ def _ramp(rank: int, world_size: int, stage: int, slope: float, scale: Any, accu
     return grad.dtype == torch.float32, grad.unique().tolist(), optimizer.skipped_steps
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("stage", "order"), combinations([0, 1, 2, 3], [(3, True), (3, False), (1, None)], meet=1))
 def test_the_largest_gradients_add_up_without_overflow(stage: int, order: tuple[int, Any]) -> None:
     accumulate, sync_each = order
@@ -161,6 +165,7 @@ def _overflow(rank: int, world_size: int, stage: int, alone: bool) -> dict[str, 
     return {"same": same, "scale": scale, "error": error, "changed": changed, "after": optimizer.loss_scale, "log": messages}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_skips_and_halves_on_all(stage: int) -> None:
     first, second = run_ranks(2, _overflow, stage, False)
@@ -239,6 +244,7 @@ def _resume(rank: int, world_size: int, stage: int, keep_scale: bool) -> bool:
     return hashes[0] == hashes[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_scale_is_part_of_the_state(stage: int) -> None:
     assert run_ranks(2, _resume, stage, True) == [True, True]
@@ -274,6 +280,7 @@ def _in_shards(rank: int, world_size: int, stage: int, folder: str, resume: bool
     return _four_more(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_scale_is_part_of_a_checkpoint_in_shards(tmp_path: Path, stage: int) -> None:
     saved, other = run_ranks(2, _in_shards, stage, str(tmp_path), False)
@@ -297,6 +304,7 @@ def _wrong_scale(rank: int, world_size: int, value: Any) -> tuple[str, bool]:
     return "no error", False
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("value", "text"),
     [(torch.tensor(0.0), "expected a scale above 0"), ("1", "expected a finite number"), (torch.tensor(4.0), "something else")],

@@ -51,6 +51,7 @@ def _hashes(rank: int, world_size: int, runs: list[Run]) -> list[str]:
         return [hash_of_training(*train(rank, run)[:2]) for run in runs]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "form", "way"), combinations([0, 1, 2, 3], list(FORMS), list(WAYS), meet=1))
 def test_one_hash_wherever_states_lie(stage: int, form: str, way: str, tmp_path: Path) -> None:
     runs = [_run(stage, form, way, None), _run(stage, form, way, str(tmp_path))]
@@ -107,6 +108,7 @@ def test_a_background_save_reads_files_when_it_writes(tmp_path: Path, monkeypatc
     saving.wait()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_checkpoints_hold_what_is_in_files(wait: bool, tmp_path: Path) -> None:
     for hashes in run_ranks(2, _saves_and_loads, str(tmp_path), wait):

@@ -67,6 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("form", "way"), _matrix())
 def test_one_hash_with_skipped_steps_edits_and_loads(form: str, way: str, tmp_path: Path) -> None:
     runs = [_run(form, None), _run(form, tmp_path, **OPTIONS[way])]
@@ -114,6 +115,7 @@ def _others(rank: int, world_size: int, folder: str | None) -> list[str]:
     return found
 
 
+@pytest.mark.more
 def test_frozen_weights_and_units_used_twice(tmp_path: Path) -> None:
     expected, found = run_ranks(2, _others, None), run_ranks(2, _others, str(tmp_path))
     assert found == expected
@@ -199,6 +201,7 @@ def test_a_model_that_only_runs_forward(tmp_path: Path) -> None:
     assert hash_of(model.state_dict().values()) == hash_of(plain.state_dict().values())
 
 
+@pytest.mark.more
 def test_nothing_grows(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, _run("masters", tmp_path, prefetch=2))
     gc.collect()  # models of other tests

@@ -49,6 +49,7 @@ def _resumed(rank: int, world_size: int, run: Run) -> list[str]:
     return [hash_of_training(model, optimizer), hash_of_training(other, other_optimizer), differs]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_loading_resumes_bit_for_bit(run: Run) -> None:
     for first, resumed, unrelated in run_ranks(2, _resumed, run):
@@ -75,6 +76,7 @@ def _whole(rank: int, world_size: int, run: Run) -> dict[str, Any]:
     return {"weights": hash_of(weights[name] for name, _ in model.named_parameters()), "live": live}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("run", RUNS, ids=IDS)
 def test_state_dicts_are_whole_and_from_the_master(run: Run) -> None:
     results = run_ranks(2, _whole, run)

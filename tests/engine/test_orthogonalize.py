@@ -83,6 +83,7 @@ def _hashes(rank: int, world_size: int, places: list[tuple[int, dict[str, Any]]]
     return found
 
 
+@pytest.mark.more
 def test_one_hash_over_stages_and_tiers() -> None:
     assert len({one for found in run_ranks(2, _hashes, PLACES, "bf16") for one in found}) == 1
 

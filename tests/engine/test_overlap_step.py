@@ -60,6 +60,7 @@ SCHEDULES = ["one late", "both late", "the caller gathers"]
 GRID = combinations([0, 1, 2, 3], [None, "cpu"], ["fp32", "bf16", "fp16"], [(1, None), (3, True), (3, False)], SCHEDULES)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "tier", "precision", "order", "schedule"), GRID)
 def test_the_same_bits_as_a_step_that_waits(stage: int, tier: Any, precision: str, order: Any, schedule: str) -> None:
     """On one rank or both the weights come as late as the waits allow; a late rank alone must not change the collectives."""
@@ -97,6 +98,7 @@ def _without(rank: int, world_size: int, missing: str, stage: int, overlap: bool
         return repr(losses)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("missing", "stage"), [("wait", 0), ("wait", 2), ("wait", 3), ("gather", 1)])
 def test_a_wait_that_is_left_out_changes_the_losses(missing: str, stage: int) -> None:
     expected = run_ranks(2, _without, "nothing", stage, False)
@@ -147,6 +149,7 @@ def _as_on_a_gpu(rank: int, world_size: int, stage: int, overlap: bool) -> tuple
         return hash_of_training(model, optimizer), list(seen), same
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_without_a_worker_each_forward_waits_for_its_own_gather(stage: int) -> None:
     (expected, at_once, _), _ = run_ranks(2, _as_on_a_gpu, stage, False)
@@ -225,6 +228,7 @@ def _after_a_step(read: str, stage: int, offload: Any, overlap: bool, steps: int
     return values
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(
     ("stage", "offload", "read"),
     [(2, OFFLOAD, read) for read in READS] + [(3, None, read) for read in AT_STAGE_3] + [(0, None, "parameters")],
@@ -576,6 +580,7 @@ def _read_on_one_rank(rank: int, world_size: int, stage: int, read: str | None) 
         return log, said, hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_read_on_one_rank_starts_no_collective(stage: int) -> None:
     (complete, _, expected), _ = run_ranks(2, _read_on_one_rank, stage, None)

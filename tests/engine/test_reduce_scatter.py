@@ -53,6 +53,7 @@ def _twice(received: torch.Tensor) -> None:
     received.mul_(2.0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("accumulate", "sync_each"), [(1, None), (2, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_two_ranks_in_float32_have_the_bits_of_the_ordered_sum(accumulate: int, sync_each: bool | None) -> None:
     """a + b is b + a: with two ranks there is one order of adding."""
@@ -82,6 +83,7 @@ def _grads(rank: int, world_size: int, precision: str, layout: str, stage: int) 
         return [shardcore.full_grad(param).float() for param in model.parameters()]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["flat", "nodes", "mesh"])
 @pytest.mark.parametrize(("precision", "stage"), [("fp32", 0), ("fp32", 3), ("bf16", 2), ("fp16", 1)])
 def test_every_layout_gets_the_average(layout: str, precision: str, stage: int) -> None:
@@ -209,6 +211,7 @@ def _hash(rank: int, world_size: int, runs: list[Run]) -> list[str]:
     return [hash_of_training(*train(rank, run)[:2]) for run in runs]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("precision", "order"),
     some(itertools.product(["fp32", "bf16", "fp16"], [(1, None), (2, True), (2, False)]), [("bf16", (2, True))]),

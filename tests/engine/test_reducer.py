@@ -77,6 +77,7 @@ def _checkpointed(rank: int, world_size: int, reentrant: bool, stage: int) -> di
     return {key: value.tolist() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks_called_twice(reentrant: bool) -> None:
     torch.manual_seed(0)
@@ -103,6 +104,7 @@ def _reused(
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 def test_units_do_not_show_where_gradients_arrive_in_parts() -> None:
     """What comes second is added alike, sent bucket or not; and a unit inside a unit stays whole for the second part."""
     kinds = [(1, "auto"), (3, "auto"), (1, 10**9), (3, 500), (3, (Block, nn.Sequential))]

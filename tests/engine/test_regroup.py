@@ -84,6 +84,7 @@ OPTIONS: list[Any] = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_unfreezing_has_the_bits_of_a_plain_training(options: dict[str, Any], world_size: int) -> None:
@@ -117,6 +118,7 @@ def hashes(rank: int, world_size: int, folder: str) -> list[str]:
     return found
 
 
+@pytest.mark.more
 def test_masters_are_carried_and_old_checkpoints_load(tmp_path: Any) -> None:
     assert len({one for of_rank in run_ranks(2, hashes, str(tmp_path)) for one in of_rank}) == 1
 

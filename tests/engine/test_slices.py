@@ -83,6 +83,7 @@ def _with_fault(rank: int, world: int, name: str) -> list[Any]:
         return _train(rank, world, 2, PLACES[2:3])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(name: str) -> None:
     plain = run_ranks(1, _train, 1, PLACES[2:3])[0][0]
@@ -114,6 +115,7 @@ def _through_state_dicts(rank: int, world: int, stage: int) -> list[bool]:
     return same
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_state_dicts_are_full_and_load_anywhere(stage: int) -> None:
     assert all(all(same) for same in run_ranks(4, _through_state_dicts, stage))
@@ -140,6 +142,7 @@ def _load_sharded(rank: int, world: int, tp: int, stage: int, folder: str) -> st
 SHAPES = [(4, 2), (4, 1), (2, 2), (1, 1)]  # ranks, and how many of them slice
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("before", "after"), some([(0, 1), (0, 2), (0, 3), (1, 0), (3, 2)], [(0, 1), (3, 2)]))
 def test_sharded_state_dicts_reshard_over_both_dimensions(before: int, after: int, tmp_path: Any) -> None:
     (ranks, tp), (new_ranks, new_tp) = SHAPES[before], SHAPES[after]
@@ -221,6 +224,7 @@ def _frozen(rank: int, world: int, stages: list[int]) -> list[tuple[str, bool]]:
     return found
 
 
+@pytest.mark.more
 def test_frozen_slices_and_weights_that_differ_before() -> None:
     found = run_ranks(4, _frozen, [0, 2, 3])
     assert len({hashed for of_rank in found for hashed, _ in of_rank}) == 1

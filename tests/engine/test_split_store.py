@@ -51,6 +51,7 @@ def _plain(rank: int, world_size: int) -> str:
     return hash_of_training(*train(rank, run)[:2])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "tiers"), [(1, {"optimizer": "cpu"}), (3, GRADS | PARAMS)])
 def test_ranks_choose_one_ratio_and_the_bits_stay(stage: int, tiers: dict[str, Any]) -> None:
     expected = run_ranks(2, _plain if stage > 1 else _summed_once)
@@ -108,6 +109,7 @@ def _fills_the_room(rank: int, world_size: int, tiers: dict[str, Any]) -> tuple[
     return shares[0], kept[1] - kept[0], store.taken_bytes(shares[0]), store.taken_bytes(shares[0] - 1 / 64)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tiers", [{"optimizer": "cpu"}, GRADS, GRADS | PARAMS])
 def test_without_a_limit_the_device_takes_what_the_peak_left_on_the_rank_with_the_least(tiers: dict[str, Any]) -> None:
     """Gradients and scratch that follow the states to the device count, too."""

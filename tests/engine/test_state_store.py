@@ -116,6 +116,7 @@ def _hash_of_form(form: str, place: tuple[Any, ...], **more: Any) -> str:
     return fingerprint(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("form", "world_size"), combinations(FORMATS, [1, 2, 3], meet=1))
 @pytest.mark.parametrize("every", EVERY)
 def test_each_format_has_the_unsharded_bits_everywhere(form: str, world_size: int, every: int) -> None:
@@ -131,6 +132,7 @@ def _hybrid(rank: int, world_size: int, forms: list[str]) -> list[str]:
     return [_hash_of_form(form, (stage, CPU_TIER, 500), process_group=mesh) for form in forms for stage in (1, 3)]
 
 
+@pytest.mark.more
 def test_replicas_draw_the_same_random_bits() -> None:
     for hashes in run_ranks(4, _hybrid, ["split 8bit", "stochastic"]):
         assert hashes == [unsharded("split 8bit")] * 2 + [unsharded("stochastic")] * 2
@@ -248,6 +250,7 @@ def _resumed(rank: int, world_size: int, form: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("form",), some(zip(FORMATS), [("split 8bit",), ("stochastic",)]))
 def test_states_are_restored_exactly_in_every_way(form: str) -> None:
     found = run_ranks(2, _resumed, form)

@@ -99,6 +99,7 @@ def sharded(stage: int, **options: Any) -> tuple[Any, Any]:
     return shardcore.shard(model, optimizer, stage, precision="fp32", **options)
 
 
+@pytest.mark.cases(35)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_next_step_names_what_changed(change: str, stage: int) -> None:
@@ -228,6 +229,7 @@ def _alone(rank: int, world_size: int, stage: int) -> tuple[list[str], list[str]
     return texts, hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_one_rank_loads_alone_is_refused_on_all(stage: int) -> None:
     for (weights, states), (after, expected) in run_ranks(2, _alone, stage):
@@ -272,6 +274,7 @@ def _backward_and_step(model: nn.Module, optimizer: Any, rank: int) -> None:
     optimizer.zero_grad()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [None, {"optimizer": "cpu", "ratio": 0.4}])
 def test_an_edit_through_data_that_is_lost_is_named_once(stage: int, offload: Any) -> None:
@@ -334,6 +337,7 @@ def _interrupted(rank: int, world_size: int, stage: int, place: str, who: int, o
     return hash_of_training(model, optimizer), count[0]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("stage", "place", "overlap"),
     [*((2, place, False) for place in IN_STEP), (2, "as it is decided", True), (3, "behind that", True)],

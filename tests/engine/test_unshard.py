@@ -104,6 +104,7 @@ def _pool_bytes(rank: int, world_size: int) -> list[int]:
     return [used, weights.pool.allocated_bytes, units[""] + 2 * units["blocks.0"]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_no_more_than_two_units_and_the_root_are_whole_at_once(world_size: int) -> None:
     for used, used_after_full_params, limit in run_ranks(world_size, _pool_bytes):
@@ -159,6 +160,7 @@ def _edited(rank: int, world_size: int, stage: int, precision: str) -> str:
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_edits_in_full_params_reach_the_shards(precision: str) -> None:
     hashes = {value for stage in (2, 3) for value in run_ranks(3, _edited, stage, precision)}
@@ -207,6 +209,7 @@ def _generate(rank: int, world_size: int, generates: bool, overlap: bool) -> str
     return hash_of_training(model, optimizer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_run_forwards_of_their_own_inside_full_params(overlap: bool) -> None:
     assert run_ranks(2, _generate, True, overlap) == run_ranks(2, _generate, False, overlap)

@@ -70,6 +70,7 @@ def test_the_gathers_of_a_unit_are_one_call_with_the_bits_of_gloo() -> None:
             assert max(calls) == 3, layout
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layout", ["stage 3", "stage 2"])
 def test_a_tensor_left_out_of_a_call_would_be_seen(layout: str) -> None:
     for [(expected, bits, _)] in run_ranks(2, _both, [layout], 1):

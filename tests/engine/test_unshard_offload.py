@@ -74,6 +74,7 @@ def test_the_device_s_share_is_in_host_memory_when_a_step_ends(monkeypatch: pyte
     assert hash_of_training(*train(0, run)[:2]) == good
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_frozen_weights_in_host_memory_and_late_copies_give_the_same_bits(world_size: int) -> None:
     expected = run_ranks(world_size, _frozen, None, False)
@@ -132,6 +133,7 @@ def _fails_to_come(rank: int, world_size: int, which: int) -> str:
     return error_of(lambda: loss_of(model, batch_of(1, 0, rank)).backward())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("which", [1, 3, 0])
 def test_weights_that_one_rank_cannot_copy_are_an_error_on_all(which: int) -> None:
     mine, others = run_ranks(2, _fails_to_come, which)

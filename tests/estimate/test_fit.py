@@ -38,6 +38,7 @@ def considered(
     return fit.fit(machine, rates, world, of, stage)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("build", "card", "host_gib", "disk_gib", "world", "stage", "expected"),
     [
@@ -93,6 +94,7 @@ def test_a_byte_too_few_is_too_few() -> None:
     assert found(device, host - 1).lacks.startswith("host")
 
 
+@pytest.mark.more
 def test_the_table_and_the_call(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["estimate", "examples.llama:llama_7b", "--fit", "--device-memory", "22.3"]
     assert cli.main([*command, "--host-memory", "128"]) == 0

@@ -179,6 +179,7 @@ def fits(run: Run) -> bool:
     return ("params" not in offload or run.stage == 3) and ("gradients" not in offload or run.stage > 0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "world_size"), combinations([0, 1, 2, 3], [1, 2, 4], meet=1))
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_prediction_is_what_ranks_keep_and_send(stage: int, world_size: int, every: int) -> None:
@@ -259,6 +260,7 @@ NODE_TWINS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("twin", NODE_TWINS)
 def test_a_prediction_that_forgets_nodes_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, run, stage = NODE_TWINS[twin]
@@ -291,6 +293,7 @@ TWINS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_prediction_that_forgets_a_buffer_is_rejected(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget, stage, offload = TWINS[twin]

@@ -69,6 +69,7 @@ SENT = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rank", [0, 1, 1023])
 def test_a_70b_model_over_1024_ranks(big: torch.nn.Module, stage: int, rank: int) -> None:
@@ -138,6 +139,7 @@ def echo(monkeypatch: pytest.MonkeyPatch, counted: Counter[Any] | None = None) -
     monkeypatch.setattr(dist, "isend", isend)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
 def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One collective of torch.distributed for each purpose and bucket, but what ranks compare, which goes over gloo."""
@@ -169,6 +171,7 @@ def test_collectives_as_nccl_would_run_them(rank: int, stage: int, monkeypatch: 
     assert shardcore.memory_report(model).lines == prediction.resting.lines
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("rank", "stage"), PLACES, indirect=["rank"])
 def test_messages_as_gloo_would_send_them(rank: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message to each other rank for each purpose and bucket; comparisons take as many as 1,024 has digits."""

@@ -129,6 +129,7 @@ def use_peers(monkeypatch, *peers):
     monkeypatch.setattr(bench_fused_adam, "PEERS", peers)
 
 
+@pytest.mark.more
 def test_a_peer_that_does_not_work_is_left_out(monkeypatch, tmp_path, run_main):
     peers = [
         Peer("not here", "no_such_optimizer", "Adam", [FP32], on_cpu=True),
@@ -145,6 +146,7 @@ def test_a_peer_that_does_not_work_is_left_out(monkeypatch, tmp_path, run_main):
     assert all(case["ours"] for case in workload["cases"])
 
 
+@pytest.mark.more
 def test_a_peer_that_does_other_work_is_noticed_and_the_rest_is_kept(monkeypatch, tmp_path, run_main):
     use_peers(monkeypatch, Peer("other way", "torch.optim", "AdamW", [FP32], {"maximize": True}, on_cpu=True))
     with pytest.raises(ValueError, match="bench_fused_adam: fp32 weights differ"):

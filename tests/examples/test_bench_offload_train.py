@@ -20,6 +20,7 @@ CPU = ["--device", "cpu"]
 GIB = 2**30
 
 
+@pytest.mark.more
 def test_copies(tmp_path, run_main):
     sizes = ["--sizes", "4096", "64K", "--judge", "64K"]
     printed = run_main(bench_copies, *CPU, *sizes, "--rounds", "2", "--pause", "0", "--out", str(tmp_path))

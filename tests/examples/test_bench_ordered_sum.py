@@ -18,6 +18,7 @@ def test_every_rank_owns_whole_blocks_of_the_unit():
     assert bench_ordered_sum.numel_of_rank(1, 8) == 256
 
 
+@pytest.mark.more
 def test_a_run_on_the_cpu(tmp_path, run_main):
     printed = run_main(bench_ordered_sum, *QUICK, "--ranks", "8", "1024", "--out", str(tmp_path))
     assert "1,024 pieces of 256 elements" in printed

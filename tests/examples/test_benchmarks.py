@@ -203,6 +203,7 @@ def test_reduced_states(tmp_path, run_main):
     assert result["results"][0]["states"]["split master, 8-bit states"]["bytes"] == 14
 
 
+@pytest.mark.more
 def test_adam_scaling(tmp_path, run_main):
     options = ["--rounds", "2", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
     printed = run_main(bench_adam_scaling, "--tensors", "3", "7", "--sizes", "1001", "4K", "2", *options)

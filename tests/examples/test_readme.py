@@ -97,6 +97,7 @@ def _resumed(rank, world_size, stage, folder, again):
     return run.digest()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stage", "other", "ranks"), [(2, 3, 1), (3, 1, 3)])
 def test_a_run_resumes_over_another_number_of_ranks(stage, other, ranks, tmp_path):
     """And after that over as many as at first, where it goes on as if nothing had been."""

@@ -54,6 +54,7 @@ def test_times_are_united():
     assert trace_step.overlap([(0, 3), (5, 8)], [(2, 6), (7, 20)]) == 1 + 1 + 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("nproc", "options"), [(1, ["--stage", "2", "--offload", "gradients", "--overlap-step"]), (2, [])])
 def test_a_run_on_the_cpu(tmp_path, run_main, forked_ranks, nproc, options):
     common = ["--preset", "tiny", "--batch", "1", "--nproc", str(nproc), "--out", str(tmp_path)]

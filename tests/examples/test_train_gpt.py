@@ -114,6 +114,7 @@ def _started(rank: int, environment: dict[str, str], output: Path) -> None:
     sys.exit(train_gpt.main())
 
 
+@pytest.mark.more
 def test_ranks_that_are_started_find_each_other(tmp_path):
     environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [start(_started, rank, environment | {"OMP_NUM_THREADS": "1"}, tmp_path / str(rank)) for rank in range(2)]

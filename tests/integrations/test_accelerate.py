@@ -111,6 +111,7 @@ def test_a_loop_with_accumulation_and_clipping_is_that_of_ddp(tmp_path: Path) ->
     assert not same({**unclipped, "norms": ddp["norms"]}, ddp), "a no-op clip"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, stage: int) -> None:
     options = {"stage": stage, "sync_each": True}

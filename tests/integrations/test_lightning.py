@@ -50,6 +50,7 @@ def _fits_like_a_plain_loop(rank: int, world_size: int, package: str) -> Any:
     return hashes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_fits_like_a_plain_loop_at_every_stage_and_tier(package):
     for hashes in run_ranks(2, _fits_like_a_plain_loop, package):
@@ -125,6 +126,7 @@ def _clips_nothing(rank: int, world_size: int) -> tuple[str, str]:
         return clipped, hash_of_fit(fit(rank, world_size, "shardcore", **CLIP))
 
 
+@pytest.mark.more
 def test_clips_as_shard_does():
     for found in run_ranks(2, _clips):
         assert len(set(found.values())) == 1, found

@@ -152,6 +152,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind, data, world_size, sp, stage", CASES)
 def test_gradients_are_those_of_whole_sequences(kind: str, data: str, world_size: int, sp: int, stage: int) -> None:
     assert max(run_ranks(world_size, largest_error, kind, data, sp, stage)) < BOUND

@@ -110,6 +110,7 @@ def train_clipped(rank: int, world_size: int, out: str, kind: Any, options: Any)
         return result_of(trainer)["norms"], moved(trainer.model.state_dict())
 
 
+@pytest.mark.more
 def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Path) -> None:
     norms, expected = run_ranks(2, train_clipped, str(tmp_path), Trainer, None)[0]
     assert min(norms) > 100e-3
@@ -346,6 +347,7 @@ def _one_group(rank: int, world_size: int, out: str) -> Result:
         return result_of(trainer)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [ShardcoreTrainingArguments, TrainingArguments])
 def test_a_deepspeed_configuration_says_how_to_shard(tmp_path: Path, kind: Any) -> None:
     """Of transformers' own arguments, too, where DeepSpeed is installed; as a file, and without its optimizer."""

@@ -57,6 +57,7 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
         return [[entry[key] for entry in history] for key in ("loss", "grad_norm", "mean_token_accuracy")]
 
 
+@pytest.mark.more
 def test_sft_with_lora_has_the_numbers_of_ddp(tmp_path: Path) -> None:
     expected = run_ranks(2, _sft, str(tmp_path / "ddp"), False)[0]
     for found in run_ranks(2, _sft, str(tmp_path), True):

@@ -129,6 +129,7 @@ def wrong(rank: int, stage: int, offload: Any, results: list[tuple[Any, ...]]) -
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_rows_are_what_is_computed_without_them(stage: int, tmp_path: Path) -> None:
     for offload in OFFLOADS:

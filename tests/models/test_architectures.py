@@ -44,6 +44,7 @@ TWO = [pytest.param(name, 2, marks=() if name == "llama_lora" else pytest.mark.s
 FOUR = pytest.param("gpt2", 4, marks=pytest.mark.slow)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "world_size"), [*ALONE, *TWO, FOUR])
 @pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.slow)])
 def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: int) -> None:
@@ -57,6 +58,7 @@ def test_losses_are_those_of_plain_training(name: str, world_size: int, steps: i
     assert len({hash_ for results in ranks for _, hash_ in results[1:]}) == 1, "one hash over stages and ranks"
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_other_training_has_other_losses(name: str) -> None:
     """Broken twins: a learning rate one percent off, and ranks whose gradients are not averaged."""
@@ -93,6 +95,7 @@ def _uses_of_experts(rank: int, world_size: int) -> tuple[list[float], list[set[
     return counts, here[:-1]
 
 
+@pytest.mark.more
 def test_experts_go_unused_on_all_ranks_and_on_one() -> None:
     """The steps above do have what they are to show: otherwise unused experts would not be tested."""
     (counts, first), (_, second) = run_ranks(2, _uses_of_experts)
@@ -130,6 +133,7 @@ def _checkpoint(model: Any, reentrant: bool) -> None:
         model.enable_input_require_grads()  # where the embedding is frozen
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "prepare"),
     combinations(["gpt2", "t5", "llama_lora", "mixtral_modules"], [_recompute, _recompute_reentrant], meet=1),
@@ -159,6 +163,7 @@ def _generating(rank: int, world_size: int, run: Training) -> tuple[list[int], s
     return model.said, hash_of_training(model, optimizer)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_evaluation_and_generate_between_steps(name: str) -> None:
     results = [answer for stage in (1, 3) for answer in run_ranks(2, _generating, _training(name, stage=stage))]
@@ -200,6 +205,7 @@ def _whole_bytes(rank: int, world_size: int, run: Training) -> tuple[int, int, i
     return most, root + sum(sorted(rest)[-2:]), root + sum(rest)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama_lora"])
 @pytest.mark.parametrize("prepare", [None, _recompute, _recompute_reentrant])
 def test_no_more_than_the_root_and_two_units_are_whole(name: str, prepare: Any) -> None:

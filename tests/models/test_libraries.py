@@ -127,6 +127,7 @@ def _train(rank: int, world_size: int, stage: int | None, train: Callable[..., l
     return norms, {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("package", "stage", "train", "options"),
     [

@@ -119,6 +119,7 @@ def _compared(rank: int, world_size: int, name: str, folder: str, stage: int) ->
     return differ + ["outputs"] * (not torch.equal(_outputs(model, name), _outputs(theirs, name)))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("world_size, stage", [(1, 0), (2, 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_gives_what_from_pretrained_gives(tmp_path: Path, name: str, world_size: int, stage: int) -> None:
@@ -175,6 +176,7 @@ def _from_nothing(rank: int, world_size: int, name: str) -> dict[str, Any]:
     return {**model.state_dict(), **dict(model.named_buffers())}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_from_nothing_weights_have_the_distributions_of_building(name: str) -> None:
     made, other = run_ranks(2, _from_nothing, name)

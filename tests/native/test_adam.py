@@ -402,6 +402,7 @@ def test_same_objects():
     assert not _C.same_objects({}, [])
 
 
+@pytest.mark.more
 def test_a_cycle_through_the_lists_is_collected():
     class Owner:
         pass

@@ -106,6 +106,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda m: "-".join(map(mix_id, m)))
 @pytest.mark.parametrize(
     "options",
@@ -123,6 +124,7 @@ def keep_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [CPUAdam, FusedAdam])
 def test_large_tensors_over_threads(make, keep_threads):
     """Sizes past every tile and chunk, split over threads."""
@@ -208,6 +210,7 @@ class Truncates(Twin):
 STEPPER_TWINS = [NoOp, DroppedTail, WritesPastTheEnd, Truncates]
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("mix", [MIXES[0], MIXES[4], MIXES[-1]], ids=lambda m: "-".join(map(mix_id, m)))
 @pytest.mark.parametrize("twin", HYPER_TWINS)
 def test_broken_scalars_are_rejected(monkeypatch, mix, twin):
@@ -229,6 +232,7 @@ def keep_isa():
     _C.set_cpu_isa(before)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda m: "-".join(map(mix_id, m)))
 def test_every_isa_gives_the_same_bits(mix, keep_isa):
     runs = []
@@ -333,6 +337,7 @@ def test_each_combination_steps_in_every_mode(storage):
     assert [modes for modes in MODES if wrong(dtype, options_of(*rest), modes)] == []
 
 
+@pytest.mark.cases(45)
 @pytest.mark.parametrize("storage", STORAGE, ids=storage_id)
 def test_each_combination_steps_or_is_refused(storage):
     dtype, *rest = storage
@@ -369,6 +374,7 @@ TWINS = {
 }
 
 
+@pytest.mark.cases(68)
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("storage", [s for s in STORAGE if not conflicts(*s)], ids=storage_id)
 def test_broken_scalars_are_rejected_in_every_combination(monkeypatch, storage, twin):

@@ -133,6 +133,7 @@ LONG = (
 MARKED = [pytest.param(case, id=k.replace("torch.", ""), marks=[pytest.mark.slow] * (k in LONG)) for k, case in CASES.items()]
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("case", MARKED)
 def test_every_element_is_inside_the_oracle(case):
     assert wrong(case) == 0
@@ -158,6 +159,7 @@ TWINS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("twin", TWINS)
 def test_broken_twins_are_rejected(monkeypatch, twin):
     """Differences that the peers' tolerances let through."""

@@ -91,6 +91,7 @@ class Run:
         return [p.detach() for p in self.params] + [s[key] for s in states for key in sorted(s) if key != "step"]
 
 
+@pytest.mark.cases(54)
 @each_place
 @each_case
 def test_every_combination_has_the_same_bits(place, weight, options, formula):
@@ -247,6 +248,7 @@ def flat_step(dtype, options, count=COUNT):
     return whole, optimizer.state[whole]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "count"), some(product(FLAT, (COUNT, COUNT // 5)), [("bf16-split", COUNT // 5)]))
 def test_elementwise_kinds_have_the_bits_of_one_flat_tensor(kind, count):
     dtype, options = FLAT[kind]
@@ -265,6 +267,7 @@ def test_one_left_out_is_rejected(count):
     assert not torch.equal(stepped(torch.float32, {}, tail, count)[0], flat_step(torch.float32, {}, count)[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("kind", "count"), some(product(KEYED, (COUNT, COUNT // 10)), [("8bit-states", COUNT // 10)]))
 def test_keyed_kinds_have_the_bits_of_each_tensor_alone(kind, count):
     dtype, options = KEYED[kind]

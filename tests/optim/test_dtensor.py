@@ -71,6 +71,7 @@ def _train(rank, world_size, kind, shapes, steps=4, twin=None):
     return weights, state_differs(whole_state(optimizer), whole_state(expected)), outside, empty, kinds, unused
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fsdp2_trains_to_the_bits_of_the_unsharded_step(kind, world_size):
@@ -89,6 +90,7 @@ def test_random_bits_keyed_by_the_shard_are_rejected(kind):
     assert bool(states) == (kind == "fp32-bf16states")
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("options", [{}, {"master": "split"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_8_bit_blocks_that_no_rank_cuts_have_the_unsharded_bits(world_size, options):
@@ -250,6 +252,7 @@ def _clip(rank, world_size, shape, max_norm, twin=None):
 MESHES = {"2": (2,), "3": (3,), "hsdp": (2, 2)}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clipping_by_the_norm_over_the_mesh(shape, max_norm):
@@ -420,6 +423,7 @@ def _resume(rank, world_size, kind, folder):
     return all(weights), state_differs(whole_state(optimizer), whole_state(expected)), optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", CHECKPOINT_KINDS)
 def test_distributed_checkpoints_go_on_in_another_world(kind):
     with tempfile.TemporaryDirectory() as folder:

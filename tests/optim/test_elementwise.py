@@ -48,6 +48,7 @@ def _train(model: nn.Module, optimizer: Any, steps: range, rank: int = 0) -> Non
         optimizer.zero_grad()
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_rank_alone_has_torchs_bits_and_exchanges_states_with_torch(name: str) -> None:
     cls, options = OPTIMIZERS[name]
@@ -85,6 +86,7 @@ def _one_hash(ranks: int, name: str, precision: str | None) -> None:
     assert len({one for found in run_ranks(ranks, _hashes, name, PLACES, precision) for one in found}) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "precision"), [("momentum", "bf16"), ("adagrad", None), ("lion", "bf16")])
 def test_one_hash_over_stages_and_tiers(name: str, precision: str | None) -> None:
     _one_hash(2, name, precision)
@@ -129,6 +131,7 @@ def _saved_and_loaded(rank: int, world_size: int, folder: str, name: str) -> lis
     return [*found, hash_of_training(model, optimizer)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["momentum", "rmsprop"])
 def test_a_checkpoint_goes_on_at_another_stage(name: str, tmp_path: Path) -> None:
     assert len({one for found in run_ranks(2, _saved_and_loaded, str(tmp_path / "saved"), name) for one in found}) == 1

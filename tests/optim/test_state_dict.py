@@ -321,6 +321,7 @@ BAD_VALUES = {
 }
 
 
+@pytest.mark.cases(64)
 @each_kind
 @pytest.mark.parametrize("bad", BAD_VALUES)
 def test_state_dicts_that_do_not_fit(kind, bad):

@@ -273,6 +273,7 @@ def test_an_error_on_the_short_way_changes_nothing():
     assert not same(before, snapshot(optimizer))
 
 
+@pytest.mark.more
 def test_gradients_are_free_after_the_step():
     params = params_of(1000)
     optimizer = CPUAdam(params)
@@ -298,6 +299,7 @@ LETS_GO = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("let_go", LETS_GO.values(), ids=LETS_GO)
 def test_states_are_freed_with_their_last_reference(let_go):
     """As when states leave the device between steps to make room."""

@@ -54,6 +54,7 @@ def statuses(report):
     return {step["name"]: step["status"] for step in report["steps"]}
 
 
+@pytest.mark.more
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize(
     "command",

@@ -91,6 +91,7 @@ def _mismatch(rank: int, world_size: int, calls: list[list[Callable[[Any], Any]]
     return done, ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("calls", [[_sum, _exchange], [_sum, _longer]], ids=["other collectives", "other sizes"])
 def test_what_ranks_start_in_other_order_never_ends_until_it_is_aborted(calls: list[Callable[[Any], Any]]) -> None:
     """In another order, since neither would wait for the other if messages were paired by name or size alone."""

@@ -78,6 +78,7 @@ def test_tensors_end_where_their_memory_ends(numel):
     assert t.numel() == 0 or t.storage_offset() == 3
 
 
+@pytest.mark.more
 def test_planted_faults_compile(tmp_path):
     if shutil.which("nvcc", path=os.environ["PATH"]) is None:
         pytest.skip("nvcc is not on PATH")
