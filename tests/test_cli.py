@@ -128,7 +128,7 @@ def test_the_suites_are_those_of_the_checkout(capsys):
     assert "cpu_adam        Time one CPU Adam step" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_real_suite(tmp_path):
     """Run as a module."""
     options = ["--numel", "4K", "--small", "1001", "--rounds", "2", "--threads", "1", "--pause", "0"]

@@ -62,7 +62,7 @@ def averages_on(rank: int, world_size: int, options: dict[str, Any], steps: int)
 
 
 @pytest.mark.cases(3)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("options", TIERS, ids=str)
 def test_it_is_the_average_of_the_masters_and_torchs(options: dict[str, Any], world_size: int) -> None:
     assert all(run_ranks(world_size, averages_on, options, 4))
@@ -111,8 +111,8 @@ SLOW = [{"stage": 1, "offload": {"optimizer": "cpu"}}, {"stage": 3, "offload": {
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [*SWAPPED, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=str)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("options", [*SWAPPED, *(pytest.param(one, marks=pytest.mark.more) for one in SLOW)], ids=str)
 def test_evaluation_has_the_averages_and_training_goes_on_as_if_it_had_not_been(
     options: dict[str, Any], world_size: int
 ) -> None:

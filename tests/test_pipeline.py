@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_whole_model(world: int, kind: str, pp: int) 
     assert error_of(world, kind, pp, 2) < BOUND
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_in_three_dimensions(stage: int) -> None:
     assert error_of(8, "1f1b", 2, stage, tp=2) < BOUND
@@ -157,13 +157,13 @@ PLACES: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("places", [PLACES[:2], pytest.param(PLACES[2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", [PLACES[:2], pytest.param(PLACES[2:], marks=pytest.mark.more)])
 @pytest.mark.parametrize("kind", ["1f1b", "interleaved"])
 def test_one_hash_over_stages_and_tiers(kind: str, places: list[tuple[int, dict[str, Any]]]) -> None:
     assert len({hash_of(kind, stage, options) for stage, options in [(0, {}), *places]}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_one_hash_in_three_dimensions() -> None:
     assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in [(0, {}), *PLACES]}) == 1
 

@@ -72,7 +72,7 @@ CASES = [("llama", 2), ("llama, tied", 1), ("llama, tied", 3), ("qwen3", 2), ("g
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_models_by_their_plans(dp: int) -> None:
     expected, found = run_ranks(dp, _train, 1, CASES), run_ranks(2 * dp, _train, 2, CASES)
     for rank, of_rank in enumerate(found):

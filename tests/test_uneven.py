@@ -98,7 +98,7 @@ KINDS: list[Any] = [
     ({"stage": 2, "overlap_step": True}, True),
     ({"stage": 3}, False),
     *(
-        pytest.param(options, streams, marks=pytest.mark.slow)
+        pytest.param(options, streams, marks=pytest.mark.more)
         for options, streams in (
             ({"stage": 0}, False),
             ({"stage": 1, "accumulate": 2}, False),

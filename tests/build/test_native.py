@@ -129,7 +129,7 @@ def test_build_info_and_record_agree():
     assert record["line"].startswith("shardcore: built for ")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_import_brings_in_nothing_beyond_torch():
     code = "import sys, torch; before = set(sys.modules); import shardcore; print(*sorted(set(sys.modules) - before))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -39,7 +39,7 @@ def users_of_optional_packages():
     return [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if uses.search(path.read_text())]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_every_test_file_is_collected_without_optional_packages(tmp_path):
     for name in OPTIONAL:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('none here', name={name!r})\n")

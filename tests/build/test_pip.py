@@ -49,7 +49,7 @@ def test_isolated_build_stops_and_says_what_to_add(checkout):
     assert not (checkout / "out").exists() or not list((checkout / "out").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
 def test_not_isolated_build_goes_on(checkout):
     result = pip("--no-build-isolation", "-w", str(checkout / "out"), str(checkout))
@@ -57,7 +57,7 @@ def test_not_isolated_build_goes_on(checkout):
     assert "no sources in" in result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
 def test_a_wheel_requires_the_torch_that_it_is_built_against(checkout):
     shutil.copytree(ROOT / "csrc", checkout / "csrc", dirs_exist_ok=True)

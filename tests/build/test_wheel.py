@@ -115,7 +115,7 @@ def copy_of(wheel: Path, folder: Path, *, without: str = "", plus: str = "") -> 
     return folder / wheel.name
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(find_spec("setuptools") is None, reason="setuptools is not installed for this Python")
 @pytest.mark.skipif(find_spec("auditwheel") is None, reason="auditwheel is not installed for this Python")
 def test_a_wheel_works_where_there_is_no_compiler(tmp_path, capsys):

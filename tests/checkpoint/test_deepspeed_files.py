@@ -18,7 +18,7 @@ from shardcore.checkpoint.deepspeed_files import open_foreign
 from tests.support.foreign import Model, differences, read_all, read_damaged, replaced, same_bits, whole
 from tests.support.ranks import free_port
 
-pytestmark = pytest.mark.slow  # two processes of DeepSpeed's write all cases
+pytestmark = pytest.mark.more  # two processes of DeepSpeed's write all cases
 ROOT = Path(__file__).resolve().parents[2]
 ZERO = (
     *("zero1_fp32", "zero1_bf16", "zero1_bf16_optimizer", "zero2_bf16", "zero2_fp16", "zero2_round_robin", "zero2_aligned"),

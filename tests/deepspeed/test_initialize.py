@@ -388,7 +388,7 @@ def test_what_takes_a_model_takes_the_engine_too() -> None:
         assert of_engine == of_module
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_torchrun_also_after_an_initialize_that_raised(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     command += ["--local-addr", "localhost"]  # else torchrun gives ranks the machine's name, which may not resolve

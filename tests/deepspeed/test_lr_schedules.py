@@ -149,7 +149,7 @@ def test_equals_deepspeed_over_a_grid(name: str, theirs: Any) -> None:
         assert trace(getattr(lr_schedules, name), params) == trace(getattr(theirs, name), params), params
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_equals_deepspeed_over_the_whole_grid_of_onecycle(theirs: Any) -> None:
     for params in GRID["OneCycle"]:
         assert trace(OneCycle, params) == trace(theirs.OneCycle, params), params
@@ -446,7 +446,7 @@ def test_in_the_engine_a_checkpoint_keeps_the_schedule(tmp_path: Any) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_lightning_and_accelerate_take_them() -> None:
     lightning = pytest.importorskip("lightning", reason="needs Lightning")
     accelerate = pytest.importorskip("accelerate", reason="needs Accelerate")

@@ -36,7 +36,7 @@ def test_modules_have_deepspeeds_names() -> None:
             of_peer, ours = getattr(of_peer, part), getattr(ours, part)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_shardcores_own_packages_stay() -> None:
     assert deepspeed.checkpoint.__file__ is not None
     assert deepspeed.checkpoint.load.load is deepspeed.load
@@ -186,7 +186,7 @@ print(f"steps {engine.global_steps} of {torch.distributed.get_world_size()} {tup
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_cifar_script_runs_over_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "cifar.py"
     script.write_text(CIFAR)

@@ -242,7 +242,7 @@ def _python(text: str) -> str:
     return done.stdout if done.returncode == 0 else done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_imports_and_metadata_are_shardcores() -> None:
     text = """
         import importlib.metadata, importlib.util, sys
@@ -267,7 +267,7 @@ def test_imports_and_metadata_are_shardcores() -> None:
     assert _python(text) == "yes\n"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_not_there_is_said() -> None:
     said = _python("install_as_deepspeed()\nimport deepspeed.pipe.module")
     assert said.strip().splitlines()[-1] == (
@@ -279,7 +279,7 @@ def test_what_is_not_there_is_said() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_nothing_is_changed_on_import() -> None:
     text = """
         import sys, shardcore
@@ -291,7 +291,7 @@ def test_nothing_is_changed_on_import() -> None:
     assert _python(text) == "yes\n"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["deepspeed", "accelerate", "transformers"])
 def test_it_is_refused_where_it_comes_too_late(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
@@ -300,7 +300,7 @@ def test_it_is_refused_where_it_comes_too_late(name: str, tmp_path: Path) -> Non
     assert f"RuntimeError: install_as_deepspeed: {name} is imported already" in said
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_a_real_deepspeed_is_refused() -> None:
     said = _python("import os\nos.environ['DS_ACCELERATOR'] = 'cpu'\nimport deepspeed\ninstall_as_deepspeed()")
@@ -358,7 +358,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return run(folder, runs) | run(folder, again) | {"folder": folder}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[str, Any]) -> None:
     ddp = run_plain(tmp_path, TRAINER)
     two, three = found["two"], found["three"]
@@ -372,7 +372,7 @@ def test_trainer_has_the_numbers_of_ddp_and_resumes(tmp_path: Path, found: dict[
     assert not close(two, run_plain(tmp_path, TRAINER, "--max_grad_norm", "1000")), "a twin without clipping"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_configurations_own_optimizer_and_scheduler_with_offload(found: dict[str, Any]) -> None:
     own = found["own"]
     assert same_weights(found["own_here"], own)
@@ -384,7 +384,7 @@ def test_the_configurations_own_optimizer_and_scheduler_with_offload(found: dict
     assert not same_weights(own, found["two"])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path, found: dict[str, Any]) -> None:
     tiny_gpt2().save_pretrained(tmp_path / "saved")
     plain = run_plain(tmp_path, FROM_PRETRAINED, *BEST)
@@ -392,24 +392,24 @@ def test_pretrained_weights_at_stage_3_are_those_of_rank_0(tmp_path: Path, found
     assert found["pretrained"]["loss"][0] == pytest.approx(plain["loss"][0], rel=1e-2), "new rows are random"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_overflow_of_float16_steps_no_scheduler(found: dict[str, Any]) -> None:
     rates = found["fp16"]["learning_rate"]
     assert rates[0] == rates[1] == 0.01, "the first steps are skipped"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_model_without_its_weights_says_where_they_are(found: dict[str, Any]) -> None:
     assert "weights" not in found["no_weights"], "as with DeepSpeed: only sharded"
     assert (found["folder"] / "no_weights" / "latest").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_evaluation_alone_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
     assert close(found["evaluation"], run_plain(tmp_path, EVALUATION))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["whole", "lora"])
 def test_trl_at_stage_3(kind: str, tmp_path: Path, found: dict[str, Any]) -> None:
     for needed in ("trl", "peft"):
@@ -420,7 +420,7 @@ def test_trl_at_stage_3(kind: str, tmp_path: Path, found: dict[str, Any]) -> Non
     assert same_weights(found[f"{kind}_resumed"], found[kind])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_trl_with_a_reference_model_at_stage_3(tmp_path: Path, found: dict[str, Any]) -> None:
     pytest.importorskip("trl", reason="tests with TRL")
     assert close(found["dpo"], run_plain(tmp_path, DPO, *TRL[:2]))
@@ -447,7 +447,7 @@ finish(trainer)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_trl_that_generates_while_it_trains_at_stage_3(name: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="tests with TRL")

@@ -191,7 +191,7 @@ def _cannot(rank: int, world_size: int, late: bool, store: str) -> tuple[str, li
     return said.getvalue(), hashes, attempts[0]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("late", [False, True])
 def test_where_one_rank_can_make_none_all_do_without(late: bool, tmp_path: Any) -> None:
     """late: the others have made theirs."""
@@ -270,7 +270,7 @@ def _late(rank: int, world_size: int, store: str) -> str:
         return str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_wait_for_other_ranks_ends_at_the_groups_timeout(tmp_path: Any) -> None:
     first, _ = run_ranks(2, _late, str(tmp_path / "store"))
     assert "waiting for the other ranks failed" in first

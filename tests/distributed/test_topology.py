@@ -104,7 +104,7 @@ def _as_on_nccl(rank: int, world_size: int, layout: str, runs: list[dict[str, An
     return hashes, batches, off_node[1::2]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_once() -> None:
     runs: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
     runs.append({"stage": 3, "shard": {"reshard_after_forward": 2}})

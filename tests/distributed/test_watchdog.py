@@ -123,7 +123,7 @@ def _diverge(rank: int, world_size: int, what: str, stage: int, nccl: bool) -> t
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.more, id="gloo"), pytest.param(True, id="as nccl")])
 @pytest.mark.parametrize(("what", "stage"), [(what, stage) for what, (_, stages, _) in DIFFERENT.items() for stage in stages])
 def test_what_can_never_end_is_an_error_that_names_it(what: str, stage: int, nccl: bool) -> None:
     answers = [said for said, _ in run_ranks(3, _diverge, what, stage, nccl)]
@@ -205,7 +205,7 @@ def _leaves(rank: int, world_size: int, nccl: bool) -> str:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.slow, id="gloo"), pytest.param(True, id="as nccl")])
+@pytest.mark.parametrize("nccl", [pytest.param(False, marks=pytest.mark.more, id="gloo"), pytest.param(True, id="as nccl")])
 def test_a_rank_whose_engine_is_gone_is_not_waited_for(nccl: bool) -> None:
     waiting, gone, _ = run_ranks(3, _leaves, nccl)
     assert waiting.startswith(NEVER)
@@ -247,7 +247,7 @@ def _shards_late(rank: int, world_size: int) -> str:
     return hash_of_training(*train(rank, Run(steps=1))[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_rank_between_two_models_is_waited_for() -> None:
     assert len({*run_ranks(2, _shards_late)}) == 1
 
@@ -266,7 +266,7 @@ def _gathers_objects(rank: int, world_size: int) -> str:
     return hash_of_training(model, optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_rank_that_unpickles_what_others_sent_is_waited_for() -> None:
     assert len({*run_ranks(2, _gathers_objects)}) == 1
 
@@ -282,7 +282,7 @@ time.sleep(rank)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_process_ends_though_the_store_is_gone() -> None:
     """Rank 0, which serves it, ends first; nothing of ours connects to it at the end."""
     port = free_port()
@@ -313,7 +313,7 @@ time.sleep(0.2)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_process_ends_while_the_watchdog_is_inside_a_store() -> None:
     """Without an end of its thread two of three such processes abort."""
     processes = [subprocess.Popen([sys.executable, "-c", _IN_STORE]) for _ in range(4)]
@@ -381,7 +381,7 @@ def test_different_blocks_on_one_rank_are_an_error_on_every_rank(what: str, trai
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize(("what", "odd"), [("has no backward", "a step"), ("reads", "state_dict")])
 def test_a_missing_call_on_one_rank_is_an_error_on_every_rank_below_stage_3(what: str, odd: str, stage: int) -> None:
     for error in run_ranks(3, _different, what, 1, stage):
@@ -462,7 +462,7 @@ def _uneven(rank: int, world_size: int, what: str, stage: int, precision: str, a
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.more), 2])
 @pytest.mark.parametrize(
     ("what", "precision", "accumulate"),
     [

@@ -81,7 +81,7 @@ OPTIONS: list[Any] = [
     ({"stage": 3}, False),
     ({"stage": 2, "overlap_step": True, "offload": {"optimizer": "cpu"}}, True),
     *(
-        pytest.param(options, late, marks=pytest.mark.slow)
+        pytest.param(options, late, marks=pytest.mark.more)
         for options, late in (
             ({"stage": 3, "reshard_after_forward": False}, True),
             ({"stage": 3, "overlap_step": True, "offload": {"optimizer": "cpu", "params": "cpu"}}, True),
@@ -91,7 +91,7 @@ OPTIONS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("options, late", OPTIONS, ids=str)
 def test_methods_have_the_bits_of_a_plain_model(options: dict[str, Any], late: bool, world_size: int) -> None:
     run_ranks(world_size, is_plain, options, late)

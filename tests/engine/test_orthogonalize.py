@@ -88,7 +88,7 @@ def test_one_hash_over_stages_and_tiers() -> None:
     assert len({one for found in run_ranks(2, _hashes, PLACES, "bf16") for one in found}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_one_hash_over_stages_and_tiers_at_four_ranks(precision: str | None) -> None:
     assert len({one for found in run_ranks(4, _hashes, PLACES, precision) for one in found}) == 1

@@ -74,7 +74,7 @@ OPTIONS: list[Any] = [
     {"stage": 2, "offload": {"optimizer": "cpu", "gradients": "cpu"}, "overlap_step": True},
     {"stage": 3},
     *(
-        pytest.param(options, marks=pytest.mark.slow)
+        pytest.param(options, marks=pytest.mark.more)
         for options in (
             {"stage": 0},
             {"stage": 1},
@@ -85,7 +85,7 @@ OPTIONS: list[Any] = [
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_unfreezing_has_the_bits_of_a_plain_training(options: dict[str, Any], world_size: int) -> None:
     assert all(run_ranks(world_size, is_plain, options, False))

@@ -43,7 +43,7 @@ def _error(found: Any, expected: Any) -> float:
     return max(((a - b).abs() / b.abs().clamp(1.0)).max().item() for a, b in pairs)
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
     plain = run_ranks(dp, _train, 1, PLACES[2:3])[0][0]
     found = run_ranks(2 * dp, _train, 2, [*PLACES, (2, False, {})])
@@ -53,7 +53,7 @@ def test_the_unsliced_model_within_rounding_and_one_hash(dp: int) -> None:
     assert len({of_rank[0][0] for of_rank in found}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("tp", [2, 4])
 def test_one_hash_over_forms(tp: int) -> None:
     forms: list[dict[str, Any]] = [{"precision": "bf16"}, {"precision": "fp16"}, {"units": nn.Linear}, {"clip_grad_norm": None}]
@@ -116,7 +116,7 @@ def _through_state_dicts(rank: int, world: int, stage: int) -> list[bool]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.more), 3])
 def test_state_dicts_are_full_and_load_anywhere(stage: int) -> None:
     assert all(all(same) for same in run_ranks(4, _through_state_dicts, stage))
 
@@ -196,7 +196,7 @@ def _gradients(rank: int, world: int, stage: int) -> list[Any]:
     return errors
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3])
 def test_gradients_and_edits(stage: int) -> None:
     assert all(max(errors) < 1e-6 for errors in run_ranks(2, _gradients, stage))
 

@@ -60,7 +60,7 @@ def _both(rank: int, world_size: int, layouts: list[str], lost: int = 0) -> list
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_gathers_of_a_unit_are_one_call_with_the_bits_of_gloo() -> None:
     layouts = list(LAYOUTS)
     for of_rank in run_ranks(4, _both, layouts):

@@ -76,7 +76,7 @@ def test_units_are_packed_into_the_memory_that_is_there():
     assert bench_fused_adam.pack([11], room=10) == []
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run_on_the_cpu(tmp_path, run_main):
     printed = run_main(bench_fused_adam, *QUICK, "--only", "1e6", "GPT-2", "every", "--out", str(tmp_path))
     assert "share of copy" in printed
@@ -99,7 +99,7 @@ def test_a_run_on_the_cpu(tmp_path, run_main):
     assert report["launches"][0]["engines"]["torch AdamW fused"] is None  # known on a GPU only
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_peer_that_does_other_work_is_left_out_by_name(run_main, monkeypatch, tmp_path):
     other = Peer("torch NAdam", "torch.optim", "NAdam", [FP32], on_cpu=True)
     monkeypatch.setattr(bench_fused_adam, "PEERS", [PEERS[0], other])
@@ -173,7 +173,7 @@ def test_launches_are_sorted():
     assert device.count_kernels(names) == {"kernels": 1, "copies": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_reading_kernel_compiles(tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")

@@ -98,7 +98,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run(tmp_path, run_main, as_on_a_gpu):
     names = ["shardcore 2", "shardcore 2, gradients, lazy", "shardcore 3, params", "FSDP2"]
     options = ["--preset", "tiny", "--batch", "1", "--steps", "2", "--rounds", "1", "--engines", *names]
@@ -132,7 +132,7 @@ def test_a_run(tmp_path, run_main, as_on_a_gpu):
     assert (tmp_path / "offload_train.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run_with_states_on_disk(tmp_path, run_main, monkeypatch):
     monkeypatch.setattr(bench_offload_train, "measure", lambda *arguments: "needs more")
     names = ["shardcore 3, params, lazy", "shardcore 2, nvme", "shardcore 3, nvme, lazy"]
@@ -209,7 +209,7 @@ def test_needs_of_large_models():
     assert offload_trainers.fsdp2_need("7b").host == pytest.approx(16 * numel + 8 * 32 * 4096**2, rel=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_peer_that_fails_and_one_of_ours_that_lacks_memory_are_left_out(tmp_path, run_main, monkeypatch):
     def fails(error: Exception) -> Engine:
         def make(preset: str, device: torch.device) -> Trainer:

@@ -29,7 +29,7 @@ from benchmarks.adam_kinds import check_same_work
 from examples import arguments, machine
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("pages", ["equal", "own"])
 def test_cpu_adam(tmp_path, run_main, pages):
     options = ["--sizes", "4K", "1001", "--rounds", "2", "--threads", "1", "--pause", "0", "--pages", pages]
@@ -53,7 +53,7 @@ def test_cpu_adam(tmp_path, run_main, pages):
             2,
             "DDP",
             ["ZeroRedundancy", "FSDP2 2", "FSDP2 3", "shardcore 0", "shardcore 2 + offload", "shardcore 3"],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.more,
         ),
         (1, "torch", ["shardcore 0", "shardcore 3"]),
     ],
@@ -90,7 +90,7 @@ def test_io(tmp_path, run_main, no_fio):
     assert [path.name for path in tmp_path.iterdir()] == ["io.json"], "its files are gone"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
 def test_io_beside_fio(tmp_path, run_main):
     run_main(bench_io, *io_options(tmp_path))
@@ -100,7 +100,7 @@ def test_io_beside_fio(tmp_path, run_main):
     assert bench_io.shortfalls(slow) == ["read: 0.90 of fio's rate; expected 0.95"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_checkpoint(tmp_path, run_main, no_fio):
     printed = run_main(bench_checkpoint, "--mib", "16", "--rounds", "1", "--dir", str(tmp_path), "--out", str(tmp_path))
     assert "how many times faster than each" in printed
@@ -120,7 +120,7 @@ def test_checkpoints_that_fall_short_are_named():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
 def test_nvme_step(tmp_path, run_main):
     where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
@@ -132,7 +132,7 @@ def test_nvme_step(tmp_path, run_main):
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_step.json"], "its files are gone"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(not shutil.which("fio"), reason="no fio")
 def test_nvme_weights(tmp_path, run_main):
     where = ["--dir", str(tmp_path), "--out", str(tmp_path)]
@@ -144,7 +144,7 @@ def test_nvme_weights(tmp_path, run_main):
     assert [path.name for path in tmp_path.iterdir()] == ["nvme_weights.json"], "its files are gone"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_activations(tmp_path, run_main):
     printed = run_main(bench_activations, "--tiny", "--device", "cpu", "--rounds", "2", "--pause", "0", "--out", str(tmp_path))
     assert "ours, offload" in printed
@@ -157,7 +157,7 @@ def test_activations(tmp_path, run_main):
         bench_activations.check_same_gradients(heads, "all logits")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_fabric(tmp_path, run_main):
     printed = run_main(bench_fabric, "--world", "8", "--tokens", "4096", "--out", str(tmp_path))
     result = json.loads((tmp_path / "fabric.json").read_text())
@@ -223,7 +223,7 @@ def test_adam_scaling(tmp_path, run_main):
         assert case["each"]["median"] == pytest.approx(1e9 * sum(case["seconds"]) / 2 / case["size"])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_sizes_without_memory_are_left_out_and_named(tmp_path, run_main, monkeypatch):
     options = ["--tensors", "1", "--rounds", "1", "--threads", "1", "--pause", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(bench_adam_scaling, "available_bytes", lambda: 17 * 4000)

@@ -92,7 +92,7 @@ def test_scripts_are_short_and_say_how_to_start_them(name):
     assert command.removesuffix(" --precision bf16") in text.split('"""')[1]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_losses_fall(name, trained):
     arguments, _, packages = SCRIPTS[name]
@@ -101,7 +101,7 @@ def test_losses_fall(name, trained):
     check_losses_fall(trained(name, *arguments))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_losses_do_not_fall_without_steps(tmp_path):
     script = changed("ddp_to_shardcore.py", "    optimizer.step()\n", "", tmp_path)
     losses = run(script, folder=tmp_path)
@@ -109,14 +109,14 @@ def test_losses_do_not_fall_without_steps(tmp_path):
         check_losses_fall(losses)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_shardcore_has_the_losses_of_ddp(trained, tmp_path):
     assert to_digits(trained("ddp_to_shardcore.py")) == to_digits(trained("ddp.py"))
     alone = changed("ddp_to_shardcore.py", "model, optimizer = shardcore.shard(model, optimizer, stage=2)\n", "", tmp_path)
     assert to_digits(run(alone, folder=tmp_path)) != to_digits(trained("ddp.py"))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_stages_have_one_list_of_losses(trained):
     """Of the first and the last; tests/test_api_stages.py has all."""
     whole, sharded = (trained("zero.py", "--stage", str(stage)) for stage in (1, 3))
@@ -126,14 +126,14 @@ def test_stages_have_one_list_of_losses(trained):
     assert to_digits(trained("zero.py", "--stage", "3", "--precision", "bf16")) != to_digits(sharded)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_fsdp2_has_the_losses_of_ddp_offloaded_or_not(trained):
     expected = to_digits(trained("ddp.py"))
     assert to_digits(trained("fsdp2_cpu_adam.py", "--offload")) == expected
     assert to_digits(trained("fsdp2_cpu_adam.py")) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_killed_training_on_disk_has_the_losses_of_one_that_is_not(trained, tmp_path):
     script = FOLDER / "nvme_resume.py"
     command = [sys.executable, str(script), "--kill-after", "7"]
@@ -152,7 +152,7 @@ def test_the_notebook_is_stripped():
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_notebook_trains(tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="the notebook is run by nbclient")
     nbclient = pytest.importorskip("nbclient", reason="the notebook is run by nbclient")

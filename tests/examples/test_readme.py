@@ -24,7 +24,7 @@ def python_blocks(*pages):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("pages", "count"),
     [

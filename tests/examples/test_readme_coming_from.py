@@ -109,7 +109,7 @@ def _run_all(rank, world_size, code, folder):
     return failed
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_ours_runs(tmp_path):
     code, _ = ours(PAGE.read_text())
     assert len(code) > 100

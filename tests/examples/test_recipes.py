@@ -112,7 +112,7 @@ RUNS = [  # the page, its script, the preset, parameters, sequences and their le
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(("name", "recipe", "preset", "numel", "sequences", "length"), RUNS)
 def test_activations(name, recipe, preset, numel, sequences, length):
     model = recipe.make_model(preset).bfloat16()
@@ -123,7 +123,7 @@ def test_activations(name, recipe, preset, numel, sequences, length):
     assert f"{(peak + kept) / GIB:.1f} GiB in all" in page(name)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_activations_are_those_that_were_measured():
     """The method of test_activations, on what the H200 ran: within 2%; with another kernel for attention not."""
     found = json.loads((ROOT / "benchmarks/results/offload_train_7b_nvidia_h200.json").read_text())
@@ -180,7 +180,7 @@ def test_the_command_to_try_a_script_is_short(name, recipe):
         assert " ".join(TINY[:4]) in text
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_7b_script_trains_its_tiny_preset(tmp_path):
     plain, lean = (
         losses_in(run_script(FOLDER / "llama_7b_one_gpu.py", *TINY, *more, launcher=[], folder=tmp_path))
@@ -194,14 +194,14 @@ def test_the_7b_script_trains_its_tiny_preset(tmp_path):
     assert load_file(tmp_path / "exported" / "model.safetensors").keys() == names
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_70b_script_trains_its_tiny_preset(tmp_path):
     printed = run_script(FOLDER / "llama_70b_eight_gpus.py", *TINY, "--save", "saved", launcher=torchrun(), folder=tmp_path)
     check_losses_fall(losses_in(printed))
     assert (tmp_path / "saved" / "latest").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_7b_script_reads_a_folder_of_weights(tmp_path):
     """Whose head is zero, so that every token is as likely: the random weights' first loss is another."""
     model = llama_7b_one_gpu.LlamaForCausalLM(llama_7b_one_gpu.LlamaConfig(**llama_7b_one_gpu.PRESETS["tiny"]))

@@ -60,7 +60,7 @@ def alone(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_demo_on_two_ranks(tmp_path, capfd, monkeypatch, alone):
     arguments = ["--demo", "--device", "cpu", "--nproc", "2", "--preset", "tiny", "--steps", "20", "--out", str(tmp_path)]
     arguments += ["--lr", "6e-3", "--batch", "4"]
@@ -190,7 +190,7 @@ def trained(checkpoints=None, *, config=CONFIG, stage=2, stop_at=-1, forgetful=F
     return run_ranks(2, training_on_rank, config, stage, checkpoints, stop_at, forgetful)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_training_goes_on_from_its_latest_checkpoint(tmp_path):
     saved = Checkpoints(str(tmp_path), every=2, keep_last=2, resume=True)
     every_step, expected = trained()
@@ -249,7 +249,7 @@ def kill_rank_at(launcher: subprocess.Popen, rank: int, folder: Path, step: int)
     raise AssertionError(f"there was no checkpoint of step {step}, or torchrun has ended")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="finds ranks in /proc")
 def test_torchrun_restarts_a_training_whose_ranks_are_killed(tmp_path):
     short = ("--device", "cpu", "--preset", "tiny", "--steps", "100", "--precision", "fp32", "--lr", "1e-3")
@@ -337,7 +337,7 @@ def test_every_preset_has_defaults():
         assert None not in (options.steps, options.batch, options.lr)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_fp16_scales_the_loss_and_counts_overflows(tmp_path, capsys, alone):
     options = parse(
         *("--device", "cpu", "--nproc", "1", "--preset", "tiny", "--steps", "30", "--precision", "fp16"),

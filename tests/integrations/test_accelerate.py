@@ -129,7 +129,7 @@ def test_a_resumed_loop_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, sta
         assert "FileNotFoundError" in message
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_plain_accelerators_state_is_loaded(tmp_path: Path) -> None:
     ddp = run_ranks(2, train, None, str(tmp_path))[0]
     ours = run_ranks(2, train, {"stage": 3}, "", str(tmp_path))[0]
@@ -159,7 +159,7 @@ def _bf16(rank: int, world_size: int, out: str) -> Any:
         return losses, hash_of_state(model.state_dict()) == before != after, kinds
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_bf16_keeps_float32_masters_and_saves_them(tmp_path: Path) -> None:
     (losses, same_bits, kinds), (_, too, nothing) = run_ranks(2, _bf16, str(tmp_path))
     assert losses == pytest.approx(run_ranks(2, train, None)[0]["losses"][:4], rel=0.02)
@@ -184,7 +184,7 @@ def _fp16(rank: int, world_size: int) -> Any:
         return skipped, steps, things[3].scheduler.last_epoch
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_fp16_scales_losses_and_holds_the_scheduler() -> None:
     for skipped, steps, scheduled in run_ranks(2, _fp16):
         assert skipped == [True, False]
@@ -230,7 +230,7 @@ def _distill(rank: int, world_size: int, options: Any, manual: bool) -> str:
         return hash_of_state(accelerator.unwrap_model(student).state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_teacher_only_runs_forward_and_no_sync_adds_locally() -> None:
     hashes = {manual: set(run_ranks(2, _distill, {"stage": 3}, manual)) for manual in (False, True)}
     for stage in (0, 2):
@@ -240,7 +240,7 @@ def test_a_teacher_only_runs_forward_and_no_sync_adds_locally() -> None:
     assert hashes[True] == set(locally), "the order of adding of accumulate without sync_each"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -255,7 +255,7 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: st
         ShardcoreAccelerator(cpu=True, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_other_engines_of_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with launched(0, 1), pytest.raises(ValueError, match="the environment has ACCELERATE_USE_FSDP=true"):
@@ -270,7 +270,7 @@ def test_ranks_that_accelerate_does_not_count_are_refused(monkeypatch: pytest.Mo
             ShardcoreAccelerator()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_model_and_optimizer_are_prepared_together() -> None:
     with launched(0, 1):
         accelerator = ShardcoreAccelerator(cpu=True, mixed_precision="bf16", shard_options={"precision": "fp32"})

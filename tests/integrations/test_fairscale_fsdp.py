@@ -91,7 +91,7 @@ def _trains(rank, world_size):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.more)])
 def test_trains_to_the_bits_of_shard(world_size):
     run_ranks(world_size, _trains)
 

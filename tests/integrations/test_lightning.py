@@ -73,7 +73,7 @@ def _options(rank: int, world_size: int) -> Any:
     return hashes
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_options_of_shard_and_of_the_trainer(world_size):
     for hashes in run_ranks(world_size, _options):
@@ -91,7 +91,7 @@ def _accumulates(rank: int, world_size: int) -> Any:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_accumulates_in_either_order():
     for found in run_ranks(2, _accumulates):
         assert found[False, 1] == found[False, 3] == found[None, 1]
@@ -132,7 +132,7 @@ def test_clips_as_shard_does():
         assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_clipping_that_does_nothing_is_seen():
     for clipped, unclipped in run_ranks(2, _clips_nothing):
         assert clipped != unclipped
@@ -159,7 +159,7 @@ def _manual(rank: int, world_size: int) -> Any:
     return hash_of_fit(fit(rank, world_size, "shardcore_stage_3", module)), hash_of_training(*expected[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_manual_optimization():
     for found, expected in run_ranks(2, _manual):
         assert found == expected
@@ -186,7 +186,7 @@ def _schedules(rank: int, world_size: int) -> Any:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_schedulers_drive_the_sharded_optimizer():
     for found in run_ranks(2, _schedules):
         for interval in ("step", "epoch"):
@@ -234,7 +234,7 @@ def _precisions(rank: int, world_size: int) -> Any:
     return found, expected
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_precisions():
     for found, expected in run_ranks(2, _precisions):
         for (precision, stage), (value, seen) in found.items():
@@ -247,7 +247,7 @@ def test_precisions():
 # --- errors --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_bad_options_are_refused_by_name():
     for options, text in (
         ({"precision": "bf16"}, r"precision was given; expected it in Trainer\(precision=\)"),
@@ -288,7 +288,7 @@ def _refuses(rank: int, world_size: int, folder: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_errors_name_what_to_do(tmp_path):
     for found in run_ranks(2, _refuses, str(tmp_path)):
         assert found["value"].startswith('ValueError: clip_gradients: gradient_clip_algorithm is "value"; expected "norm"')
@@ -349,7 +349,7 @@ def one_process() -> torch.Tensor:
     return net.weight.detach().flatten()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_lightnings_launcher(package, tmp_path):
     script = tmp_path / "train.py"

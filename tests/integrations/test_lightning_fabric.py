@@ -14,7 +14,7 @@ from tests.support.lightning import PACKAGES, Made, Plain, adamw, batches_of, fa
 from tests.support.models import error_of, hash_of_training
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.more
 
 # --- Fabric --------------------------------------------------------------------------------------------------------------
 

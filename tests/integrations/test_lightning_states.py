@@ -30,7 +30,7 @@ from tests.support.lightning import (
 from tests.support.models import hash_of_training
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.more
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------------
 

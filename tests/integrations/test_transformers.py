@@ -125,7 +125,7 @@ def test_clipping_at_a_thousandth_moves_weights_as_without_sharding(tmp_path: Pa
     assert not same(NoClip, 2), "a no-op clip"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int) -> None:
     """Weights in bfloat16 with float32 masters: near autocast's numbers, and checkpointing changes no bit."""
@@ -140,7 +140,7 @@ def test_bf16_and_gradient_checkpointing(tmp_path: Path, stage: int) -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_fp16_skips_overflows_and_holds_the_scheduler(tmp_path: Path) -> None:
     results = run_ranks(2, _fp16, str(tmp_path))
     skipped, rates, norms = results[0]
@@ -167,7 +167,7 @@ def _fp16(rank: int, world_size: int, out: str) -> tuple[int, list[float], list[
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("changes", [{}, {"bf16": True}])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, changes: dict[str, Any]) -> None:
     more = {**SAVING, **changes}
@@ -189,7 +189,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path, chan
     assert all("FileNotFoundError" in message for message in run_ranks(2, message_of, train, *more_args))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_checkpoint_of_plain_trainer_is_resumed(tmp_path: Path) -> None:
     ddp = run_ranks(2, train, str(tmp_path), Trainer, None, SAVING)[0]
     folder = str(tmp_path / "checkpoint-2")
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_plain_trainer_is_resumed(tmp_path: Path) -> None:
     assert close(ours[0]["norms"][-2:], ddp["norms"][-2:])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_whole_weights_are_for_from_pretrained(tmp_path: Path) -> None:
     """In the dtype that they train in, and tied ones once."""
     run_ranks(2, train, str(tmp_path), ShardcoreTrainer, {"stage": 3}, {**SAVING, "bf16": True, "save_only_model": True})
@@ -231,7 +231,7 @@ def test_a_save_on_one_rank_only_raises_on_all(tmp_path: Path) -> None:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_evaluation_and_the_best_model_at_the_end(tmp_path: Path) -> None:
     more = {
         **SAVING, "eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
@@ -262,7 +262,7 @@ def _without_training(rank: int, world_size: int, out: str, kind: Any, options: 
         return loss, torch.as_tensor(logits), result_of(trainer)["hash"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_evaluate_and_predict_before_and_without_training(tmp_path: Path) -> None:
     expected_loss, expected, start = run_ranks(2, _without_training, str(tmp_path), Trainer, None, False)[0]
     for then_train in (False, True):
@@ -299,7 +299,7 @@ def _generate(rank: int, world_size: int, out: str, options: dict[str, Any]) -> 
         return predictions, own.tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_ranks_generate_until_all_are_done(tmp_path: Path) -> None:
     alone, _ = run_ranks(1, _generate, str(tmp_path), {})[0]
     lengths = [row.count_nonzero().item() for row in alone]
@@ -382,7 +382,7 @@ def _without_deepspeed(out: str) -> tuple[bool, int, list[str]]:
         return args.deepspeed == CONFIG, trainer.state.global_step, messages
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_no_deepspeed_is_needed_and_the_log_says_what_auto_is(tmp_path: Path) -> None:
     config, steps, messages = run_fresh(_without_deepspeed, str(tmp_path))
     assert (config, steps) == (True, STEPS)
@@ -390,7 +390,7 @@ def test_no_deepspeed_is_needed_and_the_log_says_what_auto_is(tmp_path: Path) ->
     assert 'config optimizer.params.lr "auto" is 0.01' in said
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
     """Its own code: HfTrainerDeepSpeedConfig."""
     pytest.importorskip("deepspeed", reason="compared with transformers' own code, which needs DeepSpeed")
@@ -423,7 +423,7 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "changes", "match"),
     [
@@ -443,7 +443,7 @@ def test_contradictions_are_refused(tmp_path: Path, options: Any, changes: dict[
         )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_model_that_deepspeed_has_partitioned_is_refused(tmp_path: Path) -> None:
     model = tiny_gpt2()
     model.transformer.wpe.weight.ds_id = 3

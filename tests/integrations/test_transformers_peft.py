@@ -20,7 +20,7 @@ from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
 from tests.support.huggingface import LORA, hash_of_state, launched, message_of, rows, seed_everything, tiny_gpt2  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.more
 
 DEFAULTS = {
     "use_cpu": True, "max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "save_strategy": "steps",

@@ -207,7 +207,7 @@ TRAINING = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_training_is_that_of_torchrun() -> None:
     process = shardcore_run(TRAINING, "--num_gpus", "2", arguments=("--steps", "3"))
     out, err = process.communicate(timeout=SOON_S)
@@ -234,7 +234,7 @@ def test_training_is_that_of_torchrun() -> None:
     assert sorted(done.stdout.splitlines()) == hashes
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
     start_s = time.monotonic()
     process = shardcore_run("""
@@ -260,7 +260,7 @@ def test_a_traceback_is_the_last_thing_on_the_screen_once() -> None:
     assert time.monotonic() - start_s < SOON_S
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_sagemakers_two_machines() -> None:
     """Each starts the same command; localhost and 127.0.0.1 stand for two hosts."""
     port, hosts = free_port(), ["localhost", "127.0.0.1"]
@@ -292,7 +292,7 @@ def run_here(*words: str) -> int:
     return status
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_errors_come_within_seconds(capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text("import time; time.sleep(100)")
     with socket.socket() as other:
@@ -330,7 +330,7 @@ def test_statuses_and_restarts(capfd: Any) -> None:
     assert run_here("--max_restarts", "1", "train.py") == 1, "each failed, and so does the last"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_ctrl_c() -> None:
     process = shardcore_run("import time; print('here\\n', end='', flush=True); time.sleep(100)", "--num_gpus", "2")
     assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
@@ -340,7 +340,7 @@ def test_ctrl_c() -> None:
     assert err.splitlines()[1:] == ["shardcore run: ended by SIGINT"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_nohup_is_respected() -> None:
     """torchrun ends at SIGHUP even where it is to be ignored."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
@@ -354,7 +354,7 @@ def test_nohup_is_respected() -> None:
     assert (process.returncode, out) == (0, "there\n"), err
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_restart_finds_nothing_of_the_attempt_before() -> None:
     """torchrun's ranks may read the addresses of dead ones (torch's issue 135712); here each attempt has a store of its own."""
     process = shardcore_run(f"""
@@ -402,7 +402,7 @@ def on_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return put
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_slurm_batch_file(on_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun starts its command once on each of two nodes."""
     on_path(
@@ -419,7 +419,7 @@ def test_the_slurm_batch_file(on_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert done.stdout == "[('0', '0'), ('1', '0')] ['a b']\n", done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_kubernetes_manifest(on_path: Any) -> None:
     yaml = pytest.importorskip("yaml", reason="reads the manifest")
     on_path()

@@ -88,7 +88,7 @@ def test_other_ends(run: Callable[..., Outcome]) -> None:
     assert "SIGKILL" in killed[0].last
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_rank_that_raised_and_stays_is_shown(
     run: Callable[..., Outcome], capfd: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def agent(plan: NodePlan, cwd: Path, **environment: str) -> Any:
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_agent_ends_with_its_standard_input(tmp_path: Path) -> None:
     """As when ssh, or the process that started it, has died."""
     (tmp_path / "program.py").write_text(

@@ -126,7 +126,7 @@ def test_a_hook_of_its_own_prints(run: Any) -> None:
     assert (done.recorded, done.stderr, done.returncode) == (None, "mine\n", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_what_is_called_before(run: Any) -> None:
     """The seam for import finders: shardcore is found wherever the launcher was, and the program sees what it did."""
     program = "import sys; print('shardcore.launch.hosts' in sys.modules)"

@@ -108,7 +108,7 @@ def test_checksums_of_any_size_and_dtype(size):
     assert target._version > before
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_checksums_by_table_are_the_same(path):
     data = random_bytes(MIB)
     torch.save(data, path)
@@ -324,7 +324,7 @@ def test_space_and_durability_are_checked(backend, path, faults, number, text):
     assert (raised.value.errno, raised.value.filename) == (number, str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_full_disk_is_found_when_the_file_is_made(backend, path):
     """The system's own error: a limit of file sizes, which the space of a file is taken from as well."""
     script = """
@@ -413,7 +413,7 @@ def test_an_unfinished_file_is_left_and_closed(backend, path):
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_forked_child_is_told_and_the_parent_goes_on(backend, path):
     data = random_bytes(4 * MIB)
     path.write_bytes(data.numpy().tobytes())
@@ -443,7 +443,7 @@ print(_C.crc32c(read.wait()), os.path.getsize(path + "2"))
     assert run(script, path, backend).split() == [str(_C.crc32c(data[1:4_000_001])), str(4 * MIB)]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_interpreter_ends_with_transfers_in_flight(backend, path):
     script = """
 engine = _C.FileEngine(backend, faults="delay:20")
@@ -457,7 +457,7 @@ print("end")
     assert run(script, path, backend).split() == ["end"]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_threads_start_with_the_first_transfer_and_end_with_the_engine(path):
     script = """
 def count():
@@ -502,7 +502,7 @@ print(engine.backend, engine.note, sep="|")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
 def test_where_io_uring_is_forbidden_threads_take_its_place(path):
     assert run(FORBID + "engine = _C.FileEngine()" + USE, path) == (
@@ -512,7 +512,7 @@ def test_where_io_uring_is_forbidden_threads_take_its_place(path):
     assert "io_uring is not used: io_uring_setup: Operation not permitted" in run(FORBID + script, path)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
 def test_where_memory_may_not_be_locked_buffers_are_not_registered(path):
     limit = """
@@ -559,7 +559,7 @@ def many_requests(backend: str, path: Path, count: int) -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")) - files, resident_kib() - memory
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("count", [20_000, 300_000])
 def test_many_requests_leak_nothing(backend, path, count):
     script = f"""

@@ -48,7 +48,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", HEAD + script], capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_interpreter_ends_whatever_is_in_flight():
     """Each end in a child of one process: importing torch takes longer than ending."""
     script = "signal.alarm(0)  # each child has its own\n"
@@ -60,7 +60,7 @@ def test_an_interpreter_ends_whatever_is_in_flight():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("end", ["all at once", "in another module"])
 def test_a_first_interpreter_ends_as_well(end):
     result = run(ENDS[end])
@@ -123,7 +123,7 @@ for thread in threads:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_two_threads_free_tensors_whose_end_hands_the_gil_over():
     """As the thread of an overlapped step and the main thread do: each tensor ends once."""
     result = run(TWO_THREADS)

@@ -92,7 +92,7 @@ def test_one_hash_over_stages_and_tiers(name: str, precision: str | None) -> Non
     _one_hash(2, name, precision)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_hash_over_stages_and_tiers_at_four_ranks(name: str) -> None:
     _one_hash(4, name, "bf16")

@@ -22,7 +22,7 @@ sys.exit(check_ranks.main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("broken", [False, True])
 def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
@@ -39,7 +39,7 @@ def test_layouts_that_have_other_bits_are_named(broken: bool, tmp_path: Path) ->
     assert (len(set(result["hashes"]["flat"].values())) == 1) != broken
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp_path: Path) -> None:
     program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--sizes", "1", "--out", str(tmp_path)]
@@ -53,7 +53,7 @@ def test_one_hash_over_all_layouts_on_groups_that_behave_as_nccl(ranks: int, tmp
     assert len({found[0] for found in hashes.values()}) == len(hashes)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_ranks_are_told_that_one_left_out_a_backward(tmp_path: Path) -> None:
     """Where one waits for a GPU's collective, and the other for the host's."""
     program = ["-m", "tools.check_ranks", "--device", "cpu", "--standin", "--leave-out-backward"]

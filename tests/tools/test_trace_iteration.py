@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_iteration_passes_through_few_files() -> None:
     said = subprocess.run([sys.executable, "-m", "tools.trace_iteration"], capture_output=True, text=True, check=True).stdout
     backward = re.search(r"backward: .* (\d+)% into another file", said)
