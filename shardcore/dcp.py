@@ -361,14 +361,14 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
     """Copy a box of a tensor to `target`, reading each range that has something of it once."""
     name = item.storage_index.fqn
     shape = source.shapes[name]
-    parts = source.entries[source.tied.get(name, name)].parts
-    part = parts["master"] if "master" in parts else parts["weight"]
+    entry = source.entries[source.tied.get(name, name)]
+    stored = entry.parts["master"] if "master" in entry.parts else entry.parts["weight"]
+    windows = [(one.start, one.numel) for one in stored.ranges] if len(entry.slices) == 1 else [*layout.cut(0, prod(shape))]
     if target.shape != item.lengths:
         raise ValueError(f"load: {name} has {tuple(target.shape)} to fill; expected {tuple(item.lengths)}")
-    pieces = _pieces(part, runs_of(shape, item.storage_offsets, item.lengths))
+    pieces = _pieces(windows, runs_of(shape, item.storage_offsets, item.lengths))
     for index, of_range in groupby(pieces, key=lambda piece: piece[0]):
-        one = part.ranges[index]
-        values = source.read(name, "weight", one.start, one.numel)
+        values = source.read(name, "weight", *windows[index])
         for _, start, at, numel in of_range:
             for offsets, sizes in boxes_of(tuple(target.shape), at, numel):
                 count = prod(sizes)
@@ -377,13 +377,13 @@ def _fill(target: torch.Tensor, source: layout.Checkpoint, item: ReadItem) -> No
                 start += count
 
 
-def _pieces(part: layout.Part, runs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Cut runs where ranges end: yield (number of the range, start in it, how many elements were before, numel)."""
-    at = 0
+def _pieces(windows: Sequence[tuple[int, int]], runs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Cut runs where windows, (start, numel), end: yield (number of the window, start in it, elements before, numel)."""
+    starts, at = [start for start, _ in windows], 0
     for start, numel in runs:
-        index = bisect_right(part.starts, start) - 1
+        index = bisect_right(starts, start) - 1
         while numel > 0:
-            one = part.ranges[index]
-            count = min(numel, one.start + one.numel - start)
-            yield index, start - one.start, at, count
+            first, length = windows[index]
+            count = min(numel, first + length - start)
+            yield index, start - first, at, count
             start, at, numel, index = start + count, at + count, numel - count, index + 1

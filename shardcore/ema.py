@@ -12,7 +12,6 @@ from shardcore.checkpoint.sharded import read_weights
 from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.bucket import Bucket, note_written
 from shardcore.engine.engine import engine_behind
-from shardcore.engine.slices import refuse_slices
 
 
 class EMA:
@@ -32,7 +31,6 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float = 0.999, *, offload: bool | None = None) -> None:
         """See the class."""
         self._engine = engine_behind("EMA", model)
-        refuse_slices("EMA", bool(self._engine.comm.slices), "torch.optim.swa_utils on model.state_dict()")
         if not self._engine.updater.buckets:
             raise ValueError("EMA: no optimizer updates this model; expected one that shard() was given an optimizer for")
         self._offload, self._averages = offload, dict[Bucket, torch.Tensor]()
@@ -75,7 +73,7 @@ class EMA:
         engine.synchronize()
         averages = dict[torch.Tensor, torch.Tensor]()
         for bucket, full in zip(gone, engine.full_tensors.of_buckets(gone.items()), strict=True):
-            averages |= {managed.param: managed.slice_of(full).clone() for managed in bucket.params}
+            averages |= {managed.param: managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
             del self._averages[bucket]
         self._set({managed.param: averages.get(managed.param) for bucket in buckets for managed in bucket.params})
 
@@ -88,7 +86,7 @@ class EMA:
                 if full is None:
                     continue
                 for piece in bucket.pieces_of(managed):
-                    part = full.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
+                    part = managed.cut(full).reshape(-1)[piece.param_start : piece.param_start + piece.numel]
                     shard[piece.start : piece.start + piece.numel].copy_(part)
 
     @torch.no_grad()
@@ -168,7 +166,7 @@ class EMA:
         self.follow()
         fulls = engine.full_tensors.of_buckets((bucket, self.shard(bucket)) for bucket in engine.updater.buckets)
         for bucket, full in zip(engine.updater.buckets, fulls, strict=True):
-            averages |= {plain_name(managed.name): managed.slice_of(full).clone() for managed in bucket.params}
+            averages |= {plain_name(managed.name): managed.full(managed.slice_of(full).clone()) for managed in bucket.params}
         return {"updates": self.updates, "averages": averages}
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ keep their order and never overlap; the pieces of all ranks together are every e
 The boundary is also the block of the norm and of 8-bit states, so no block is ever cut (see docs/kernels.md, Blocks).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +38,30 @@ class Piece:
     param_start: int
     start: int
     numel: int
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns [first, first + count) of a tensor seen as `rows` rows of `width` elements: a slice of it, flat row by row."""
+
+    rows: int
+    width: int
+    first: int
+    count: int
+
+    def before(self, row: int, column: int) -> int:
+        """Return how many elements of the slice come before this place of the tensor."""
+        return row * self.count + min(max(column - self.first, 0), self.count)
+
+    def boxes(self, start: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (row, rows, column, columns) in the tensor of elements [start, start + numel) of the slice: three at most."""
+        while numel > 0:
+            row, skipped = divmod(start, self.count)
+            rows, columns = 1, min(numel, self.count - skipped)
+            if columns == self.count:
+                rows = numel // columns
+            yield row, rows, self.first + skipped, columns
+            start, numel = start + rows * columns, numel - rows * columns
 
 
 @dataclass(frozen=True)

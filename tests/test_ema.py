@@ -10,6 +10,7 @@ import shardcore
 from shardcore import ema as ema_module
 from tests.support.models import Run, adam, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
+from tests.support.slices import lm_loss, make_lm, mesh_of, sharded_lm, train_lm
 
 DECAY = 0.9
 X = torch.linspace(-1, 1, 80).view(8, 10)
@@ -196,3 +197,41 @@ def refuses(rank: int, world_size: int, folder: str) -> None:
 
 def test_what_is_refused(tmp_path: Any) -> None:
     run_ranks(2, refuses, str(tmp_path))
+
+
+# --- tensor-parallel models -----------------------------------------------------------------------------------------------
+
+
+def average_of_slices(rank: int, world: int, tp: int, stage: int, folder: str) -> dict[str, Any]:
+    """Averages after three steps, or on other slices those that were saved; an update more, and a swap."""
+    mesh = mesh_of(world, tp)
+    model, optimizer = sharded_lm(mesh, stage, frozen="second")
+    ema = shardcore.EMA(model, DECAY)
+    if tp == 2:
+        expected: dict[str, torch.Tensor] = {}
+        for number in range(3):
+            train_lm(model, optimizer, mesh, range(number, number + 1))
+            ema.update()
+            masters = {name: value for name, value in model.state_dict().items() if "second" not in name}
+            expected = expected or masters
+            torch._foreach_lerp_([*expected.values()], [masters[name] for name in expected], 0.0 if number == 0 else 1 - DECAY)
+        assert equal(ema.state_dict(), expected)
+        shardcore.save(folder, model, optimizer, ema=ema)
+    shardcore.load(folder, model, optimizer, ema=ema)
+    state = ema.state_dict()
+    assert state["updates"] == 3
+    ema.update()
+    ema.load_state_dict(state)
+    assert equal(ema.state_dict(), state["averages"])
+    plain = make_lm()
+    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(state["averages"], strict=False)
+    with ema.swap(), torch.no_grad():
+        losses = [lm_loss(one, 9, 0, sliced).item() for one, sliced in ((model, tp > 1), (plain, False))]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    return {name: value.tolist() for name, value in state["averages"].items()}
+
+
+def test_the_average_of_slices_is_that_of_the_whole_weights(tmp_path: Any) -> None:
+    saved = run_ranks(4, average_of_slices, 2, 2, str(tmp_path))
+    assert [saved[0]] * 6 == [*saved, *run_ranks(2, average_of_slices, 1, 3, str(tmp_path))]

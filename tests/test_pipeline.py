@@ -168,21 +168,22 @@ def test_one_hash_in_three_dimensions() -> None:
     assert len({hash_of("1f1b", stage, {"tp": 2, **options}, world=8) for stage, options in [(0, {}), *PLACES]}) == 1
 
 
-def resumed(rank: int, world: int, folder: str) -> bool:
+def resumed(rank: int, world: int, folder: str, tp: int) -> bool:
     """Save each stage's ranks into a folder of their own; go on from there at another ZeRO stage, to the same bits."""
-    one = Pipeline(rank, world, "interleaved", 2, 2)
+    one = Pipeline(rank, world, "interleaved", 2, 2, tp=tp)
     own = Path(folder) / f"pipeline_{one.pp}"
     one.train(range(2))
     shardcore.save(own, one.model, one.optimizer)
     one.train(range(2, 4))
-    other = Pipeline(rank, world, "interleaved", 2, 1)
+    other = Pipeline(rank, world, "interleaved", 2, 1, tp=tp)
     shardcore.load(own, other.model, other.optimizer)
     other.train(range(2, 4))
     return all(map(torch.equal, one.model.state_dict().values(), other.model.state_dict().values()))
 
 
-def test_stages_are_saved_and_resumed(tmp_path: Path) -> None:
-    assert all(run_ranks(4, resumed, str(tmp_path)))
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stages_are_saved_and_resumed(tp: int, tmp_path: Path) -> None:
+    assert all(run_ranks(4 * tp, resumed, str(tmp_path), tp))
 
 
 def refusals(rank: int, world: int) -> list[str]:

@@ -116,6 +116,7 @@ def _save(rank: int, world: int, tp: int, folder: str) -> list[str]:
         {"model": shardcore.sharded_state_dict(model), "optimizer": shardcore.sharded_state_dict(optimizer)},
         checkpoint_id=folder,
     )
+    shardcore.save(f"{folder}/own", model, optimizer)
     torch.manual_seed(0)
     other, other_optimizer = _make("gpt2", mesh, 3)
     other.load_state_dict(model.state_dict())
@@ -129,7 +130,9 @@ def _load(rank: int, world: int, tp: int, folder: str) -> list[str]:
     dcp.load(state, checkpoint_id=folder)
     shardcore.load_sharded_state_dict(model, state["model"])
     shardcore.load_sharded_state_dict(optimizer, state["optimizer"])
-    return [hash_of_training(model, optimizer)]
+    own, own_optimizer = _make("gpt2", mesh_of(world, tp), 2)
+    shardcore.load(f"{folder}/own", own, own_optimizer)
+    return [hash_of_training(model, optimizer), hash_of_training(own, own_optimizer)]
 
 
 @pytest.mark.cases(1)

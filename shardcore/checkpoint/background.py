@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shardcore.checkpoint.write import Item
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket
 
 logger = logging.getLogger("shardcore")
@@ -136,7 +136,7 @@ class Held:
 class Mailbox:
     """Messages of all ranks to rank 0, and its answer, over the store of the process group."""
 
-    def __init__(self, comm: Comm, token: str) -> None:
+    def __init__(self, comm: Ranks, token: str) -> None:
         """token: unique, the same on every rank."""
         self.rank, self._size = comm.rank, comm.world_size
         self._said: Any = None

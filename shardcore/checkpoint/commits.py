@@ -273,7 +273,7 @@ def resume(model: nn.Module, *, scheduler: Any = None, stateful: Mapping[str, An
         if commits.source is not None:
             if scheduler is not None:
                 check_scheduler("resume", commits.source, scheduler)
-            check_stateful("resume", commits.source, engine.comm, wanted.stateful)
+            check_stateful("resume", commits.source, engine.everyone, wanted.stateful)
         return commits
 
     found = attempt_together(engine.comm, "nothing was restored", check, "resume")

@@ -26,7 +26,7 @@ from shardcore.checkpoint.save import buffers_of, named_buffers, named_parameter
 from shardcore.checkpoint.source import Source
 from shardcore.engine.disk import file_engine
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.slices import refuse_slices
+from shardcore.engine.slices import held_by, slice_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -65,7 +65,6 @@ def consolidate(
         raise ValueError(f"consolidate: output has {output!r}; expected a directory, or the name of a .safetensors file")
     if isinstance(source, nn.Module):
         engine = engine_behind("consolidate", source)
-        refuse_slices("consolidate", bool(engine.comm.slices), "model.state_dict(), whose tensors are full")
         return write_model(engine, Path(output), of_engine(engine, dtype), max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f"consolidate: source has type {type(source).__name__}; expected a directory, or a sharded model")
@@ -208,14 +207,14 @@ def on_first_rank(
     files: list[Path] = []
     problem: Exception | None = None
     try:
-        if engine.comm.rank == 0:
+        if engine.everyone.rank == 0:
             files = use(values)
     except Exception as error:
         problem = error
     for _ in values:  # the other ranks gather all of it
         pass
     try:
-        raise_together(engine.comm, "consolidate", problem, "what was there is as before")
+        raise_together(engine.everyone, "consolidate", problem, "what was there is as before")
     finally:
         problem = None  # else a cycle
     return files
@@ -281,7 +280,8 @@ def _values(engine: Engine, tensors: Mapping[str, Tensor]) -> Iterator[torch.Ten
         for managed in bucket.params:
             name = plain_name(managed.name)
             if name in tensors:
-                yield managed.slice_of(full).to("cpu", tensors[name].dtype).contiguous().view(-1)
+                yield managed.full(managed.slice_of(full)).to("cpu", tensors[name].dtype).contiguous().view(-1)
     for name, tensor in in_order(engine).items():
         if name not in sharded and name in tensors:
-            yield tensor.detach().to("cpu", tensors[name].dtype).contiguous().view(-1)
+            cut, local = slice_of(name, tensor), held_by(tensor).detach()
+            yield (local if cut is None else cut.assemble(local)).to("cpu", tensors[name].dtype).contiguous().view(-1)

@@ -13,6 +13,10 @@ multiple of ALIGNMENT bytes. JSON files end with a checksum of what is before it
 optimizer keeps it: "master" (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
 codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values. A slot may have older values,
 too: the manifest says which count.
+Of a parameter that tensor-parallel ranks have slices of, each slice is stored as a tensor of its own, "name[first:end]@start":
+columns [first, end) of the parameter seen as "rows" rows, flat row by row. So a slice of any dimension has long ranges, and
+8-bit codes keep their blocks. Its ranges are shorter, by its share of a row, so that some rows of the whole tensor are about
+one range of each slice. A manifest that has slices is of version 2.
 Nothing is unpickled; names of files are matched against a pattern; each offset is checked against the file before it is read.
 """
 
@@ -23,6 +27,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,12 +37,12 @@ import torch
 from shardcore._native import _C
 from shardcore.checkpoint import plain
 from shardcore.checkpoint.safetensors import DTYPES
-from shardcore.checkpoint.source import Source
+from shardcore.checkpoint.source import Source, gathered
 from shardcore.engine.disk import file_engine
-from shardcore.layout import BLOCK, round_up
+from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.optim.state_format import SCALES, joined_master
 
-FORMAT, VERSION = "shardcore checkpoint", 1
+FORMAT, VERSION, SLICED = "shardcore checkpoint", 1, 2
 MANIFEST, CLIENT_STATE = "manifest.json", "client_state.json"
 RANGE_NUMEL = 1 << 20
 ALIGNMENT = 4096
@@ -83,10 +88,21 @@ def stored_numel(part: str, numel: int) -> int:
     return -(-numel // BLOCK) if part in SCALES.values() else numel
 
 
-def cut(start: int, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, numel) of the ranges that elements [start, start + numel) of a tensor are read and written in."""
+def slice_name(name: str, first: int, count: int) -> str:
+    """Return the name under which these columns of a tensor are stored."""
+    return f"{name}[{first}:{first + count}]"
+
+
+def cut(start: int, numel: int, columns: Columns | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (start, numel) of the ranges that elements [start, start + numel) of a tensor are read and written in.
+
+    columns: of which slice of it they are.
+    """
+    longest = RANGE_NUMEL
+    if columns is not None and columns.rows > 1:
+        longest = max(BLOCK, RANGE_NUMEL * columns.count // max(1, columns.width) // BLOCK * BLOCK)
     while numel > 0:
-        count = min(numel, RANGE_NUMEL - start % RANGE_NUMEL)
+        count = min(numel, longest - start % longest)
         yield start, count
         start, numel = start + count, numel - count
 
@@ -165,11 +181,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A parameter or buffer. step: how many updates it has had; None where it has no optimizer states."""
+    """A parameter or buffer. step: how many updates it has had; None where it has no optimizer states.
+
+    slices: the parts of each, in order; of a tensor that is not sliced of all of it.
+    """
 
     shape: tuple[int, ...]
     step: int | None
-    parts: Mapping[str, Part]
+    slices: Mapping[Columns, Mapping[str, Part]]
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Those of the first slice."""
+        return next(iter(self.slices.values()))
 
 
 class Checkpoint(Source):
@@ -194,10 +218,10 @@ class Checkpoint(Source):
 
     def _parse(self) -> None:
         m = self.manifest
-        if m["format"] != FORMAT or m["version"] != VERSION:
+        if m["format"] != FORMAT or m["version"] not in (VERSION, SLICED):
             raise ValueError(
                 f"load: {self.path / MANIFEST} has format {m['format']!r}, version {m['version']!r}; expected {FORMAT!r}, "
-                f"version {VERSION} (a newer shardcore may read it)"
+                f"version {VERSION} or {SLICED} (a newer shardcore may read it)"
             )
         self.files = [(str(file["name"]), _count(file["bytes"])) for file in m["files"]]
         self._heads = [(_count(file.get("head_bytes", 0)), _count(file.get("head_crc32c", 0))) for file in m["files"]]
@@ -224,23 +248,44 @@ class Checkpoint(Source):
             for name, state in m["extra_state"].items()
         }
         self.frozen = {str(name) for name in m["frozen"]}
-        self.world_size = _count(m["world_size"])
+        self.world_size, self.slices = _count(m["world_size"]), _count(m.get("slices", 1))
         self.client_state = self._plain(CLIENT_STATE)
 
     def _entry(self, name: str, entry: Mapping[str, Any]) -> Entry:
         shape = tuple(_count(size) for size in entry["shape"])
         step = None if entry["step"] is None else _count(entry["step"])
+        if "slices" not in entry:
+            whole = Columns(1, prod(shape), 0, prod(shape))
+            return Entry(shape, step, {whole: self._parts(name, entry["parts"], prod(shape))})
+        rows, slices, end = _count(entry["rows"]), dict[Columns, Mapping[str, Part]](), 0
+        width = prod(shape) // max(1, rows)
+        for one in entry["slices"]:
+            first, count = map(_count, one["columns"])
+            columns = Columns(rows, width, first, count)
+            slices[columns] = self._parts(slice_name(name, first, count), one["parts"], rows * count)
+            if first != end or count == 0:
+                raise ValueError(f"load: {self.path / MANIFEST} lacks columns from {end} on of {name}, or has some twice")
+            end = first + count
+        dtypes = [{key: part.dtype for key, part in parts.items()} for parts in slices.values()]
+        if end != width or rows * width != prod(shape) or any(one != dtypes[0] for one in dtypes):
+            raise ValueError(
+                f"load: {self.path / MANIFEST} has slices of {name} that do not belong together: {end} of {width} columns in "
+                f"{rows} rows, as {dtypes}; expected all of the shape {shape}"
+            )
+        return Entry(shape, step, slices)
+
+    def _parts(self, name: str, entry: Mapping[str, Any], numel: int) -> Mapping[str, Part]:
         parts = {}
-        for key, part in entry["parts"].items():
+        for key, part in entry.items():
             if part["dtype"] not in _DTYPES_OF.get(key, ("F32",) if _STATE.fullmatch(key) else ()):
                 raise ValueError(f"load: {self.path / MANIFEST} has {name}.{key} of {part['dtype']!r}, which is unknown")
-            parts[key] = self._part(f"{name}.{key}", part, stored_numel(key, prod(shape)))
+            parts[key] = self._part(f"{name}.{key}", part, stored_numel(key, numel))
         dtypes = {key: part.dtype for key, part in parts.items()}
         split = "remainder" in parts and dtypes.get("weight") != torch.bfloat16
         coded = any((dtypes.get(key) in _CODES) != (scale in parts) for key, scale in SCALES.items())
         if not {"weight", "master"} & set(parts) or split or coded:
             raise ValueError(f"load: {self.path / MANIFEST} has the parts {dtypes} of {name}, which do not belong together")
-        return Entry(shape, step, parts)
+        return parts
 
     def _part(self, name: str, part: Mapping[str, Any], numel: int) -> Part:
         dtype, end = DTYPES[part["dtype"]], 0
@@ -273,7 +318,18 @@ class Checkpoint(Source):
 
     def read(self, name: str, key: str, start: int, numel: int) -> torch.Tensor:
         """See Source."""
-        parts = self._entry_of[name].parts
+        first = next(iter(self._entry_of[name].slices))
+        return self.read_slice(name, key, Columns(first.rows, first.width, 0, first.width), start, numel)
+
+    def read_slice(self, name: str, key: str, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
+        """See Source."""
+        slices = self._entry_of[name].slices
+        if columns is None or columns.rows != next(iter(slices)).rows:
+            return super().read_slice(name, key, columns, start, numel)
+        return gathered(columns, start, numel, {one: partial(self._read, name, key, parts) for one, parts in slices.items()})
+
+    def _read(self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int) -> torch.Tensor:
+        """Return elements of a slice."""
         if key == "weight":
             if "master" in parts:
                 return self._stored(parts["master"], name, start, numel)

@@ -26,6 +26,7 @@ from shardcore.checkpoint.save import (
     Averages,
     attempt_together,
     check_pair,
+    columns_of,
     finish_saving,
     named_buffers,
     named_parameters,
@@ -34,10 +35,12 @@ from shardcore.checkpoint.save import (
 from shardcore.checkpoint.slots import open_committed
 from shardcore.checkpoint.source import Source
 from shardcore.checkpoint.torch_files import source_of, tree_of
-from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.distributed.comm import Traffic, wait_all
+from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.slices import refuse_slices
+from shardcore.engine.slices import held_by
+from shardcore.layout import Columns
 from shardcore.optim.state_dict import warn_of_lost
 
 logger = logging.getLogger("shardcore")
@@ -102,11 +105,6 @@ def load(
         OSError: For files that cannot be read.
     """
     engine = engine_behind("load", model)
-    refuse_slices(
-        "load",
-        bool(engine.comm.slices),
-        "torch.distributed.checkpoint with sharded_state_dict, or state_dict(), whose tensors are full",
-    )
     check_pair("load", engine, optimizer)
     check_pair("load", engine, ema, "ema")
     if ema is not None:
@@ -124,7 +122,7 @@ def open_together(engine: Engine, folder: Path, tag: str | None) -> Source:
     """Open a checkpoint, the one that rank 0 finds, on every rank, or raise on every rank. Collective."""
     problem: Exception | None = None
     source: Source | None = None
-    comm, folder = engine.comm, folder.absolute()
+    comm, folder = engine.everyone, folder.absolute()
     then = "nothing was changed"
     path = attempt_together(comm, then, lambda: find("load", folder, tag) if comm.rank == 0 else folder, "load")
     path = Path(comm.gather_json(str(path))[0])  # "latest" may be moved meanwhile
@@ -225,7 +223,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     missing: list[str] = []
     unexpected: list[str] = []
     options: list[dict[str, Any]] | None = None
-    comm, default = engine.comm, nn.Module.get_extra_state
+    default = nn.Module.get_extra_state
     modules = {layout.plain_name(name): module for name, module in engine.model.named_modules()}
     with_extra_state = {name: module for name, module in modules.items() if type(module).get_extra_state is not default}
 
@@ -253,7 +251,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
                 f"load: {source.path} has no states of an optimizer; expected some, or load without an optimizer (which leaves "
                 "its states as they are), or strict=False (which resets them)"
             )
-        check_stateful("load", source, comm, wanted.stateful)
+        check_stateful("load", source, engine.everyone, wanted.stateful)
         if wanted.ema is not None:
             _check_averages(source, engine)
         if wanted.states:
@@ -274,7 +272,7 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
         _load_tensors(source, engine, wanted, rounded)
     except Exception as error:
         problem = error
-    raise_together(engine.comm, "load", problem, "the model is partly loaded: load another checkpoint before it is used")
+    raise_together(engine.everyone, "load", problem, "the model is partly loaded: load another checkpoint before it is used")
     works: list[Any] = []
     for bucket in engine.buckets if engine.lifetimes.gathers_new_weights else ():
         works += engine.comm.all_gather([bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks)
@@ -298,15 +296,22 @@ def load_from(source: Source, engine: Engine, wanted: Wanted) -> Loaded:
     return Loaded(source.path, client_state, missing, unexpected)
 
 
-def check_stateful(op: str, source: Source, comm: Comm, stateful: Mapping[str, Any]) -> None:
+def _of_rank(source: Source, ranks: Everyone) -> Mapping[str, Any] | None:
+    """Return what this rank saved for itself; None where there is none, or ranks have other parts of the model now."""
+    same = (source.world_size, source.slices) == (ranks.world_size, ranks.slices)
+    return source.of_rank(ranks.rank) if same else None
+
+
+def check_stateful(op: str, source: Source, ranks: Everyone, stateful: Mapping[str, Any]) -> None:
     """Raise ValueError unless the source has the state of each of these for this rank."""
     if not stateful:
         return
-    of_rank = source.of_rank(comm.rank) if source.world_size == comm.world_size else None
+    of_rank = _of_rank(source, ranks)
     if of_rank is None:
+        there, here = (f"{one.world_size}" + f" ({one.slices} slices)" * (one.slices > 1) for one in (source, ranks))
         raise ValueError(
-            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {source.world_size} "
-            f"ranks, each with its own; expected {comm.world_size}, or None (keep positions in data in client_state)"
+            f"{op}: stateful has {', '.join(stateful)}, but {source.path} was saved by {there} "
+            f"ranks, each with its own; expected {here}, or None (keep positions in data in client_state)"
         )
     if lacks := ", ".join(name for name in stateful if name not in of_rank["stateful"]):
         raise ValueError(
@@ -404,10 +409,11 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
 
 @dataclass(frozen=True)
 class _Read:
-    """A range to read, and what to do with it."""
+    """A range to read, of a slice (None: all) of a tensor, and what to do with it."""
 
     name: str
     key: str
+    columns: Columns | None
     start: int
     numel: int
     use: Callable[[torch.Tensor], None]
@@ -432,7 +438,7 @@ def _ahead(pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]) -> 
     """Yield each range and what it has, the next ones being read meanwhile."""
     coming: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
     for read in reads:
-        coming.append((read, pool.submit(source.read, read.name, read.key, read.start, read.numel)))
+        coming.append((read, pool.submit(source.read_slice, read.name, read.key, read.columns, read.start, read.numel)))
         if len(coming) > _AHEAD:
             first, future = coming.popleft()
             yield first, future.result()
@@ -446,17 +452,19 @@ def _reads(source: Source, engine: Engine, wanted: Wanted, rounded: set[str]) ->
         for managed in bucket.params:
             if managed.param in names:
                 for chunk in _chunks(bucket, managed):
-                    yield from _reads_of(source, names[managed.param], engine, bucket, chunk, wanted, rounded)
+                    what = names[managed.param], managed.columns
+                    yield from _reads_of(source, what, engine, bucket, chunk, wanted, rounded)
                     if wanted.ema is not None and bucket.group is not None:
                         average = wanted.ema.shard(bucket)[chunk[0] : chunk[0] + chunk[2]]
-                        yield _Read(names[managed.param], layout.EMA, chunk[1], chunk[2], partial(_set, average))
+                        yield _Read(what[0], layout.EMA, what[1], chunk[1], chunk[2], partial(_set, average))
     for tensor, name in names.items():
         if tensor not in engine.bucket_of:
-            if not tensor.is_contiguous():
-                yield _Read(name, "weight", 0, tensor.numel(), partial(_set, tensor))
+            local, columns = held_by(tensor), columns_of(name, tensor)
+            if not local.is_contiguous():
+                yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local))
                 continue
-            for start, numel in layout.cut(0, tensor.numel()):
-                yield _Read(name, "weight", start, numel, partial(_set, tensor.view(-1)[start : start + numel]))
+            for start, numel in layout.cut(0, local.numel(), columns):
+                yield _Read(name, "weight", columns, start, numel, partial(_set, local.view(-1)[start : start + numel]))
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -468,20 +476,20 @@ def _chunks(bucket: Bucket, managed: Managed) -> Iterator[tuple[int, int, int]]:
     for piece in bucket.pieces_of(managed):
         near = max(0, min(bucket.device_numel - piece.start, piece.numel))  # where the tier begins
         for begin, count in ((0, near), (near, piece.numel - near)):
-            for first, numel in layout.cut(piece.param_start + begin, count):
+            for first, numel in layout.cut(piece.param_start + begin, count, managed.columns):
                 yield piece.start + first - piece.param_start, first, numel
 
 
 def _reads_of(
     source: Source,
-    name: str,
+    what: tuple[str, Columns | None],
     engine: Engine,
     bucket: Bucket,
     chunk: tuple[int, int, int],
     wanted: Wanted,
     rounded: set[str],
 ) -> Iterator[_Read]:
-    start, param_start, numel = chunk
+    (name, columns), (start, param_start, numel) = what, chunk
     store = engine.store
     there = wanted.in_place and start >= bucket.device_numel
 
@@ -503,7 +511,7 @@ def _reads_of(
             if not torch.equal(kept, values):
                 rounded.add(f"{name}.{key}")
 
-    yield _Read(name, "weight", param_start, numel, use_weight)
+    yield _Read(name, "weight", columns, param_start, numel, use_weight)
     if bucket.group is None or there or not wanted.states:
         return
     saved = source.keys(name)
@@ -511,7 +519,7 @@ def _reads_of(
         if key == "master":
             continue
         if key in saved and source.steps.get(name, 0) > 0:
-            yield _Read(name, key, param_start, numel, partial(use_state, key))
+            yield _Read(name, key, columns, param_start, numel, partial(use_state, key))
         else:
             store.write(bucket, key, start, torch.zeros(numel, device="cpu"))
 
@@ -523,7 +531,7 @@ def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> Non
     """Restore random states and positions in data. Collective: an error on one rank is one on all."""
     problem: Exception | None = None
     try:
-        of_rank = source.of_rank(engine.comm.rank) if source.world_size == engine.comm.world_size else None
+        of_rank = _of_rank(source, engine.everyone)
         if of_rank is not None and (wanted.states or wanted.stateful):
             if wanted.states:
                 _restore_random(of_rank["random"], engine.device)
@@ -531,7 +539,7 @@ def restore_rank(op: str, source: Source, engine: Engine, wanted: Wanted) -> Non
                 value.load_state_dict(of_rank["stateful"][name])
     except Exception as error:
         problem = error
-    raise_together(engine.comm, op, problem, "weights and states are loaded, the rest is not")
+    raise_together(engine.everyone, op, problem, "weights and states are loaded, the rest is not")
 
 
 def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:

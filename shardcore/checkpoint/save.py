@@ -3,7 +3,8 @@
 How that is named, and what a crash leaves: checkpoint/directory.py, Note [Commit].
 
 Note [Who writes]. Of what several ranks keep, each writes the part that it adds up in a reduction (`Bucket.reduces`): at stage
-0 a share of everything. Rank 0 writes buffers and what is in no bucket.
+0 a share of everything. Rank 0 writes buffers and what is in no bucket. Of tensor-parallel ranks each writes its slices, and
+the first of them what all have (`Bucket.counted`). Ranks are numbered over both dimensions (`Engine.everyone`).
 Committed states on disk are not written: their files are linked into the checkpoint (checkpoint/slots.py, Note [Given away]).
 Saves in the background: checkpoint/background.py.
 """
@@ -27,11 +28,11 @@ from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Held, LiveItem, Mailbox, Saving, itself, stage
 from shardcore.checkpoint.write import Given, Item, add_range, check_seen, write_json, write_manifest, write_ranges
-from shardcore.distributed.comm import Comm
+from shardcore.distributed.everyone import Ranks
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.slices import refuse_slices
-from shardcore.layout import BLOCK
+from shardcore.engine.slices import held_by, slice_of
+from shardcore.layout import BLOCK, Columns
 from shardcore.optim.state_format import SCALES
 
 logger = logging.getLogger("shardcore")
@@ -97,11 +98,6 @@ def save(
         ema=ema,
     )
     engine = engine_behind("save", model)
-    refuse_slices(
-        "save",
-        bool(engine.comm.slices),
-        "torch.distributed.checkpoint with sharded_state_dict, or state_dict(), whose tensors are full",
-    )
     check_pair("save", engine, optimizer)
     check_pair("save", engine, ema, "ema")
     if ema is not None:
@@ -142,9 +138,9 @@ def finish_saving(engine: Engine) -> None:
     """Wait for a save in the background, and raise its error on every rank unless all have raised it. Collective."""
     saving = engine.saving
     if saving is not None:
-        engine.comm.first_problem(None)  # a rank that has died would be waited for: this says so
+        engine.everyone.first_problem(None)  # a rank that has died would be waited for: this says so
         try:
-            attempt_together(engine.comm, AS_BEFORE, lambda: saving.raised or saving.wait())
+            attempt_together(engine.everyone, AS_BEFORE, lambda: saving.raised or saving.wait())
         except Exception:
             engine.saving = None
             raise
@@ -156,7 +152,7 @@ def write_checkpoint(
     engine: Engine, folder: Path, tag: str | None, content: Content, save_latest: bool, keep_last: int | None, wait: bool
 ) -> "Saving":
     """Save `content`; the other arguments are those of `save`. Collective."""
-    comm, folder = engine.comm, folder.absolute()
+    comm, folder = engine.everyone, folder.absolute()
 
     def check() -> str:
         if tag is not None:
@@ -206,7 +202,7 @@ def write_checkpoint(
             job.end()
 
 
-def _check_same(comm: Comm, given: Mapping[str, Any]) -> None:
+def _check_same(comm: Ranks, given: Mapping[str, Any]) -> None:
     """Raise ValueError for an argument that is not the same on every rank. Collective."""
     every = comm.gather_json(given)
     for rank, name in product(range(comm.world_size), given):
@@ -214,7 +210,7 @@ def _check_same(comm: Comm, given: Mapping[str, Any]) -> None:
             raise ValueError(f"save: {name} is {every[rank][name]!r} on rank {rank}; expected {every[0][name]!r}, as on rank 0")
 
 
-def attempt_together(comm: Comm, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
+def attempt_together(comm: Ranks, then: str, attempt: Callable[[], Any], op: str = "save") -> Any:
     """Return attempt(); if it raises on a rank, raise that error there, and RuntimeError on the others. Collective."""
     result, problem = None, None
     try:
@@ -228,7 +224,7 @@ def attempt_together(comm: Comm, then: str, attempt: Callable[[], Any], op: str 
     return result
 
 
-def raise_together(comm: Comm, op: str, problem: Exception | None, then: str) -> None:
+def raise_together(comm: Ranks, op: str, problem: Exception | None, then: str) -> None:
     """Raise `problem` here, and RuntimeError on the other ranks, if any rank has one. Collective. then: how things are."""
     found = comm.first_problem(problem)
     if problem is not None:
@@ -259,7 +255,7 @@ def _items(engine: Engine, content: Content, held: Held | None, given: Given) ->
     held: is to know of what steps would overwrite meanwhile. given: has some of it, which are cut as they are there.
     """
     for bucket in engine.buckets:
-        if bucket.trainable or not content.exclude_frozen:
+        if bucket.counted and (bucket.trainable or not content.exclude_frozen):
             chunks = [(start, end) for of, start, end in given.chunks if of is bucket]
             for low, high in pairwise(sorted({*bucket.reduces, *(end for chunk in chunks for end in chunk)})):
                 live = None if (low, high) in chunks else held
@@ -268,26 +264,39 @@ def _items(engine: Engine, content: Content, held: Held | None, given: Given) ->
                     if content.ema is not None and bucket.group is not None:
                         start, first, numel = where
                         average = content.ema.shard(bucket)[start : start + numel]
-                        name = layout.plain_name(managed.name)
+                        name = _stored_name(managed.name, managed.columns)
                         yield Item(name, layout.EMA, average.dtype, first, numel, partial(itself, average))
     if engine.comm.rank == 0:
         for name, tensor in _unsharded(engine, content):
-            flat = tensor.detach().reshape(-1)
-            yield from items_of(name, flat)
+            columns = columns_of(name, tensor)
+            if columns is not None or engine.everyone.rank == 0:
+                yield from items_of(_stored_name(name, columns), held_by(tensor).detach().reshape(-1), columns)
 
 
-def items_of(name: str, flat: torch.Tensor) -> Iterator[Item]:
-    """Yield the ranges of a tensor that lies in memory."""
-    for start, numel in layout.cut(0, flat.numel()):
+def items_of(name: str, flat: torch.Tensor, columns: Columns | None = None) -> Iterator[Item]:
+    """Yield the ranges of a tensor that lies in memory, or a slice of one."""
+    for start, numel in layout.cut(0, flat.numel(), columns):
         yield Item(name, "weight", flat.dtype, start, numel, partial(flat.narrow, 0, start, numel))
+
+
+def columns_of(name: str, tensor: torch.Tensor) -> Columns | None:
+    """Return which columns of a tensor this rank has, None if all of it."""
+    found = slice_of(name, tensor)
+    return None if found is None else found.columns
+
+
+def _stored_name(name: str, columns: Columns | None) -> str:
+    name = layout.plain_name(name)
+    return name if columns is None else layout.slice_name(name, columns.first, columns.count)
 
 
 def ranges_of(bucket: Bucket, low: int, high: int) -> Iterator[tuple[Managed, int, int, int]]:
     """Yield (parameter, start in the owned range, start in the parameter, numel) of what files have of [low, high) of it."""
     for piece in bucket.pieces:
+        managed = bucket.params[piece.slot]
         start, end = max(piece.start, low), min(piece.start + piece.numel, high)
-        for first, numel in layout.cut(piece.param_start + start - piece.start, end - start):
-            yield bucket.params[piece.slot], piece.start + first - piece.param_start, first, numel
+        for first, numel in layout.cut(piece.param_start + start - piece.start, end - start, managed.columns):
+            yield managed, piece.start + first - piece.param_start, first, numel
 
 
 def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> Iterator[Item]:
@@ -295,14 +304,14 @@ def weight_of(bucket: Bucket, managed: Managed, where: tuple[int, int, int]) -> 
     start, param_start, numel = where
     if bucket.group is None or bucket.state_format.master != "fp32":
         weight = partial(bucket.owned_values, start, numel)
-        yield Item(layout.plain_name(managed.name), "weight", bucket.dtype, param_start, numel, weight)
+        yield Item(_stored_name(managed.name, managed.columns), "weight", bucket.dtype, param_start, numel, weight)
 
 
 def parts_of(
     engine: Engine, bucket: Bucket, managed: Managed, where: tuple[int, int, int], states: bool, held: Held | None
 ) -> Iterator[Item]:
     """Yield what is stored of a range (start in the owned range, start in the parameter, numel). See `_items`."""
-    name = layout.plain_name(managed.name)
+    name = _stored_name(managed.name, managed.columns)
     start, param_start, numel = where
     yield from weight_of(bucket, managed, where)
     if bucket.group is None:
@@ -365,13 +374,13 @@ class Beside:
         rank: what `rank_state` returned, of what each rank has for itself alone: then it is to have the rest, too.
         """
         self.rank = rank_state(engine.device, content.stateful) if rank is None else rank
-        first = engine.comm.rank == 0 or rank is not None
+        first = engine.everyone.rank == 0 or rank is not None
         if first and not isinstance(content.client_state, Mapping | None):
             raise TypeError(f"save: client_state has type {type(content.client_state).__name__}; expected a dict, or None")
         self.client_state = plain.to_json(content.client_state, "save: client_state") if first else None
         scheduled = _state_of("scheduler", content.scheduler) if first and content.scheduler is not None else None
         self.scheduler = plain.to_json(scheduled, "save: scheduler.state_dict()")
-        self.files = {layout.rank_file(engine.comm.rank): layout.json_bytes({"value": self.rank})}
+        self.files = {layout.rank_file(engine.everyone.rank): layout.json_bytes({"value": self.rank})}
         if self.client_state is not None:
             self.files[layout.CLIENT_STATE] = layout.json_bytes({"value": self.client_state})
         default = nn.Module.get_extra_state
@@ -385,6 +394,7 @@ class Beside:
         self.loss_scale = engine.scaler.state()
         self.counters = {"skipped_steps": engine.skipped_steps} if content.states else {}
         self.counters |= {EMA_UPDATES: content.ema.updates} if content.ema is not None else {}
+        self.slices = engine.everyone.slices
         self.steps = {layout.plain_name(m.name): m.step for _, m in _trained(engine) if m.step > 0} if content.states else {}
 
     def entries(
@@ -403,6 +413,7 @@ class Beside:
             "extra_state": self.extra_state,
             "counters": self.counters | dict(counters),
             "numerics": numerics,
+            **({"slices": self.slices} if self.slices > 1 else {}),
         }
 
 
@@ -449,7 +460,7 @@ class _Job:
     ) -> None:
         """lock: rank 0's. latest: save_latest and keep_last of `save`."""
         self._engine: Engine | None = engine
-        self._comm, self._folder, self._name, self._content = engine.comm, folder, name, content
+        self._comm, self._folder, self._name, self._content = engine.everyone, folder, name, content
         self._beside, self._lock, self._latest = beside, lock, latest
         self._path = directory.unfinished(folder, name)
         self._items: list[Item] = []
@@ -519,11 +530,16 @@ def describe(engine: Engine, content: Content) -> Described:
     model = engine.model
     named: dict[str, torch.Tensor] = {**dict(named_parameters(model)), **buffers_of(model)}
     frozen = {name for name, param in named_parameters(model) if not engine.trains(param)}
-    tensors = {
+    tensors: dict[str, dict[str, Any]] = {
         name: {"shape": list(tensor.shape), "dtype": layout.dtype_name(tensor.dtype, name)}
         for name, tensor in named.items()
         if name not in frozen or not content.exclude_frozen
     }
+    for name in tensors:
+        cut = slice_of(name, named[name])
+        if cut is not None and (slices := cut.all_columns()):
+            of_slices = [{"columns": [columns.first, columns.count]} for columns in slices]
+            tensors[name] |= {"rows": slices[0].rows, "slices": of_slices}
     first = {tensor: name for name, tensor in named.items()}
     every = [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]
     tied = {name: first[tensor] for name, tensor in every if first[tensor] != name and first[tensor] in tensors}

@@ -1,11 +1,14 @@
 """What a checkpoint has, whoever wrote it: full tensors by name, read by ranges."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+
+from shardcore.layout import Columns
 
 
 class Source(ABC):
@@ -18,7 +21,7 @@ class Source(ABC):
     file has parameters by number alone, so that names are right only if the optimizer has groups of the same sizes.
     client_state, scheduler: plain data that was saved beside it; None: there is none. loss_scale: dict or None. counters: of
     the training loop ("global_steps", "micro_steps", ...), where they are known. extra_state: what modules keep, by
-    their names. world_size: how many ranks saved it; 0: unknown.
+    their names. world_size: how many ranks saved it; 0: unknown. slices: in how many tensor-parallel slices.
     """
 
     path: Path
@@ -34,6 +37,7 @@ class Source(ABC):
     counters: Mapping[str, int] = {}
     extra_state: Mapping[str, Any] = {}
     world_size: int = 0
+    slices: int = 1
 
     @abstractmethod
     def keys(self, name: str) -> tuple[str, ...]:
@@ -49,6 +53,13 @@ class Source(ABC):
         May be called by several threads. Raises OSError or ValueError, with file and offset.
         """
 
+    def read_slice(self, name: str, key: str, columns: Columns | None, start: int, numel: int) -> torch.Tensor:
+        """Return elements [start, start + numel) of a slice of a tensor, of all of it if `columns` is None. See `read`."""
+        if columns is None:
+            return self.read(name, key, start, numel)
+        whole = Columns(columns.rows, columns.width, 0, columns.width)
+        return gathered(columns, start, numel, {whole: partial(self.read, name, key)})
+
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """Return what a rank saved for itself ("random", "stateful"), or None. Raises OSError or ValueError."""
         return None
@@ -63,3 +74,49 @@ class Source(ABC):
     def __exit__(self, *error: object) -> None:
         """Close its files."""
         self.close()
+
+
+_LONG = 1 << 20  # elements of a row, of which no two are read at once
+ReadPart = Callable[[int, int], torch.Tensor]
+
+
+def gathered(columns: Columns, start: int, numel: int, parts: Mapping[Columns, ReadPart]) -> torch.Tensor:
+    """Return elements [start, start + numel) of a slice from slices of the same rows that make up the tensor.
+
+    parts: of each what reads (start, numel), which is called once for all rows; where rows are long, for each.
+    """
+    if numel == 0:
+        return next(iter(parts.values()))(0, 0)
+    if columns in parts:
+        return parts[columns](start, numel)
+    boxes, found = list(columns.boxes(start, numel)), []
+    for at_once in [[box] for box in boxes] if columns.width > _LONG else [boxes]:
+        (row, _, column, _), (last, rows, left, width) = at_once[0], at_once[-1]
+        total = sum(box[1] * box[3] for box in at_once)
+        full: torch.Tensor | None = None
+        for part, read in parts.items():
+            low, high = part.before(row, column), part.before(last + rows - 1, left + width)
+            if low < high and max(part.first, columns.first) < min(part.first + part.count, columns.first + columns.count):
+                values = read(low, high - low)
+                if len(at_once) == 1 and part.before(0, column + width) - part.before(0, column) == width == total:
+                    full = values  # all of a row's part
+                    break
+                full = values.new_empty(total) if full is None else full
+                _place(values, low, part, full, at_once)
+        assert full is not None
+        found.append(full)
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _place(
+    values: torch.Tensor, low: int, part: Columns, full: torch.Tensor, boxes: Iterable[tuple[int, int, int, int]]
+) -> None:
+    """Copy to `full`, which has `boxes` one after the other, their share of a slice. values: of the slice, from `low` on."""
+    at = 0
+    for row, rows, column, width in boxes:
+        first, end = max(column, part.first), min(column + width, part.first + part.count)
+        if first < end:
+            where = values.storage_offset() + part.before(row, first) - low
+            target = full[at : at + rows * width].view(rows, width)
+            target[:, first - column : end - column] = values.as_strided((rows, end - first), (part.count, 1), where)
+        at += rows * width

@@ -104,7 +104,8 @@ def write_ranges(path: Path, name: str, items: Sequence[Item], number: int = 0) 
 def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest. said: of each rank, what `write_ranges` returned, with its other files.
 
-    tensors: "shape", "dtype" and "step" by name; "parts" is added. rest: the other entries of the manifest.
+    tensors: "shape", "dtype" and "step" by name, of sliced ones "rows" and "slices" with their "columns"; "parts" is added.
+    rest: the other entries of the manifest.
     Raises ValueError if ranks have a tensor in several dtypes.
     """
     ranges: dict[str, Any] = {}
@@ -118,13 +119,15 @@ def manifest_of(said: Sequence[Any], tensors: dict[str, Any], rest: Mapping[str,
                 kept["ranges"] += [[start, numel, len(files) + file, *where] for start, numel, file, *where in found["ranges"]]
         files += one["files"]
     for name, entry in tensors.items():
-        entry["parts"] = ranges.get(name) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
-        for part in entry["parts"].values():
-            part["ranges"].sort()
+        of_slices = {layout.slice_name(name, *one["columns"]): one for one in entry.get("slices", ())}
+        for stored, one in (of_slices or {name: entry}).items():
+            one["parts"] = ranges.get(stored) or {"weight": {"dtype": entry["dtype"], "ranges": []}}
+            for part in one["parts"].values():
+                part["ranges"].sort()
     return {
         "format": layout.FORMAT,
         "time": time.time(),
-        "version": layout.VERSION,
+        "version": layout.SLICED if any("slices" in entry for entry in tensors.values()) else layout.VERSION,
         "written_by": {"shardcore": __version__, "torch": torch.__version__},
         "world_size": len(said),
         "files": files,

@@ -15,7 +15,7 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.comm import as_bytes
 from shardcore.engine.slices import Slice, held_by, slice_of
-from shardcore.layout import FlatLayout, Piece
+from shardcore.layout import Columns, FlatLayout, Piece
 from shardcore.optim.options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
 
@@ -180,6 +180,11 @@ class Managed:
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return what this rank has of a tensor of the parameter's shape."""
         return full if self.sliced is None else self.sliced.cut(full)
+
+    @property
+    def columns(self) -> Columns | None:
+        """What this rank has of the parameter, as columns; None: all of it."""
+        return None if self.sliced is None else self.sliced.columns
 
     def full(self, local: torch.Tensor) -> torch.Tensor:
         """Return the tensor of the parameter's shape of which `local` is what this rank has. Collective over slices."""

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardcore.distributed.clock import scope
+from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, note_written
 from shardcore.engine.build import Membership
 from shardcore.engine.device_step import DeviceStep, Outcomes, decides_on_device
@@ -66,6 +67,7 @@ class Engine:
     def __init__(self, plan: Plan) -> None:
         """Take over the model of `plan`, whose weights are in place."""
         self.comm, self.device, self.lifetimes = plan.comm, plan.device, plan.builder.lifetimes
+        self.everyone = Everyone(plan.comm)
         self.plan = plan.without_owners()
         self.buckets, self.unmanaged, self.store = list(plan.buckets), plan.frozen, plan.store
         self.scaler, self.max_norm, self.options = plan.scaler, plan.max_norm, plan.options

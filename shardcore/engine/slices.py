@@ -8,12 +8,14 @@ looked up in sys.modules, never imported: see optim/dtensor.py.
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor, local_part
 
 if TYPE_CHECKING:
@@ -35,6 +37,24 @@ class Slice:
     start: int
     size: int
     blocks: int = 1
+
+    @property
+    def columns(self) -> Columns | None:
+        """This rank's part as columns, None if that is all of it. A local part has their elements row by row."""
+        return None if self.dim is None else self._columns(self.dim, self.start, self.size)
+
+    def all_columns(self) -> list[Columns]:
+        """Return those of every rank that has some, in order."""
+        if self.dim is None or not self.shape.numel():
+            return []
+        length, ranks = self.shape[self.dim] // self.blocks, self.mesh.size()
+        found = [self._columns(self.dim, *chunk_of(length, ranks, rank)) for rank in range(ranks)]
+        return [columns for columns in found if columns.count]
+
+    def _columns(self, dim: int, start: int, size: int) -> Columns:
+        inner = prod(self.shape[dim + 1 :])
+        rows, width = prod(self.shape[:dim]) * self.blocks, self.shape[dim] // self.blocks * inner
+        return Columns(rows, width, start * inner, size * inner)
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a full tensor, a view; of a DTensor its local part, placed as the parameter."""
@@ -84,6 +104,13 @@ class Slice:
                 yield (*offsets[: self.dim], at, *offsets[self.dim + 1 :]), part.narrow(self.dim, low - first, high - low)
 
 
+def chunk_of(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Return (start, size) of what a rank has of so many indices, as torch.chunk cuts them."""
+    chunk = -(-length // ranks)
+    start = min(length, chunk * rank)
+    return start, min(chunk, length - start)
+
+
 def divided(tensor: torch.Tensor, dim: int, *sizes: int) -> torch.Tensor:
     """Return a tensor with one of its dimensions as several, of these sizes."""
     return tensor.reshape(*tensor.shape[:dim], *sizes, *tensor.shape[dim + 1 :])
@@ -112,10 +139,7 @@ def slice_of(name: str, param: torch.Tensor) -> Slice | None:
             f"shard: {name} has the shape {tuple(shape)} and the placement {placements[0]}; expected {blocks} x {mesh.size()} "
             f"equal parts along dimension {dim}"
         )
-    length = shape[dim] // blocks
-    chunk = -(-length // mesh.size())  # as torch.chunk cuts
-    start = min(length, chunk * mesh.get_local_rank())
-    size = min(chunk, length - start)
+    start, size = chunk_of(shape[dim] // blocks, mesh.size(), mesh.get_local_rank())
     expected = [blocks * size if at == dim else count for at, count in enumerate(shape)]
     if list(held_by(param).shape) != expected:
         raise ValueError(

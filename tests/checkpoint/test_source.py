@@ -1,5 +1,8 @@
 """A source of any kind is loaded: what it has by name and by ranges is what the model and its optimizer get."""
 
+from functools import partial
+from itertools import combinations, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +10,12 @@ import pytest
 import torch
 
 import shardcore
+from shardcore.checkpoint import source as source_module
+from shardcore.checkpoint.format import RANGE_NUMEL, cut
 from shardcore.checkpoint.load import Wanted, load_from
-from shardcore.checkpoint.source import Source
+from shardcore.checkpoint.source import Source, gathered
 from shardcore.engine.engine import engine_behind
+from shardcore.layout import BLOCK, Columns
 from tests.support.models import Run, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -124,3 +130,49 @@ def test_shardcore_load_needs_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer, _ = train(0, Run(stage=2, steps=1))
     with pytest.raises(FileNotFoundError, match="there are none"):
         shardcore.load(tmp_path / "nothing", model, optimizer)
+
+
+# --- slices ---------------------------------------------------------------------------------------------------------------
+
+# Shape, sliced dimension, blocks of it, and how many ranks have slices before and after.
+CUTS = [((6, 10), 1, 1, 2, 5), ((7, 3), 0, 1, 3, 2), ((3, 8, 5), 1, 2, 2, 4), ((12,), 0, 3, 4, 2), ((2, 9, 2), 1, 1, 4, 1)]
+
+
+def _columns(shape: tuple[int, ...], dim: int, blocks: int, ranks: int) -> list[Columns]:
+    length, inner = shape[dim] // blocks, prod(shape[dim + 1 :])
+    starts = [min(length, rank * -(-length // ranks)) * inner for rank in range(ranks + 1)]
+    rows, width = prod(shape[:dim]) * blocks, length * inner
+    return [Columns(rows, width, a, b - a) for a, b in pairwise(starts) if b > a]
+
+
+def _all_windows_are_right() -> bool:
+    for shape, dim, blocks, before, after in CUTS:
+        full = torch.arange(prod(shape))
+        parts, wanted = _columns(shape, dim, blocks, before), _columns(shape, dim, blocks, after)
+        values = {
+            c: full.view(c.rows, c.width)[:, c.first : c.first + c.count].flatten().contiguous() for c in (*parts, *wanted)
+        }
+        reads = {part: partial(values[part].narrow, 0) for part in parts}
+        for columns in wanted:
+            for start, end in combinations(range(values[columns].numel() + 1), 2):
+                if not torch.equal(gathered(columns, start, end - start, reads), values[columns][start:end]):
+                    return False
+    return True
+
+
+@pytest.mark.parametrize("long", [1, 1 << 20], ids=["long rows", "short rows"])
+def test_slices_are_read_from_other_slices(long: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "_LONG", long)
+    assert _all_windows_are_right()
+    monkeypatch.setattr(Columns, "before", lambda self, row, column: row * self.count + max(column - self.first, 0))
+    with pytest.raises((RuntimeError, AssertionError)):
+        assert _all_windows_are_right()
+
+
+@pytest.mark.parametrize("numel", [5, 1000, RANGE_NUMEL + 3])
+def test_ranges_of_a_slice_are_its_share(numel: int) -> None:
+    for columns in _columns((64, 4096), 1, 1, 3):
+        ranges = list(cut(256, numel, columns))
+        assert sum(count for _, count in ranges) == numel
+        assert all(start % BLOCK == 0 for start, _ in ranges)
+        assert max(count for _, count in ranges) <= RANGE_NUMEL * columns.count // columns.width

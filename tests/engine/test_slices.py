@@ -243,11 +243,8 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
         texts.append(str(raised.value))
 
     mesh = mesh_of(world, 2)
-    model, optimizer = sharded_lm(mesh, 2)
-    refused(lambda: shardcore.save(folder, model, optimizer))
-    refused(lambda: shardcore.load(folder, model, optimizer))
-    refused(lambda: shardcore.consolidate(model, folder))
-    refused(lambda: shardcore.EMA(model))
+    model, _ = sharded_lm(mesh, 2)
+    refused(lambda: shardcore.unfreeze(model))
     refused(lambda: sharded_lm(mesh, 2, offload={"optimizer": "nvme", "path": folder}))
     refused(lambda: sharded_lm(mesh, 2, materialize=lambda module: None))
     sliced = make_lm()
@@ -268,10 +265,7 @@ def _refusals(rank: int, world: int, folder: str) -> list[str]:
 
 def test_what_is_not_supported_is_named(tmp_path: Any) -> None:
     expected = [
-        "save: not available yet for a tensor-parallel model",
-        "load: not available yet",
-        "consolidate: not available yet",
-        "EMA: not available yet",
+        "unfreeze: not available yet for a tensor-parallel model",
         "shard: offload to files: not available yet",
         "shard: materialize: not available yet",
         "shard: the model is already sharded (DTensor) over the ranks",

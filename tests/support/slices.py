@@ -1,5 +1,6 @@
 """A small language model, its tensor-parallel plan, and a training of it on a mesh of (dp, tp)."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -105,12 +106,25 @@ def mesh_of(world: int, tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def sharded_lm(mesh: DeviceMesh, stage: int, sequence: bool = True, **options: Any) -> tuple[Any, Any]:
-    """Return a sharded model and its optimizer; not sliced where the mesh has one rank along "tp"."""
+def sharded_lm(
+    mesh: DeviceMesh,
+    stage: int,
+    sequence: bool = True,
+    adam: Mapping[str, Any] | None = None,
+    frozen: str = "-",
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Return a sharded model and its optimizer; not sliced where the mesh has one rank along "tp".
+
+    frozen: in the names of parameters that do not train.
+    """
     model = make_lm()
     if mesh["tp"].size() > 1:
         slice_lm(model, mesh["tp"], sequence)
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for name, param in model.named_parameters():
+        param.requires_grad_(frozen not in name)
+    given = [param for param in model.parameters() if param.requires_grad]
+    optimizer: Any = shardcore.FusedAdam(given, lr=1e-2, weight_decay=0.1, **(adam or {}))
     options = {"clip_grad_norm": 0.5} | options
     return shardcore.shard(model, optimizer, stage, process_group=mesh["dp"], **options)
 
