@@ -9,7 +9,7 @@ from typing import Any
 
 _OP = "initialize"
 
-_KEPT = "shardcore.offload"  # whose "auto" is for shard
+_KEPT = "shardcore."  # what is "auto" there is for shard
 # What a trainer has a value for, but no argument that could contradict the configuration.
 _ONLY_FILLED = frozenset(
     {
@@ -33,7 +33,7 @@ def resolve(config: Mapping[str, Any], values: Mapping[str, object]) -> tuple[di
     def of(where: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: of(f"{where}.{key}" if where else str(key), entry) for key, entry in value.items()}
-        if value == "auto" and where != _KEPT:
+        if value == "auto" and not where.startswith(_KEPT):
             if where not in values:
                 problems.append(f'{where} has "auto", for which there is no value here; expected one of your own')
                 return value

@@ -54,7 +54,8 @@ def test_paths_that_the_configuration_lacks_are_not_added() -> None:
 
 
 def test_the_auto_of_shard_is_left_to_it() -> None:
-    assert resolve({"shardcore": {"offload": "auto"}}, VALUES) == ({"shardcore": {"offload": "auto"}}, [])
+    for own in ({"offload": "auto"}, {"offload": {"ratio": "auto"}, "units": "auto"}):
+        assert resolve({"shardcore": own}, VALUES) == ({"shardcore": own}, [])
 
 
 def test_what_has_no_value_and_what_differs_is_named_at_once() -> None:

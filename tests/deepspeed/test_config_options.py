@@ -6,6 +6,7 @@ import pytest
 
 from shardcore.deepspeed.config import read_config, shard_options
 from shardcore.engine.loss_scale import LossScale
+from shardcore.options import offload_options
 from tests.support.deepspeed import ds_config
 
 CPU = {"device": "cpu"}
@@ -46,6 +47,22 @@ CPU = {"device": "cpu"}
             },
         ),
         ({"zero_optimization": {"stage": 3}, "shardcore": {"offload": "auto"}}, {"offload": "auto", "overlap_step": False}),
+        (
+            {
+                "zero_optimization": {"stage": 2, "offload_optimizer": CPU},
+                "shardcore": {"offload": {"ratio": "auto", "device_memory_limit": 1 << 30}},
+            },
+            {
+                "offload": {
+                    "optimizer": "cpu",
+                    "gradients": "cpu",
+                    "ratio": "auto",
+                    "params": None,
+                    "pin_memory": True,
+                    "device_memory_limit": 1 << 30,
+                },
+            },
+        ),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0}}, {"prefetch": 0}),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 0.9}}, {"prefetch": 1}),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": "auto"}}, {"prefetch": 1}),
@@ -55,6 +72,8 @@ CPU = {"device": "cpu"}
 def test_a_configuration_becomes_options(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     options = shard_options(read_config(ds_config(**changes)))
     assert {name: options[name] for name in expected} == expected
+    if options["offload"] not in (None, "auto"):
+        offload_options(options["offload"], options["stage"])  # takes it
     assert set(options) | {"ranks_per_node"} == {
         "ranks_per_node",
         *("stage", "offload", "precision", "loss_scale", "reduce_dtype", "grad_dtype", "cast_inputs", "reshard_after_forward"),
