@@ -23,7 +23,7 @@ from shardcore.checkpoint.slots import Slots
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import own_gpu, use_own_gpu
 from shardcore.distributed.joining import agree, agree_in_parts, join
-from shardcore.distributed.launchers import env_int
+from shardcore.distributed.launchers import ranks_here
 from shardcore.distributed.machine import here, nodes_of, own_cores, plan_worker, short_of_memory
 from shardcore.engine import build, disk, nvme_weights
 from shardcore.engine.bucket import LIFETIMES
@@ -280,7 +280,7 @@ def shard(
 def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
     """Say once where gradients are exchanged over several nodes as if they were one, which exposes much of it."""
     global _advised
-    local = env_int("LOCAL_WORLD_SIZE") if os.environ.get("LOCAL_WORLD_SIZE") else comm.world_size  # torchrun's
+    local = ranks_here() or comm.world_size
     flat = comm.topology.nodes == 1 and not backend_sums and comm.uses_nccl and comm.world_size == dist.get_world_size()
     if flat and 1 < local < comm.world_size and comm.world_size % local == 0 and comm.rank == 0 and not _advised:
         _advised = True

@@ -27,6 +27,15 @@ def launched_world_size() -> tuple[str, int]:
     return "", 1
 
 
+def ranks_here() -> int | None:
+    """Return how many ranks the launcher started on this machine, as on each other one; None where it does not say."""
+    for name in ("LOCAL_WORLD_SIZE", *(locals_name for *_, locals_name in _LAUNCHERS.values())):
+        if name and os.environ.get(name):
+            return env_int(name)
+    same = re.fullmatch(r"(\d+)(\(x\d+\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(same[1]) if same else None
+
+
 def follow_launcher(op: str) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does, if mpirun or srun started several ranks.
 

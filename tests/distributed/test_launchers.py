@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 import shardcore
-from shardcore.distributed.launchers import first_host, follow_launcher
+from shardcore.distributed.launchers import first_host, follow_launcher, ranks_here
 from tests.support.deepspeed import ds_config, start, train
 from tests.support.models import hash_of_training, make_net
 from tests.support.ranks import context, free_port, run_ranks
 from tests.support.ranks import start as start_process
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_")
+FOREIGN = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL", "SLURM_")
 
 
 def of_open_mpi(rank: int, size: int, here: int | None = None) -> dict[str, str]:
@@ -103,6 +103,24 @@ def test_what_torchrun_would_have_set(
         environment.setenv(name, value)
     follow_launcher("initialize")
     assert tuple(os.environ[name] for name in TORCHRUN) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (of_srun(3, 8, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        (of_srun(3, 4) | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
+        (of_srun(3, 8, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}, None),
+        (of_srun(1, 2, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun on each node
+        (of_srun(1, 7, nodes=7) | {"SLURM_STEP_TASKS_PER_NODE": "1(x7)"} | of_open_mpi(9, 32, here=4), 4),
+        (of_mpich(1, 2), 2),
+    ],
+)
+def test_ranks_of_a_machine(environment: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None) -> None:
+    for name, value in variables.items():
+        environment.setenv(name, value)
+    assert ranks_here() == expected
 
 
 @pytest.mark.parametrize(
