@@ -420,7 +420,7 @@ def _choose(
     def predicted(stage: int, offload: Mapping[str, Any] | None) -> Prediction:
         return predict_rank(model, adam, replace(options, offload=offload), comm.topology)
 
-    found = fit.fit(machine, rates, comm.world_size, predicted, options.stage)
+    found = fit.fit(machine, rates, comm.world_size, predicted, options.stage, not isinstance(adam.kind, MuonKind))
     best = fit.chosen_of(found)
     said = (
         f"{machine.device / 2**30:.1f} GiB of device memory ({machine.activations / 2**30:.1f} left for activations) and "

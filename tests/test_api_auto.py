@@ -8,8 +8,8 @@ import torch
 
 import shardcore
 from shardcore.distributed.machine import here
-from shardcore.estimate import predict, probe
-from tests.support.models import Net, Run, hash_of_training, make_net, train
+from shardcore.estimate import fit, predict, probe
+from tests.support.models import Net, Run, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
 STEPS = 5
@@ -77,6 +77,25 @@ def test_where_nothing_fits_all_ranks_say_what_was_considered() -> None:
         assert 'offload is "auto", and nothing fits' in answer
         assert "optimizer cpu + gradients cpu" in answer
         assert '{"optimizer": "nvme", "path": DIR}' in answer
+
+
+def test_muon_keeps_its_gradients_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no others, though these would take fewer milliseconds."""
+
+    def started() -> tuple[Any, Any]:
+        model = make_net()
+        others = [param for param in model.parameters() if param.ndim != 2]
+        groups = [{"params": [p for p in model.parameters() if p.ndim == 2]}, {"params": others, "use_muon": False}]
+        return shardcore.shard(model, shardcore.Muon(groups), 2, precision="bf16", offload="auto")
+
+    monkeypatch.setattr("shardcore.api._figures", lambda _: figures(60_000))
+    model, optimizer = started()
+    tiers = optimizer._engine.options["offload"]
+    assert (tiers.optimizer, tiers.gradients) == ("cpu", None)
+    loss_of(model, batch_of(0, 0, 0)).backward()
+    optimizer.step()
+    monkeypatch.setattr(fit, "fit", lambda *given, fit=fit.fit: fit(*given[:5]))
+    assert started()[1]._engine.options["offload"].gradients == "cpu", "else the test could not fail"
 
 
 def _on_one_rank(rank: int, world_size: int) -> str:

@@ -91,14 +91,21 @@ def candidates(world_size: int, stage: int | None) -> Iterator[tuple[int, Mappin
         yield 3, _NVME | _GRADIENTS | {"params": "nvme"}
 
 
-def fit(machine: Machine, rates: Rates, world_size: int, predict: Predict, stage: int | None = None) -> list[Candidate]:
-    """Return what was considered, in order. stage: the only one, None for 2 and 3; see `chosen_of`."""
+def fit(
+    machine: Machine, rates: Rates, world_size: int, predict: Predict, stage: int | None = None, host_gradients: bool = True
+) -> list[Candidate]:
+    """Return what was considered, in order. stage: the only one, None for 2 and 3; see `chosen_of`.
+
+    host_gradients: whether the optimizer takes gradients in host memory.
+    """
     found: list[Candidate] = []
     for at, offload in candidates(world_size, stage):
         if offload is not None and offload["optimizer"] == "nvme" and (not machine.disk or chosen_of(found) is not None):
             break
         if any(one.offload is None and one.stage <= at and not one.lacks for one in found):
             continue  # this one moves more
+        if not host_gradients and "gradients" in (offload or {}):
+            continue
         if offload is None or offload["optimizer"] == "nvme":
             ratio, measures, prediction = 1.0, False, predict(at, offload)
         else:
