@@ -281,7 +281,7 @@ def shard_options(settings: Config) -> dict[str, Any]:
     These are clip_grad_norm, accumulate and materialize. "stage" is among what is returned.
     """
     own = {name: value for name, value in settings.shardcore.items() if name not in ("offload", "optimizer", "mesh")}
-    if "mesh" in settings.shardcore:
+    if math.prod(settings.shardcore.get("mesh", ())) > 1:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         own["process_group"] = init_device_mesh(device, tuple(settings.shardcore["mesh"]))
     tiers: dict[str, Any] = {"params": settings.params, "pin_memory": settings.pin_memory}

@@ -6,8 +6,9 @@ Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/i
 """
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -99,6 +100,7 @@ def initialize(
         _check_parallelism(mpu, mesh_param)
         sizes = settings.batch_sizes(comm.world_size)
         check_model(model, settings)
+        _check_mesh(settings.shardcore.get("mesh"), comm.world_size)
         trains = settings.optimizer is not None or any(
             thing is not None for thing in (optimizer, model_parameters, training_data, collate_fn, lr_scheduler)
         )
@@ -183,6 +185,11 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
             raise ValueError(f"{_OP}: mpu.{name}() is {getattr(mpu, name)()}; expected 1 (weights are sharded by ZeRO alone)")
     if mesh_param is not None and tuple(mesh_param)[1:] not in ((), (1,)):
         raise ValueError(f"{_OP}: mesh_param is {mesh_param!r}; expected (ranks, 1): there is no sequence parallelism")
+
+
+def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:
+    if mesh is not None and math.prod(mesh) != world_size:
+        raise ValueError(f"{_OP}: config shardcore.mesh has {mesh}; expected numbers whose product is {world_size}, the ranks")
 
 
 def check_model(model: Any, settings: Config) -> None:

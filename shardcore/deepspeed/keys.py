@@ -160,7 +160,9 @@ def _own(where: str, value: Any) -> dict[str, Any]:
             raise TypeError(has(path, section, "an object with keys" + ', or "auto"' * (name == "offload")))
         for key in section:
             if key not in keys:
-                raise ValueError(f"{OP}: config {path}.{key} is not supported; expected one of {', '.join(keys)}")
+                meant = [f" ({where}.{other}.{key}?)" for other, its in known.items() if other and key in its]
+                expected = ", ".join(keys) + "".join(meant)
+                raise ValueError(f"{OP}: config {path}.{key} is not supported; expected one of {expected}")
     mesh = value.get("mesh", [1, 1])
     if not isinstance(mesh, list | tuple) or len(mesh) != 2 or not all(type(size) is int and size > 0 for size in mesh):
         raise ValueError(has(f"{where}.mesh", mesh, "two numbers of ranks: [replicate, shard]"))

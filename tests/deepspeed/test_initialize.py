@@ -150,11 +150,17 @@ def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
         ({"prefetch": -1}, r"shard: prefetch is -1"),
         ({"mesh": 3}, r"config shardcore\.mesh has 3; expected two numbers of ranks: \[replicate, shard\]"),
         ({"mesh": [2, "8"]}, r"config shardcore\.mesh has \[2, '8'\]"),
+        ({"mesh": [2, 8]}, r"shardcore\.mesh has \[2, 8\]; expected numbers whose product is 1, the ranks"),
+        ({"state_dtype": "8bit"}, r"sync_each, offload, optimizer \(shardcore\.optimizer\.state_dtype\?\)"),
     ],
 )
 def test_what_the_section_of_shardcore_may_not_have(section: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, TypeError), match=says):
         start(ds_config(stage=3, shardcore=section))
+
+
+def test_a_mesh_of_one_rank_is_none() -> None:
+    assert start(ds_config(shardcore={"mesh": [1, 1]})).world_size == 1
 
 
 def test_refused_optimizers() -> None:
